@@ -1,0 +1,19 @@
+"""Which module of a Hugging Face model plays which part: declarations, and the hook points they make."""
+
+from adapters.architecture import MLP, Architecture, Block
+from adapters.attention import Attention, Projection
+from adapters.model import Anatomy, anatomy
+from adapters.registry import UnsupportedModelError, register, supported
+
+__all__ = [
+    "MLP",
+    "Anatomy",
+    "Architecture",
+    "Attention",
+    "Block",
+    "Projection",
+    "UnsupportedModelError",
+    "anatomy",
+    "register",
+    "supported",
+]

@@ -1,0 +1,279 @@
+"""The parts that an adapter is declared from, and the hook points they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from adapters.attention import Attention, Projection, attention_points
+from adapters.norms import LAYER_NORM, NormKind, NormNormalized, NormScale
+from adapters.points import Group, Point, Site
+from adapters.views import Branch, Call, Derived, FlatBatch, OverBatch, View, WriteThrough
+
+
+@dataclass(frozen=True)
+class MLP:
+    """A feed-forward module.
+
+    Attributes:
+        path: the module, relative to the block ("" where its layers stand in the block itself).
+        up: the projection before the activation function (of a gated MLP: the linear one beside the gate).
+        down: the projection after it, relative to `path`.
+        gate: for a gated MLP, the projection that goes through the activation function.
+        out, out_key: where the result stands that is added to the residual stream, relative to the block; by default
+            the output of the module at `path`.
+        flat: `up` and `down` work on ``(batch pos)`` rows.
+    """
+
+    path: str
+    up: Projection
+    down: str
+    gate: Projection | None = None
+    out: str | None = None
+    out_key: int | None = None
+    flat: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer.
+
+    Attributes:
+        attn, mlp: its parts (None where it has none).
+        ln1, ln2: the norms before attention and MLP, relative to the block.
+        ln1_post, ln2_post: norms between a part and the residual stream.
+        norm: what the norms compute.
+        qk_norm: what the norms of queries and keys compute.
+        parallel: attention and MLP read the same residual stream (there is no `hook_resid_mid`).
+        shared_norm: attention and MLP share `ln1`; its hook points are repeated as `ln2`, each for its own branch.
+        output_key: which element of the block's output is the residual stream (None: the output itself).
+        output_length: how many elements a tuple output has (for skipping a block).
+    """
+
+    attn: Attention | None
+    mlp: MLP | None
+    ln1: str | None = None
+    ln2: str | None = None
+    ln1_post: str | None = None
+    ln2_post: str | None = None
+    norm: NormKind = LAYER_NORM
+    qk_norm: NormKind | None = None
+    parallel: bool = False
+    shared_norm: bool = False
+    output_key: int | None = None
+    output_length: int = 1
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model family, as its adapter declares it for one configuration.
+
+    Paths are relative to the base model (the one under ``base_model_prefix``), except `unembed`, which is relative to
+    the model itself.
+
+    Attributes:
+        blocks: the path of the list of blocks.
+        block: what a block looks like.
+        embed, pos_embed, embed_norm: embeddings and the norm after them.
+        final_norm: the norm after the last block.
+        unembed: the output layer.
+        facts: fields of `ModelConfig` that the configuration does not say by itself.
+    """
+
+    blocks: str
+    block: Block
+    embed: str
+    unembed: str
+    final_norm: str | None
+    pos_embed: str | None = None
+    embed_norm: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def base_path(model: nn.Module) -> str:
+    """The path of the base model inside `model`, "" where `model` is the base model."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return prefix if prefix and hasattr(model, prefix) else ""
+
+
+class SharedNormInput(Derived):
+    """`hook_mlp_in` where attention and MLP share a norm: the residual stream as the MLP alone reads it."""
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return call.sources[0][1]
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return call.sources[0][0].forward(new)
+
+
+def norm_points(
+    kind: NormKind,
+    site: Site,
+    name: str,
+    depth: int,
+    stack: str,
+    *,
+    sources: tuple[Site, ...] = (),
+    axes: str = "batch pos d_model",
+    branches: tuple[str, ...] = (),
+) -> list[Point]:
+    """`hook_scale` and `hook_normalized` of a norm (with `sources`: of a shared norm, for the branch at `site`)."""
+    beside = bool(sources)
+    one = axes.rsplit(" ", 1)[0] + " 1"
+    more: dict[str, Any] = {"sources": sources, "stack": stack, "branches": branches}
+    return [
+        Point(f"{name}.hook_scale", site, NormScale(kind, beside), one, depth, **more),
+        Point(f"{name}.hook_normalized", site, NormNormalized(kind, beside), axes, depth, **more),
+    ]
+
+
+def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, cfg: Any, stack: str) -> list[Point]:
+    """The hook points of block `index` of `n`."""
+    prefix = f"{stack}.{index}"
+    axes = "batch pos d_model"
+    points: list[Point] = []
+
+    def add(name: str, site: Site, view: View | None = None, axes: str = axes, **more: Any) -> None:
+        points.append(Point(name, site, view or View(), axes, index, stack=stack, **more))
+
+    def add_norm(name: str, module: str, kind: NormKind, branches: tuple[str, ...] = ()) -> None:
+        site = Site(module, "output")
+        points.extend(norm_points(kind, site, f"{prefix}.{name}", index, stack, branches=branches))
+        add(f"{prefix}.{name}.hook_out", Site(module, "output"), group="extra")
+
+    add(f"{prefix}.hook_resid_pre", Site(path, "input"), aliases=(f"{prefix}.hook_in",))
+    ln1 = join(path, block.ln1) if block.ln1 else None
+    ln1_site = Site(ln1, "input") if ln1 else None
+    readers = tuple(f"{prefix}.{block.attn.name}.hook_{letter}" for letter in "qkv") if block.attn else ()
+    if ln1 and block.shared_norm:
+        assert block.attn and block.mlp and ln1_site
+        attn_in = Site(join(path, block.attn.path), "input")
+        name = f"{prefix}.ln1"
+        points.extend(norm_points(block.norm, attn_in, name, index, stack, sources=(ln1_site,), branches=readers))
+    elif ln1:
+        add(f"{prefix}.ln1.hook_in", Site(ln1, "input"), Branch(), group="extra")
+        add_norm("ln1", ln1, block.norm, readers)
+    if block.attn:
+        out_name = None if block.ln1_post else "hook_attn_out"
+        points.extend(
+            attention_points(
+                block.attn, model, path, prefix, index, cfg.n_heads, cfg.n_kv_heads, ln1_site, stack, out_name
+            )
+        )
+        if block.qk_norm:
+            for letter, norm_path in (("q", block.attn.q_norm), ("k", block.attn.k_norm)):
+                if norm_path:
+                    norm_site = Site(join(path, block.attn.path, norm_path), "output")
+                    name = f"{prefix}.attn.{letter}_norm"
+                    points.extend(_head_norm_points(block.qk_norm, norm_site, name, letter, index, stack))
+        if block.ln1_post:
+            module = join(path, block.ln1_post)
+            add_norm("ln1_post", module, block.norm)
+            add(f"{prefix}.hook_attn_out", Site(module, "output"))
+    if block.mlp:
+        points.extend(_mlp_points(block, path, prefix, index, stack, ln1_site))
+        if block.ln2_post:
+            module = join(path, block.ln2_post)
+            add_norm("ln2_post", module, block.norm)
+            add(f"{prefix}.hook_mlp_out", Site(module, "output"))
+    last = (f"{prefix}.hook_out",) + (("ln_final.hook_in",) if index == n - 1 and stack == "blocks" else ())
+    add(f"{prefix}.hook_resid_post", Site(path, "output", block.output_key), aliases=last)
+    return points
+
+
+def _head_norm_points(kind: NormKind, site: Site, name: str, letter: str, index: int, stack: str) -> list[Point]:
+    heads = "n_heads" if letter == "q" else "n_key_value_heads"
+    return norm_points(kind, site, name, index, stack, axes=f"batch pos {heads} d_head")
+
+
+def _mlp_points(
+    block: Block, path: str, prefix: str, index: int, stack: str, ln1_site: Site | None
+) -> list[Point]:
+    """The hook points from the residual stream before the MLP to its output."""
+    mlp = block.mlp
+    assert mlp is not None
+    axes, wide = "batch pos d_model", "batch pos d_mlp"
+    module = join(path, mlp.path)
+    points: list[Point] = []
+
+    def add(name: str, site: Site, view: View | None = None, axes: str = axes, **more: Any) -> None:
+        points.append(Point(f"{prefix}.{name}", site, view or View(), axes, index, stack=stack, **more))
+
+    mlp_in: dict[str, Any] = {
+        "group": "heavy",
+        "flag": "use_hook_mlp_in",
+        "aliases": (f"{prefix}.ln2.hook_in", f"{prefix}.mlp.hook_mlp_in"),
+    }
+    if block.shared_norm:
+        assert ln1_site is not None
+        entered = Site(module, "input")
+        add("hook_mlp_in", entered, SharedNormInput(), sources=(ln1_site,), **mlp_in)
+        points.extend(norm_points(block.norm, entered, f"{prefix}.ln2", index, stack, sources=(ln1_site,)))
+    elif block.ln2:
+        norm = join(path, block.ln2)
+        if not block.parallel:
+            add("hook_resid_mid", Site(norm, "input"), WriteThrough())
+        add("hook_mlp_in", Site(norm, "input"), Branch(), **mlp_in)
+        points.extend(norm_points(block.norm, Site(norm, "output"), f"{prefix}.ln2", index, stack))
+        add("ln2.hook_out", Site(norm, "output"), group="extra")
+
+    flat: dict[str, Any] = {"view": FlatBatch(), "sources": (Site(path, "input"),)} if mlp.flat else {}
+    up_site = Site(join(module, mlp.up.path), "output")
+    if mlp.gate:
+        gate_site = Site(join(module, mlp.gate.path), "output")
+        add("mlp.hook_pre", gate_site, mlp.gate.part, wide, aliases=(f"{prefix}.mlp.gate.hook_out",))
+        add("mlp.hook_pre_linear", up_site, mlp.up.part, wide, aliases=(f"{prefix}.mlp.in.hook_out",))
+    else:
+        view = {"view": mlp.up.part} if mlp.up.part else flat
+        add("mlp.hook_pre", up_site, axes=wide, aliases=(f"{prefix}.mlp.in.hook_out",), **view)
+    down = join(module, mlp.down)
+    add("mlp.hook_post", Site(down, "input"), axes=wide, aliases=(f"{prefix}.mlp.out.hook_in",), **flat)
+    out = Site(join(path, mlp.out), "output", mlp.out_key) if mlp.out else Site(module, "output", mlp.out_key)
+    aliases = (f"{prefix}.mlp.hook_out", f"{prefix}.mlp.out.hook_out")
+    if block.ln2_post:
+        add("mlp.hook_out", out, group="extra", aliases=aliases[1:], **flat)
+    else:
+        add("hook_mlp_out", out, aliases=aliases, **flat)
+    return points
+
+
+def architecture_points(architecture: Architecture, model: nn.Module, cfg: Any) -> list[Point]:
+    """All hook points of a decoder- or encoder-only model, in the order of the computation."""
+    base = base_path(model)
+    axes = "batch pos d_model"
+    kind = architecture.block.norm
+    embed = Site(join(base, architecture.embed), "output")
+    points: list[Point] = [
+        Point("embed.hook_in", Site(embed.path, "input"), View(), "batch pos", -1, group="extra", stack=""),
+        Point("hook_embed", embed, View(), axes, -1, aliases=("embed.hook_out",), stack=""),
+    ]
+    if architecture.pos_embed:
+        site = Site(join(base, architecture.pos_embed), "output")
+        names = {"aliases": ("pos_embed.hook_out",), "sources": (embed,), "stack": ""}
+        points.append(Point("hook_pos_embed", site, OverBatch(), axes, -1, **names))  # type: ignore[arg-type]
+    if architecture.embed_norm:
+        site = Site(join(base, architecture.embed_norm), "output")
+        points.extend(norm_points(kind, site, "embed.ln", -1, ""))
+    for index in range(cfg.n_layers):
+        path = join(base, architecture.blocks, str(index))
+        points.extend(block_points(architecture.block, model, path, index, cfg.n_layers, cfg, "blocks"))
+    after = cfg.n_layers
+    if architecture.final_norm:
+        site = Site(join(base, architecture.final_norm), "output")
+        points.extend(norm_points(kind, site, "ln_final", after, ""))
+        points.append(Point("ln_final.hook_out", site, View(), axes, after, group="extra", stack=""))
+    if hasattr(model, architecture.unembed.split(".")[0]):
+        group: Group = "extra"
+        into, out = Site(architecture.unembed, "input"), Site(architecture.unembed, "output")
+        points.append(Point("unembed.hook_in", into, View(), axes, after, group=group, stack=""))
+        logits = "batch pos d_vocab_out"
+        names = {"aliases": ("hook_unembed",), "group": group, "stack": ""}
+        points.append(Point("unembed.hook_out", out, View(), logits, after, **names))  # type: ignore[arg-type]
+    return points

@@ -1,0 +1,218 @@
+"""The attention part: queries, keys, values, scores, pattern, z, and what is derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from adapters.linear import bias_of, head_results, project_per_head
+from adapters.points import Follower, Point, Site
+from adapters.views import Branch, Call, Derived, Heads, HeadsFirst, MaskedScores, View, WithoutLastColumn
+
+
+@dataclass(frozen=True)
+class PerHeadInput(Derived):
+    """The residual stream as each head's query (key, value) reads it, before the norm: ``[batch, pos, head, d_model]``.
+
+    It stands on the output of the projection; an edit is normalised and projected by the model's own modules.
+    """
+
+    part: View
+    n_heads: int
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        entered = call.sources[0][1]
+        return entered.unsqueeze(-2).expand(*entered.shape[:-1], self.n_heads, -1)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        norm = call.sources[0][0]
+        # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
+        return self.part.put(x, project_per_head(call.module, self.part, norm.forward(new), call), call)
+
+
+@dataclass(frozen=True)
+class EveryHeadInput(Derived):
+    """`hook_attn_in`: one input per head for query, key and value together; its followers do the writing."""
+
+    n_heads: int
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return call.input.unsqueeze(-2).expand(*call.input.shape[:-1], self.n_heads, -1)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class HeadResults(Derived):
+    """`hook_result`: what each head adds to the residual stream, ``[batch, pos, head, d_model]``."""
+
+    n_heads: int
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return head_results(call.module, call.input.unflatten(-1, (self.n_heads, -1)))
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return (new.sum(-2) + bias_of(call.module, call.input)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Where queries (keys, values) are made.
+
+    Attributes:
+        path: the module, relative to the attention module.
+        part: how its output shows the heads; None: all of it, ``(head d_head)``.
+    """
+
+    path: str
+    part: View | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention module.
+
+    Attributes:
+        path: the attention module, relative to the block.
+        q, k, v: the projections, relative to the attention module.
+        o: the output projection, relative to the attention module.
+        out: where the result stands that is added to the residual stream, relative to the block; by default element 0
+            of the attention module's output. ``out_key`` is the element, None for a module that returns a tensor.
+        rotary: queries and keys are rotated.
+        tap: how the scores are reached. ``interface``: the module calls transformers' `AttentionInterface`;
+            ``forward``: it computes the softmax in its own forward; None: there is no softmax (linear attention).
+        sink: the last column of the scores is an attention sink.
+        q_norm, k_norm: norms of queries and keys, relative to the attention module (see `Block.norms`).
+        name: the canonical name of the part within the block.
+    """
+
+    path: str
+    q: Projection
+    k: Projection
+    v: Projection
+    o: str
+    out: str | None = None
+    out_key: int | None = 0
+    rotary: bool = False
+    tap: Literal["interface", "forward"] | None = "interface"
+    sink: bool = False
+    q_norm: str | None = None
+    k_norm: str | None = None
+    name: str = "attn"
+
+
+def attention_points(
+    part: Attention,
+    root: nn.Module,
+    block: str,
+    prefix: str,
+    depth: int,
+    n_heads: int,
+    n_kv_heads: int,
+    norm: Site | None,
+    stack: str,
+    out_name: str | None = "hook_attn_out",
+) -> list[Point]:
+    """The hook points of one attention module.
+
+    Args:
+        part: the declaration.
+        root: the Hugging Face model.
+        block: the path of the block.
+        prefix: the canonical name of the block, such as ``blocks.3``.
+        depth: the block's index.
+        n_heads, n_kv_heads: numbers of query heads, and of key and value heads.
+        norm: the site at which the attention's input enters its norm (None: not normed).
+        stack: the list of blocks.
+        out_name: the canonical name of the attention's output, or None when a later norm's output takes that role.
+    """
+    module = f"{block}.{part.path}"
+    name = f"{prefix}.{part.name}"
+    views = {
+        letter: (projection, projection.part or Heads(heads), heads)
+        for letter, projection, heads in (("q", part.q, n_heads), ("k", part.k, n_kv_heads), ("v", part.v, n_kv_heads))
+    }
+    shared = len({projection.path for projection, _, _ in views.values()}) < 3
+    own = "" if part.name == "attn" else f"{part.name}_"
+
+    points: list[Point] = []
+
+    def add(suffix: str, site: Site, view: View, axes: str, **more) -> None:  # type: ignore[no-untyped-def]
+        points.append(Point(suffix, site, view, axes, depth, stack=stack, **more))
+
+    source = norm or Site(module, "input")
+    inputs = {letter: f"{prefix}.hook_{own}{letter}_input" for letter in views}
+    if norm is not None:
+        group_size = n_heads // n_kv_heads
+
+        def by_group(value: Tensor) -> Tensor:
+            # A key head serves several query heads: it reads the mean of their inputs (all equal unless edited).
+            return value if group_size == 1 else value.unflatten(-2, (n_kv_heads, group_size)).mean(-2)
+
+        add(
+            f"{prefix}.hook_{own}attn_in",
+            Site(norm.path, "output", None),
+            EveryHeadInput(n_heads),
+            "batch pos n_heads d_model",
+            group="heavy",
+            flag="use_attn_in",
+            aliases=(f"{name}.hook_attn_in",),
+            followers=(
+                Follower(inputs["q"], lambda value: value),
+                Follower(inputs["k"], by_group),
+                Follower(inputs["v"], by_group),
+            ),
+        )
+    for letter, (projection, view, heads) in views.items():
+        add(
+            inputs[letter],
+            Site(f"{module}.{projection.path}", "output"),
+            PerHeadInput(view, heads),
+            f"batch pos {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_model",
+            group="heavy",
+            flag="use_split_qkv_input",
+            sources=(source,),
+            aliases=(f"{name}.hook_{letter}_input",),
+        )
+    for letter, (projection, view, _) in views.items():
+        axes = f"batch pos {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_head"
+        site = Site(f"{module}.{projection.path}", "output")
+        add(f"{name}.hook_{letter}", site, view, axes, aliases=(f"{name}.{letter}.hook_out",))
+        if not shared:
+            add(f"{name}.{letter}.hook_in", Site(site.path, "input"), Branch(), "batch pos d_model", group="extra")
+    if part.tap is not None:
+        if part.rotary and part.tap == "interface":
+            for letter, (_, _, _) in list(views.items())[:2]:
+                axes = f"batch {'pos n_heads' if letter == 'q' else 'key_pos n_key_value_heads'} d_head"
+                add(f"{name}.hook_rot_{letter}", Site(module, part.tap, letter), HeadsFirst(), axes)
+        scores: View = WithoutLastColumn(MaskedScores()) if part.sink else MaskedScores()
+        pattern: View = WithoutLastColumn(View()) if part.sink else View()
+        square = "batch n_heads pos key_pos"
+        add(f"{name}.hook_attn_scores", Site(module, part.tap, "scores"), scores, square)
+        add(f"{name}.hook_pattern", Site(module, part.tap, "pattern"), pattern, square)
+    output_projection = f"{module}.{part.o}"
+    add(
+        f"{name}.hook_z",
+        Site(output_projection, "input"),
+        Heads(n_heads),
+        "batch pos n_heads d_head",
+        aliases=(f"{name}.o.hook_in",),
+    )
+    add(
+        f"{name}.hook_result",
+        Site(output_projection, "output"),
+        HeadResults(n_heads),
+        "batch pos n_heads d_model",
+        group="heavy",
+        flag="use_attn_result",
+    )
+    out = Site(f"{block}.{part.out}", "output", part.out_key) if part.out else Site(module, "output", part.out_key)
+    if out_name is not None:
+        aliases = (f"{name}.hook_out", f"{name}.o.hook_out")
+        add(f"{prefix}.{out_name}", out, View(), "batch pos d_model", aliases=aliases)
+    else:
+        add(f"{name}.hook_out", out, View(), "batch pos d_model", group="extra", aliases=(f"{name}.o.hook_out",))
+    return points

@@ -1,0 +1,210 @@
+"""`ModelConfig`: what a model is, in HookedTransformer's field names, read from the model and never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from adapters.norms import eps_of
+
+
+@dataclass
+class ModelConfig:
+    """The facts about a model that interpretability code asks for.
+
+    Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype` and
+    `n_params` are read from the parameters at the time of asking. ``use_attn_result``, ``use_split_qkv_input``,
+    ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy hook points.
+    """
+
+    model_name: str
+    original_architecture: str
+    n_layers: int
+    n_heads: int
+    n_key_value_heads: int | None
+    d_model: int
+    d_head: int
+    d_mlp: int | None
+    d_vocab: int
+    d_vocab_out: int
+    n_ctx: int | None
+    act_fn: str | None
+    normalization_type: str | None
+    eps: float | None
+    positional_embedding_type: str
+    attention_dir: str = "causal"
+    attn_only: bool = False
+    parallel_attn_mlp: bool = False
+    gated_mlp: bool = False
+    final_rms: bool = False
+    rotary_dim: int | None = None
+    rotary_base: float | None = None
+    rotary_base_local: float | None = None
+    rotary_adjacent_pairs: bool = False
+    use_attn_scale: bool = True
+    attn_scale: float | None = None
+    scale_attn_by_inverse_layer_idx: bool = False
+    use_qk_norm: bool = False
+    use_local_attn: bool = False
+    window_size: int | None = None
+    attn_types: list[str] | None = None
+    attn_scores_soft_cap: float = -1.0
+    output_logits_soft_cap: float = -1.0
+    use_normalization_before_and_after: bool = False
+    post_embedding_ln: bool = False
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    tie_word_embeddings: bool = False
+    relative_attention_num_buckets: int | None = None
+    relative_attention_max_distance: int | None = None
+    decoder_start_token_id: int | None = None
+    tokenizer_name: str | None = None
+    default_prepend_bos: bool = True
+    tokenizer_prepends_bos: bool | None = None
+    use_attn_result: bool = False
+    use_split_qkv_input: bool = False
+    use_attn_in: bool = False
+    use_hook_mlp_in: bool = False
+    ungroup_grouped_query_attention: bool = False
+    n_devices: int = 1
+    seed: int | None = None
+    from_checkpoint: bool = False
+    checkpoint_index: int | None = None
+    checkpoint_label_type: str | None = None
+    checkpoint_value: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    _model: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """The number of key and value heads, equal to `n_heads` without grouping."""
+        return self.n_key_value_heads or self.n_heads
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter is."""
+        return next(self._parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the model's first floating-point parameter."""
+        return next(p.dtype for p in self._parameters() if p.is_floating_point())
+
+    @property
+    def n_params(self) -> int:
+        """The number of parameters in the model, embeddings included, shared ones once."""
+        return sum(p.numel() for p in self._parameters())
+
+    def _parameters(self) -> Any:
+        if self._model is None:
+            raise AttributeError("this configuration belongs to no model: device, dtype and n_params are a model's")
+        return self._model.parameters()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, and `device`, `dtype` and `n_params`, as a plain dictionary."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "_model"}
+        if self._model is not None:
+            values |= {"device": self.device, "dtype": self.dtype, "n_params": self.n_params}
+        return values
+
+    def __contains__(self, name: str) -> bool:
+        return name in {f.name for f in fields(self)}
+
+
+def act_fn_name(name: str | None) -> str | None:
+    """HookedTransformer's name for an activation function, or Hugging Face's own where it has none."""
+    known = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "swish": "silu"}
+    return known.get(name, name) if name else None
+
+
+def first(config: Any, *names: str) -> Any:
+    """The first of the configuration's fields that is there and not None."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def rotary_facts(config: Any) -> Mapping[str, Any]:
+    """`positional_embedding_type`, `rotary_dim` and `rotary_base` of a family with rotary embeddings."""
+    parameters = config.rope_parameters
+    local = None
+    if "rope_theta" not in parameters:  # one set for each kind of layer (Gemma 3)
+        local = parameters.get("sliding_attention", {}).get("rope_theta")
+        parameters = parameters["full_attention"]
+    d_head = first(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    return {
+        "positional_embedding_type": "rotary",
+        "rotary_dim": int(d_head * parameters.get("partial_rotary_factor", 1.0)),
+        "rotary_base": parameters["rope_theta"],
+        "rotary_base_local": local,
+    }
+
+
+def model_config(architecture: Any, model: nn.Module, base: str) -> ModelConfig:
+    """Reads a model's facts.
+
+    Args:
+        architecture: what the adapter declared for it.
+        model: the Hugging Face model.
+        base: the path of the base model in it.
+    """
+    hf = model.config
+    root = model.get_submodule(base)
+    block, facts = architecture.block, dict(architecture.facts)
+    n_heads = facts.pop("n_heads", None) or hf.num_attention_heads
+    n_kv = first(hf, "num_key_value_heads", "num_kv_heads")
+    d_model = facts.pop("d_model", None) or hf.hidden_size
+    layers = root.get_submodule(architecture.blocks)
+    values: dict[str, Any] = {
+        "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
+        "original_architecture": type(model).__name__,
+        "n_layers": len(layers),  # type: ignore[arg-type]
+        "n_heads": n_heads,
+        "n_key_value_heads": n_kv if n_kv != n_heads else None,
+        "d_model": d_model,
+        "d_head": first(hf, "head_dim") or d_model // n_heads,
+        "d_mlp": None,
+        "d_vocab": root.get_submodule(architecture.embed).weight.shape[0],
+        "d_vocab_out": hf.vocab_size,
+        "n_ctx": first(hf, "max_position_embeddings", "n_positions", "seq_length"),
+        "act_fn": act_fn_name(first(hf, "hidden_act", "hidden_activation", "activation_function")),
+        "normalization_type": block.norm.name if block.ln1 or block.ln2 else None,
+        "eps": None,
+        "positional_embedding_type": "standard" if architecture.pos_embed else "none",
+        "attn_only": block.mlp is None,
+        "parallel_attn_mlp": block.parallel,
+        "gated_mlp": block.mlp is not None and getattr(block.mlp, "gate", None) is not None,
+        "final_rms": architecture.final_norm is not None and not block.norm.centered,
+        "use_qk_norm": block.qk_norm is not None,
+        "use_normalization_before_and_after": bool(block.ln1_post or block.ln2_post),
+        "post_embedding_ln": architecture.embed_norm is not None,
+        "tie_word_embeddings": bool(first(hf, "tie_word_embeddings")),
+        "default_prepend_bos": True,
+    }
+    head = architecture.unembed.split(".")[0]
+    if hasattr(model, head):
+        weight = getattr(model.get_submodule(architecture.unembed), "weight", None)
+        if weight is not None and weight.ndim == 2:
+            values["d_vocab_out"] = weight.shape[0]
+    first_block = layers[0] if len(layers) else None  # type: ignore[index, arg-type]
+    if first_block is not None:
+        norm = block.ln1 or block.ln2
+        if norm:
+            values["eps"] = eps_of(first_block.get_submodule(norm))
+    values["d_mlp"] = facts.pop("d_mlp", None) if block.mlp else None
+    if values["d_mlp"] is None and block.mlp:
+        values["d_mlp"] = first(hf, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model
+    windows = first(hf, "layer_types")
+    if windows and any("sliding" in kind for kind in windows):
+        values |= {
+            "use_local_attn": True,
+            "window_size": hf.sliding_window,
+            "attn_types": ["local" if "sliding" in kind else "global" for kind in windows],
+        }
+    return ModelConfig(**(values | facts), _model=model)

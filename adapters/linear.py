@@ -1,0 +1,72 @@
+"""What a projection does head by head, from its weights where it is a plain linear layer, by asking it where not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from adapters.views import Call, View
+
+
+def weight_in_out(module: nn.Module) -> Tensor | None:
+    """The weight of a plain linear layer as ``[d_in, d_out]``, a view; None for anything else (LoRA, quantised)."""
+    if type(module) is nn.Linear:
+        return module.weight.T
+    if type(module) is Conv1D:
+        return module.weight
+    return None
+
+
+def bias_of(module: nn.Module, like: Tensor) -> Tensor:
+    """What the projection gives for an input of zeros: its bias.
+
+    Args:
+        module: the projection.
+        like: a tensor ``[..., d_in]`` of the right width, type and device.
+    """
+    if weight_in_out(module) is not None:
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            return bias
+    return module.forward(torch.zeros_like(like[:1, :1]))
+
+
+def head_results(module: nn.Module, z: Tensor) -> Tensor:
+    """Each head's contribution to the output projection, without the bias.
+
+    Args:
+        module: the output projection, ``(head d_head) -> d_model``.
+        z: ``[batch, pos, head, d_head]``.
+
+    Returns:
+        ``[batch, pos, head, d_model]``.
+    """
+    n_heads, d_head = z.shape[-2:]
+    weight = weight_in_out(module)
+    if weight is not None:
+        return torch.einsum("bphd,hdm->bphm", z, weight.unflatten(0, (n_heads, d_head)))
+    own = torch.eye(n_heads, dtype=z.dtype, device=z.device)
+    spread = torch.einsum("bphd,hg->bphgd", z, own).flatten(-2)
+    return module.forward(spread) - module.forward(torch.zeros_like(spread))
+
+
+def project_per_head(module: nn.Module, part: View, x: Tensor, call: Call) -> Tensor:
+    """Head h's query (or key, or value) from head h's own input.
+
+    Args:
+        module: the input projection.
+        part: the view of its output that shows the wanted heads, ``[..., head, d_head]``.
+        x: the normalised inputs, ``[batch, pos, head, d_model]``.
+
+    Returns:
+        ``[batch, pos, head, d_head]``.
+    """
+    weight = weight_in_out(module)
+    if weight is not None:
+        per_head = part.get(weight, call)  # d_model head d_head
+        out = torch.einsum("bphm,mhd->bphd", x, per_head)
+        bias = getattr(module, "bias", None)
+        return out if bias is None else out + part.get(bias, call)
+    everything = part.get(module.forward(x), call)  # batch pos own head d_head
+    return everything.diagonal(dim1=-3, dim2=-2).movedim(-1, -2)

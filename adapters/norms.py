@@ -1,0 +1,116 @@
+"""The two hook points of a norm, `hook_scale` and `hook_normalized`, computed beside the model's own norm module.
+
+They follow HookedTransformer: the scale divides; `hook_normalized` of a layer norm is its output (after weight and
+bias), that of an RMS norm is the value before the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from adapters.views import Call, Derived
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What a family's norm computes.
+
+    Attributes:
+        centered: the mean is subtracted (a layer norm).
+        offset: what is added to the weight (1 for Gemma, whose weight is stored as its difference from one).
+    """
+
+    centered: bool
+    offset: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return "LN" if self.centered else "RMS"
+
+    def weight(self, module: nn.Module) -> Tensor | None:
+        """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
+        weight = getattr(module, "weight", None)
+        return weight + self.offset if weight is not None and self.offset else weight
+
+
+LAYER_NORM = NormKind(centered=True)
+RMS_NORM = NormKind(centered=False)
+GEMMA_NORM = NormKind(centered=False, offset=1.0)
+
+
+def eps_of(module: nn.Module) -> float:
+    """The norm's epsilon, under whichever name its class keeps it."""
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        value = getattr(module, name, None)
+        if value is not None:
+            return float(value)
+    raise AttributeError(f"{type(module).__name__} has none of eps, variance_epsilon, epsilon")
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+@dataclass(frozen=True)
+class _NormView(Derived):
+    """What both views share. `beside` is True where the norm's input comes from a source site (see `SharedNorm`)."""
+
+    kind: NormKind
+    beside: bool = False
+
+    def norm(self, call: Call) -> tuple[nn.Module, Tensor]:
+        """The norm module and the tensor that entered it."""
+        return call.sources[0] if self.beside else (call.module, call.input)
+
+    def centered(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        return x - x.mean(-1, keepdim=True) if self.kind.centered else x
+
+    def scale(self, call: Call) -> Tensor:
+        """The scale of this call: an edited one where `hook_scale` was edited."""
+        if "scale" not in call.scratch:
+            module, x = self.norm(call)
+            x = at_least_float32(x)
+            square = x.var(-1, correction=0, keepdim=True) if self.kind.centered else x.pow(2).mean(-1, keepdim=True)
+            call.scratch["scale"] = (square + eps_of(module)).sqrt()
+        return call.scratch["scale"]
+
+
+class NormScale(_NormView):
+    """``sqrt(mean(x^2) + eps)``, of the centred input for a layer norm; shape ``[batch, pos, 1]``."""
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return self.scale(call)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        call.scratch["scale"] = new
+        module, entered = self.norm(call)
+        return finish(self.kind, module, self.centered(entered) / new, x.dtype)
+
+
+class NormNormalized(_NormView):
+    """The normalised value, ``[batch, pos, d_model]``."""
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        if self.kind.centered:
+            return x
+        return (self.centered(self.norm(call)[1]) / self.scale(call)).to(x.dtype)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        if self.kind.centered:
+            return new
+        weight = self.kind.weight(self.norm(call)[0])
+        return new if weight is None else (new * weight).to(x.dtype)
+
+
+def finish(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the norm makes of a value that has been centred and divided by the scale."""
+    weight, bias = kind.weight(module), getattr(module, "bias", None)
+    if weight is not None:
+        normalized = normalized * weight
+    if bias is not None:
+        normalized = normalized + bias
+    return normalized.to(dtype)

@@ -1,0 +1,79 @@
+"""What an adapter produces: hook points, each a site seen through a view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from adapters.views import View
+
+#: ``input``: the first argument of a module. ``output``: what it returns. ``interface``: inside its attention, reached
+#: through transformers' `AttentionInterface`. ``forward``: the softmax that it computes in its own forward.
+SiteKind = Literal["input", "output", "interface", "forward"]
+#: ``standard``: in an unfiltered cache. ``heavy``: there when the matching ``set_use_*`` is on. ``extra``: when named.
+Group = Literal["standard", "heavy", "extra"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in the model's own computation.
+
+    Attributes:
+        path: the module, as a dotted path from the Hugging Face model.
+        kind: see `SiteKind`.
+        key: for an output, which element of a tuple (None: the output itself); inside attention, one of ``q``, ``k``,
+            ``scores``, ``pattern``.
+    """
+
+    path: str
+    kind: SiteKind
+    key: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A point that takes over what was written at another one (`hook_attn_in` feeds the query, key and value inputs).
+
+    Attributes:
+        name: the point that takes over.
+        convert: from the value written to the follower's own activation.
+    """
+
+    name: str
+    convert: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A hook point as an adapter declares it.
+
+    Attributes:
+        name: the canonical name.
+        site, view: where it stands and how the tensor there is seen.
+        axes: the axes of the activation, such as ``batch pos d_model``.
+        depth: -1 before the blocks, the block's index inside, the number of blocks after.
+        group: see `Group`.
+        aliases: other names for it.
+        sources: further sites whose tensors the view needs.
+        followers: see `Follower`.
+        branches: the points that read this one separately in HookedTransformer, which runs the norm before attention
+            once for each of query, key and value: a gradient is taken for each of them.
+        stack: the list of blocks it belongs to (``blocks``, ``encoder``, ``decoder``), or "" outside of all.
+        flag: for a heavy point, the ``cfg.use_*`` field that includes it in an unfiltered cache.
+    """
+
+    name: str
+    site: Site
+    view: View
+    axes: str
+    depth: int
+    group: Group = "standard"
+    aliases: tuple[str, ...] = ()
+    sources: tuple[Site, ...] = ()
+    followers: tuple[Follower, ...] = ()
+    branches: tuple[str, ...] = ()
+    stack: str = "blocks"
+    flag: str | None = None

@@ -1,0 +1,92 @@
+"""Which adapter is for which model."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from adapters.architecture import Architecture
+
+#: From a Hugging Face configuration to what its models are made of.
+Declare = Callable[[Any], Architecture]
+
+_REGISTRY: dict[str, Declare] = {}
+_FAMILIES = ("gpt2", "llama", "gpt_neox")
+_ENTRY_POINTS = "transformer_bridge.adapters"
+
+
+class UnsupportedModelError(TypeError):
+    """There is no adapter for this model's class."""
+
+
+def register(*class_names: str) -> Callable[[Declare], Declare]:
+    """Registers an adapter for all models that have a class of one of these names among their bases.
+
+    Args:
+        class_names: usually the family's ``...PreTrainedModel`` class, so that every head and every subclass of a
+            user's is included.
+
+    Returns:
+        A decorator for the function that declares the architecture from a Hugging Face configuration.
+
+    Example:
+        >>> from adapters import register
+        >>> from adapters.families.llama import llama
+        >>> _ = register("MyLlamaPreTrainedModel")(llama)
+    """
+
+    def add(declare: Declare) -> Declare:
+        _REGISTRY.update(dict.fromkeys(class_names, declare))
+        return declare
+
+    return add
+
+
+def supported() -> list[str]:
+    """The class names that have an adapter, sorted.
+
+    Example:
+        >>> "GPT2PreTrainedModel" in supported()
+        True
+    """
+    _load()
+    return sorted(_REGISTRY)
+
+
+def declaration_for(model: nn.Module) -> Architecture:
+    """What the adapter of this model's class declares for its configuration.
+
+    Args:
+        model: a Hugging Face model.
+
+    Raises:
+        UnsupportedModelError: no class among its bases has an adapter.
+    """
+    _load()
+    for cls in type(model).__mro__:
+        declare = _REGISTRY.get(cls.__name__)
+        if declare is not None:
+            return declare(model.config)
+    name = type(model).__name__
+    near = difflib.get_close_matches(name, _REGISTRY, n=3, cutoff=0.5)
+    hint = f" The nearest are {', '.join(near)}." if near else ""
+    raise UnsupportedModelError(
+        f"there is no adapter for {name}.{hint} Adapters exist for: {', '.join(sorted(_REGISTRY))}. "
+        "docs/adapters.md shows how to write one."
+    )
+
+
+def _load() -> None:
+    """Imports our own families, then those of other packages, once."""
+    if _REGISTRY.get("GPT2PreTrainedModel"):
+        return
+    for family in _FAMILIES:
+        importlib.import_module(f"adapters.families.{family}")
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=_ENTRY_POINTS):
+        entry.load()

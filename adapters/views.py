@@ -1,0 +1,201 @@
+"""Views: how the tensor at a site is seen as a canonical activation, and how a new value is written back.
+
+A view has ``get(x, call)`` (site tensor to activation) and ``put(x, new, call)`` (site tensor and new activation to new
+site tensor). `call` describes the module call in progress; most views ignore it. ``put(x, get(x))`` always equals ``x``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a hooked module, as the views see it.
+
+    Attributes:
+        module: the module being called.
+        args, kwargs: what it was called with.
+        sources: for each of the point's source sites, the module that was called there and the tensor seen there.
+        scratch: a dictionary shared by the points that stand on this site, for this call only.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sources: tuple[tuple[nn.Module, Tensor], ...] = ()
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def input(self) -> Tensor:
+        """The first argument of the module."""
+        return self.args[0] if self.args else self.kwargs["hidden_states"]
+
+
+class View:
+    """The identity: the site's tensor is the activation."""
+
+    #: True where `get` returns the site's own tensor.
+    identity: bool = True
+    #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
+    writes_through: bool = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class Branch(View):
+    """One of several readers of a tensor: its edit, and its gradient, are of that reader alone."""
+
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x.view_as(x) if x.requires_grad else x
+
+
+class WriteThrough(View):
+    """The tensor that enters a norm is also the skip connection: an edit is made in place, and both see it."""
+
+    writes_through = True
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        if x.requires_grad and x.is_leaf:
+            raise RuntimeError(
+                "cannot edit a residual stream that is a leaf of the autograd graph in place; "
+                "detach it or compute it from a parameter"
+            )
+        return x.copy_(new)
+
+
+class Derived(View):
+    """A view whose activation is computed, not a part of the site's tensor."""
+
+    identity = False
+
+
+@dataclass(frozen=True, repr=False)
+class Heads(View):
+    """``... (head d_head) -> ... head d_head``."""
+
+    n_heads: int
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x.unflatten(-1, (self.n_heads, -1))
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new.flatten(-2)
+
+
+@dataclass(frozen=True, repr=False)
+class Part(View):
+    """A part of a fused projection, chosen by a function that returns a view of its argument."""
+
+    select: Callable[[Tensor], Tensor]
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return self.select(x)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        whole = x.clone()
+        self.select(whole).copy_(new)
+        return whole
+
+
+def columns(start: int, stop: int, n_heads: int | None = None) -> Part:
+    """Columns `start` to `stop` of the last axis, split into heads where `n_heads` is given."""
+
+    def select(x: Tensor) -> Tensor:
+        part = x[..., start:stop]
+        return part if n_heads is None else part.unflatten(-1, (n_heads, -1))
+
+    return Part(select)
+
+
+def interleaved(n_heads: int, index: int, parts: int = 3) -> Part:
+    """Part `index` of a projection laid out as ``(head part d_head)`` (GPT-NeoX, BLOOM)."""
+    return Part(lambda x: x.unflatten(-1, (n_heads, parts, -1)).select(-2, index))
+
+
+class HeadsFirst(View):
+    """``batch head pos d_head -> batch pos head d_head`` (inside the attention interface)."""
+
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x.transpose(1, 2)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new.transpose(1, 2)
+
+
+class MaskedScores(View):
+    """Attention scores before the softmax; the model's large negative filler is shown as ``-inf``.
+
+    Written back, ``-inf`` means what it says (no attention). Rows in which the model itself allows nothing (padding)
+    keep the model's filler, so that reading and writing back changes nothing.
+    """
+
+    identity = False
+
+    @staticmethod
+    def masked(x: Tensor) -> Tensor:
+        return x < torch.finfo(x.dtype).min / 2
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x.masked_fill(self.masked(x), float("-inf"))
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        nothing_allowed = self.masked(x).all(-1, keepdim=True)
+        return torch.where(nothing_allowed & new.isneginf(), x, new)
+
+
+class WithoutLastColumn(View):
+    """Scores or pattern without the attention sink's extra column, which is the last."""
+
+    identity = False
+
+    def __init__(self, inner: View) -> None:
+        self.inner = inner
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return self.inner.get(x[..., :-1], call)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return torch.cat([self.inner.put(x[..., :-1], new, call), x[..., -1:]], dim=-1)
+
+
+class OverBatch(Derived):
+    """A tensor with one row for all of the batch (position embeddings), shown with the batch axis of its source."""
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        batch = call.sources[0][1].shape[0]
+        rows = x if x.ndim == 3 else x.unsqueeze(0)
+        return rows.expand(batch, -1, -1)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new
+
+
+class FlatBatch(View):
+    """``(batch pos) d -> batch pos d``, with the batch size of the source (a module that works on flattened tokens)."""
+
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x if x.ndim == 3 else x.unflatten(0, (call.sources[0][1].shape[0], -1))
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new if x.ndim == 3 else new.flatten(0, 1)

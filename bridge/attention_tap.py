@@ -1,0 +1,202 @@
+"""Reaching the scores, the pattern and the rotated queries and keys inside the model's own attention.
+
+Only the attention modules that someone listens to compute their scores in full; they do so by the model's own
+``eager_attention_forward``. All others keep the implementation that the model was loaded with.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from adapters.views import Call
+from bridge.attention_mask import additive_mask
+from bridge.hook_point import STATE, HookPoint
+
+#: The name under which `AttentionInterface` knows us; a tapped module's configuration asks for it.
+TAPPED = "transformer_bridge"
+
+_SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
+
+
+class SoftmaxTap(TorchFunctionMode):
+    """Shows the first softmax that is computed while it is active: its input is the scores, its output the pattern."""
+
+    def __init__(self, tap: Tap, call: Call) -> None:
+        super().__init__()
+        self._tap, self._call, self._done = tap, call, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._done or func not in _SOFTMAXES:
+            return func(*args, **kwargs)
+        self._done = True
+        scores = args[0] if args else kwargs.pop("input")
+        new = self._tap.fire("scores", scores, self._call)
+        if new is scores:
+            pattern = func(scores, *args[1:], **kwargs)
+        else:
+            # Where a user forbids everything there is no attention, rather than NaN.
+            nothing = new.isneginf().all(-1, keepdim=True)
+            pattern = func(new.masked_fill(nothing, 0.0), *args[1:], **kwargs).masked_fill(nothing, 0.0)
+        return self._tap.fire("pattern", pattern, self._call)
+
+
+class Tap:
+    """What both kinds of tap share: the hook points of one attention module, by channel.
+
+    Args:
+        module: the attention module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.points: dict[str, tuple[HookPoint, ...]] = {}
+
+    def connect(self, channel: str, point: HookPoint) -> None:
+        """Adds a hook point; the first one attaches the tap."""
+        if not self.points:
+            self.attach()
+        self.points[channel] = (*self.points.get(channel, ()), point)
+
+    def disconnect(self, channel: str, point: HookPoint) -> bool:
+        """Removes a hook point; the last one detaches the tap, and the answer is True."""
+        left = tuple(p for p in self.points[channel] if p is not point)
+        if left:
+            self.points[channel] = left
+        else:
+            del self.points[channel]
+        if not self.points:
+            self.detach()
+        return not self.points
+
+    def attach(self) -> None:
+        raise NotImplementedError
+
+    def detach(self) -> None:
+        raise NotImplementedError
+
+    def wanted(self, *channels: str) -> bool:
+        """Whether this thread listens on any of the channels."""
+        owner, start = STATE.owner, STATE.start_at
+        return any(
+            listener.owner is owner and (start is None or point.point.depth >= start)
+            for channel in channels
+            for point in self.points.get(channel, ())
+            for listener in point.listeners
+        )
+
+    def fire(self, channel: str, x: Tensor, call: Call) -> Tensor:
+        for point in self.points.get(channel, ()):
+            x = point.fire(x, call)
+        return x
+
+
+class InterfaceTap(Tap):
+    """For modules that call transformers' `AttentionInterface`: they are given a configuration that names us."""
+
+    def attach(self) -> None:
+        self.config = self.module.config
+        self.base = self.config._attn_implementation or "eager"
+        self.eager = own_eager_attention(self.module)
+        tapped = copy.copy(self.config)
+        # The setter would reach into sub-configurations that the copy shares with the model's own.
+        tapped._attn_implementation_internal = TAPPED
+        tapped.__dict__["_transformer_bridge_tap"] = self
+        self.module.config = tapped
+
+    def detach(self) -> None:
+        self.module.config = self.config
+
+    # A copy of the model that is made meanwhile keeps the implementation that it was loaded with.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Untapped, (self.base, self.eager)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Untapped:
+        return _Untapped(self.base, self.eager)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.base, self.eager)
+        if not self.wanted("q", "k", "scores", "pattern"):
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        call = Call(module, (query,), kwargs)
+        query, key = self.fire("q", query, call), self.fire("k", key, call)
+        if not self.wanted("scores", "pattern"):
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        mask = additive_mask(self.base, module, query, key, attention_mask, kwargs)
+        with SoftmaxTap(self, call):
+            return self.eager(module, query, key, value, mask, **kwargs)
+
+
+class _Untapped:
+    """What a copied model has in place of a tap: the attention it was loaded with."""
+
+    def __init__(self, base: str, eager: Callable[..., Any]) -> None:
+        self.base, self.eager = base, eager
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.base, self.eager)(*args, **kwargs)
+
+
+def _tapped_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.config.__dict__["_transformer_bridge_tap"](module, *args, **kwargs)
+
+
+AttentionInterface.register(TAPPED, _tapped_attention)
+
+
+class ForwardTap(Tap):
+    """For modules that compute the softmax in their own forward: it is watched while that runs."""
+
+    def attach(self) -> None:
+        self.own = self.module.__dict__.get("forward")
+        self.original = self.module.forward
+        self.module.forward = self  # type: ignore[assignment, method-assign]
+
+    def detach(self) -> None:
+        if self.own is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.forward = self.own
+
+    # A copy of the model that is made meanwhile has its class's forward.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return types.MethodType, (type(self.module).forward, self.module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.wanted("scores", "pattern"):
+            return self.original(*args, **kwargs)
+        with SoftmaxTap(self, Call(self.module, args, kwargs)):
+            return self.original(*args, **kwargs)
+
+
+def own_eager_attention(module: nn.Module) -> Callable[..., Any]:
+    """The ``eager_attention_forward`` of the file that the attention module's class comes from.
+
+    Raises:
+        TypeError: there is none.
+    """
+    for cls in type(module).__mro__:
+        forward = cls.__dict__.get("forward")
+        if forward is not None:
+            found = inspect.unwrap(forward).__globals__.get("eager_attention_forward")
+            if found is not None:
+                return found
+    raise TypeError(
+        f"{type(module).__name__} has no eager_attention_forward beside it: its scores cannot be computed in full. "
+        'Its adapter should declare tap="forward" or tap=None.'
+    )
