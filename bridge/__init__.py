@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bridge.hook_point import HookPoint
     from bridge.names import UnknownHookError
 
-__version__ = "0.1.0"
+from bridge.version import __version__
 
 _HOME = {
     "ActivationCache": "bridge.cache",

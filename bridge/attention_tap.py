@@ -7,8 +7,10 @@ Only the attention modules that someone listens to compute their scores in full;
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -107,22 +109,13 @@ class InterfaceTap(Tap):
     def attach(self) -> None:
         self.config = self.module.config
         self.base = self.config._attn_implementation or "eager"
-        self.eager = own_eager_attention(self.module)
-        tapped = copy.copy(self.config)
-        # The setter would reach into sub-configurations that the copy shares with the model's own.
-        tapped._attn_implementation_internal = TAPPED
-        tapped.__dict__["_transformer_bridge_tap"] = self
-        self.module.config = tapped
+        self.eager = own_eager_attention(type(self.module))
+        _TAPS[self.module] = self
+        self.module.config = _tapped_copy(self.config, self.base)
 
     def detach(self) -> None:
         self.module.config = self.config
-
-    # A copy of the model that is made meanwhile keeps the implementation that it was loaded with.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Untapped, (self.base, self.eager)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Untapped:
-        return _Untapped(self.base, self.eager)
+        del _TAPS[self.module]
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -139,18 +132,30 @@ class InterfaceTap(Tap):
             return self.eager(module, query, key, value, mask, **kwargs)
 
 
-class _Untapped:
-    """What a copied model has in place of a tap: the attention it was loaded with."""
+_TAPS: weakref.WeakKeyDictionary[nn.Module, InterfaceTap] = weakref.WeakKeyDictionary()
+_last_copy: tuple[Any, Any] = (None, None)
 
-    def __init__(self, base: str, eager: Callable[..., Any]) -> None:
-        self.base, self.eager = base, eager
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return ALL_ATTENTION_FUNCTIONS.get_interface(self.base, self.eager)(*args, **kwargs)
+def _tapped_copy(config: Any, base: str) -> Any:
+    """A configuration that differs in the attention implementation alone; one for all modules that share theirs."""
+    global _last_copy
+    source, tapped = _last_copy
+    if source is None or source() is not config or tapped() is None or tapped().transformer_bridge_base != base:
+        copied = copy.copy(config)
+        # The setter would reach into sub-configurations that the copy shares with the model's own.
+        copied._attn_implementation_internal = TAPPED
+        copied.transformer_bridge_base = base
+        _last_copy = (weakref.ref(config), weakref.ref(copied))
+        return copied
+    return tapped()
 
 
 def _tapped_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module.config.__dict__["_transformer_bridge_tap"](module, *args, **kwargs)
+    tap = _TAPS.get(module)
+    if tap is None:  # a copy of a module that was tapped: it attends as it was loaded
+        base, eager = module.config.transformer_bridge_base, own_eager_attention(type(module))
+        return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)(module, *args, **kwargs)
+    return tap(module, *args, **kwargs)
 
 
 AttentionInterface.register(TAPPED, _tapped_attention)
@@ -184,19 +189,25 @@ class ForwardTap(Tap):
             return self.original(*args, **kwargs)
 
 
-def own_eager_attention(module: nn.Module) -> Callable[..., Any]:
+def tap_class(kind: str) -> type[Tap]:
+    """The tap for a kind of site."""
+    return InterfaceTap if kind == "interface" else ForwardTap
+
+
+@functools.lru_cache(maxsize=None)
+def own_eager_attention(module_class: type[nn.Module]) -> Callable[..., Any]:
     """The ``eager_attention_forward`` of the file that the attention module's class comes from.
 
     Raises:
         TypeError: there is none.
     """
-    for cls in type(module).__mro__:
+    for cls in module_class.__mro__:
         forward = cls.__dict__.get("forward")
         if forward is not None:
             found = inspect.unwrap(forward).__globals__.get("eager_attention_forward")
             if found is not None:
                 return found
     raise TypeError(
-        f"{type(module).__name__} has no eager_attention_forward beside it: its scores cannot be computed in full. "
+        f"{module_class.__name__} has no eager_attention_forward beside it: its scores cannot be computed in full. "
         'Its adapter should declare tap="forward" or tap=None.'
     )

@@ -53,16 +53,17 @@ class Recorder:
     @contextmanager
     def attached(self, wiring: Wiring) -> Iterator[None]:
         """Listens, for this thread's runs inside the ``with`` statement."""
-        owner, handles = STATE.owner, []
+        mine = (Listener("read", self._read, STATE.owner), Listener("edge", self._edge, STATE.owner))
         try:
-            for hook in self.points:
-                handles.append(wiring.add(hook, Listener("read", self._read, owner)))
-                if self.gradients:
-                    handles.append(wiring.add(hook, Listener("edge", self._edge, owner)))
+            with wiring.lock:
+                for hook in self.points:
+                    for listener in mine[: 1 + self.gradients]:
+                        wiring.add(hook, listener)
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            with wiring.lock:
+                for hook in self.points:
+                    wiring.remove(hook, mine)
 
     def _read(self, act: Tensor, hook: HookPoint) -> None:
         value = act.detach() if act.requires_grad else act

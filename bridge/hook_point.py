@@ -69,7 +69,7 @@ class Handle:
 
     def remove(self) -> None:
         """Removes the hook. Doing it twice does nothing."""
-        self._point._wiring.drop(self._point, lambda listener: listener is self._listener)
+        self._point._wiring.remove(self._point, (self._listener,))
 
     def __enter__(self) -> Handle:
         return self
@@ -87,7 +87,7 @@ class HookPoint:
         point: the adapter's declaration: its axes, aliases, site and view.
     """
 
-    __slots__ = ("_wiring", "ctx", "listeners", "name", "order", "point", "sources", "view")
+    __slots__ = ("_wiring", "ctx", "home", "listeners", "name", "order", "point", "sources", "view")
 
     def __init__(self, point: Point, order: int, wiring: Wiring) -> None:
         self.name = point.name
@@ -96,6 +96,8 @@ class HookPoint:
         self.order = order
         self.ctx: dict[Any, Any] = {}
         self.listeners: tuple[Listener, ...] = ()
+        # The hooks on the site and on the sources, kept by the wiring.
+        self.home: Any = None
         self.sources: tuple[Any, ...] = ()
         self._wiring = wiring
 
@@ -184,15 +186,15 @@ class HookPoint:
         if dir not in ("fwd", "bwd", "both"):
             raise ValueError(f'dir is {dir!r}; it must be "fwd", "bwd" or "both"')
         kinds = {"fwd": ("fwd", "read"), "bwd": ("bwd", "edge"), "both": ("fwd", "bwd", "read", "edge")}[dir]
-        self._wiring.drop(
-            self,
-            lambda listener: (
-                listener.owner is STATE.owner
-                and listener.kind in kinds
-                and (including_permanent or not listener.permanent)
-                and (level is None or listener.level == level)
-            ),
-        )
+        mine = [
+            listener
+            for listener in self.listeners
+            if listener.owner is STATE.owner
+            and listener.kind in kinds
+            and (including_permanent or not listener.permanent)
+            and (level is None or listener.level == level)
+        ]
+        self._wiring.remove(self, mine)
 
     def clear_context(self) -> None:
         """Empties `ctx`."""
@@ -204,11 +206,14 @@ class HookPoint:
 
     def fire(self, x: Tensor, call: Call, identity: bool = False) -> Tensor:
         """Shows the site's tensor to this thread's listeners, and returns what the site's tensor is to be."""
-        owner = STATE.owner
-        mine = [listener for listener in self.listeners if listener.owner is owner]
+        owner, listeners, view = STATE.owner, self.listeners, self.view
+        if len(listeners) == 1 and listeners[0].kind == "read":  # a cache: nothing can change
+            if listeners[0].owner is owner:
+                listeners[0].fn(x if identity else view.get(x, call), hook=self)
+            return x
+        mine = [listener for listener in listeners if listener.owner is owner]
         if not mine:
             return x
-        view = self.view
         act = x if identity else view.get(x, call)
         edits = [listener for listener in mine if listener.kind == "fwd"]
         if edits and view.writes_through:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge.hook_point import STATE
-from bridge.wiring import first_parameter
+from bridge.modules import first_parameter
 
 
 class StopRun(BaseException):

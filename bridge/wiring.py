@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,14 +11,9 @@ from torch import Tensor, nn
 
 from adapters.points import Follower, Point, Site
 from adapters.views import Call
-from bridge.attention_tap import ForwardTap, InterfaceTap
+from bridge.attention_tap import Tap, tap_class
 from bridge.hook_point import STATE, Handle, HookPoint, Listener
-
-
-@functools.lru_cache(maxsize=None)
-def first_parameter(forward: Callable[..., Any]) -> str:
-    """The name of a forward function's first parameter after self."""
-    return list(inspect.signature(forward).parameters)[1]
+from bridge.modules import Finder, first_parameter
 
 
 class SiteHook:
@@ -31,23 +24,29 @@ class SiteHook:
         watchers: how many points elsewhere need the tensor seen here.
     """
 
-    __slots__ = ("handle", "points", "site", "watchers")
+    __slots__ = ("find", "handle", "points", "site", "watchers")
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, find: Finder | None = None) -> None:
         self.site = site
+        self.find = find
         self.points: tuple[HookPoint, ...] = ()
         self.watchers = 0
         self.handle: Any = None
 
-    def attach(self, module: nn.Module) -> None:
-        if self.site.kind == "input":
-            self.handle = module.register_forward_pre_hook(self.on_input, with_kwargs=True)
-        else:
-            self.handle = module.register_forward_hook(self.on_output, with_kwargs=True)
-
-    def detach(self) -> None:
-        self.handle.remove()
-        STATE.sources.pop(self, None)
+    def update(self) -> None:
+        """Attaches or detaches the torch hook, as it is needed now."""
+        if self.points or self.watchers:
+            if self.handle is None:
+                assert self.find is not None
+                module = self.find.module
+                if self.site.kind == "input":
+                    self.handle = module.register_forward_pre_hook(self.on_input, with_kwargs=True)
+                else:
+                    self.handle = module.register_forward_hook(self.on_output, with_kwargs=True)
+        elif self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+            STATE.sources.pop(self, None)
 
     # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,13 +60,24 @@ class SiteHook:
         readers = self._separate_readers()
         if readers:
             # In the order of HookedTransformer, so that gradients arrive in its order too.
-            branches = {reader: fire_all(self.points, x.view_as(x), module, args, kwargs) for reader in readers}
+            branches = {reader: self._fire(x.view_as(x), module, args, kwargs) for reader in readers}
             STATE.branched.update(branches)
             x = branches[readers[0]]
         else:
-            x = fire_all(self.points, x, module, args, kwargs)
+            x = self._fire(x, module, args, kwargs)
         if self.watchers:
             STATE.sources[self] = (module, x)
+        return x
+
+    def _fire(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        call = Call(module, args, kwargs)
+        start = STATE.start_at
+        for point in self.points:
+            if start is not None and point.point.depth < start:
+                continue  # before the layer that this run starts at
+            if point.sources:
+                call.sources = tuple(STATE.sources[source] for source in point.sources)
+            x = point.fire(x, call)
         return x
 
     def _separate_readers(self) -> tuple[str, ...]:
@@ -103,23 +113,6 @@ class SiteHook:
         return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
 
 
-def fire_all(
-    points: Iterable[HookPoint], x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Runs the hook points of one site on the tensor there."""
-    call: Call | None = None
-    start = STATE.start_at
-    for point in points:
-        if start is not None and point.point.depth < start:
-            continue  # before the layer that this run starts at
-        if call is None:
-            call = Call(module, args, kwargs)
-        if point.sources:
-            call.sources = tuple(STATE.sources[source] for source in point.sources)
-        x = point.fire(x, call)
-    return x
-
-
 class Wiring:
     """All hook points of one model, and the torch hooks that serve them.
 
@@ -130,39 +123,34 @@ class Wiring:
 
     def __init__(self, model: nn.Module, points: Iterable[Point]) -> None:
         self.model = model
-        self.points: dict[str, HookPoint] = {
-            point.name: HookPoint(point, order, self) for order, point in enumerate(points)
-        }
-        self._hooks: dict[Site, SiteHook] = {}
-        self._taps: dict[str, InterfaceTap | ForwardTap] = {}
+        self.points: dict[str, HookPoint] = {}
+        self.lock = threading.RLock()
+        self._sites: dict[Site, SiteHook] = {}
+        self._taps: dict[str, Tap] = {}
         self._following: dict[tuple[HookPoint, object], list[Handle]] = {}
-        self._lock = threading.RLock()
+        for order, point in enumerate(points):
+            self.points[point.name] = HookPoint(point, order, self)
 
     def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> Handle:
         """Attaches a listener, and the torch hook it needs if nobody needed it yet."""
-        with self._lock:
+        with self.lock:
             if not point.listeners:
                 self._connect(point)
             point.listeners = (listener, *point.listeners) if prepend else (*point.listeners, listener)
-            if point.point.followers and listener.kind != "read":
-                self._follow(point, listener.owner)
-            if point.point.branches and listener.kind in ("bwd", "edge"):
-                self._branch(point, listener.owner)
+            if listener.kind != "read":
+                self._lead(point, listener)
         return Handle(point, listener)
 
-    def drop(self, point: HookPoint, which: Callable[[Listener], bool]) -> None:
-        """Removes the listeners that `which` chooses, and the torch hook if nobody is left."""
-        with self._lock:
-            gone = {listener for listener in point.listeners if which(listener)}
-            if not gone:
+    def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
+        """Removes listeners, and the torch hook if nobody is left. Those that are not there are ignored."""
+        with self.lock:
+            before = point.listeners
+            left = tuple(listener for listener in before if listener not in gone)
+            if len(left) == len(before):
                 return
-            left = tuple(listener for listener in point.listeners if listener not in gone)
             point.listeners = left
-            for owner in {listener.owner for listener in gone}:
-                kinds = ("bwd", "edge") if point.point.branches else ("fwd", "bwd", "edge")
-                if not any(listener.owner is owner and listener.kind in kinds for listener in left):
-                    for handle in self._following.pop((point, owner), ()):
-                        handle.remove()
+            if self._following:
+                self._stop_leading(point, left)
             if not left:
                 self._disconnect(point)
 
@@ -171,70 +159,72 @@ class Wiring:
         if site.kind in ("interface", "forward"):
             tap = self._taps.get(site.path)
             if tap is None:
-                tap_class = InterfaceTap if site.kind == "interface" else ForwardTap
-                tap = self._taps[site.path] = tap_class(self.model.get_submodule(site.path))
+                tap = self._taps[site.path] = tap_class(site.kind)(Finder(self.model, site.path).module)
             tap.connect(str(site.key), point)
         else:
-            hook = self._hook(site)
-            hook.points = tuple(sorted((*hook.points, point), key=lambda p: p.order))
-        point.sources = tuple(self._hook(source) for source in point.point.sources)
-        for hook in point.sources:
-            hook.watchers += 1
+            home = point.home
+            if home is None:
+                home = point.home = self._site(site)
+            others = home.points
+            home.points = (*others, point)
+            if others and others[-1].order > point.order:
+                home.points = tuple(sorted(home.points, key=lambda p: p.order))
+            home.update()
+        if point.point.sources:
+            point.sources = tuple(self._site(source) for source in point.point.sources)
+            for source in point.sources:
+                source.watchers += 1
+                source.update()
 
     def _disconnect(self, point: HookPoint) -> None:
         site = point.point.site
         if site.kind in ("interface", "forward"):
-            tap = self._taps[site.path]
-            if tap.disconnect(str(site.key), point):
+            if self._taps[site.path].disconnect(str(site.key), point):
                 del self._taps[site.path]
         else:
-            hook = self._hooks[site]
-            hook.points = tuple(p for p in hook.points if p is not point)
-            self._release(hook)
-        for hook in point.sources:
-            hook.watchers -= 1
-            self._release(hook)
-        point.sources = ()
+            home = point.home
+            home.points = tuple(p for p in home.points if p is not point) if len(home.points) > 1 else ()
+            home.update()
+        for source in point.sources:
+            source.watchers -= 1
+            source.update()
 
-    def _hook(self, site: Site) -> SiteHook:
-        hook = self._hooks.get(site)
+    def _site(self, site: Site) -> SiteHook:
+        hook = self._sites.get(site)
         if hook is None:
-            hook = SiteHook(site)
-            hook.attach(self.model.get_submodule(site.path))
-            self._hooks[site] = hook
+            hook = self._sites[site] = SiteHook(site, Finder(self.model, site.path))
         return hook
 
-    def _release(self, hook: SiteHook) -> None:
-        if not hook.points and not hook.watchers:
-            hook.detach()
-            del self._hooks[hook.site]
-
-    def _follow(self, point: HookPoint, owner: object) -> None:
-        """Lets the followers of a point take over what a run of this thread writes there."""
-        if (point, owner) in self._following:
+    def _lead(self, point: HookPoint, listener: Listener) -> None:
+        """Connects the points that take over what this one makes (see `Point.followers` and `Point.branches`)."""
+        branches = point.point.branches if listener.kind in ("bwd", "edge") else ()
+        key = (point, listener.owner)
+        if not (point.point.followers or branches) or key in self._following:
             return
-        handles = self._following[point, owner] = []
-        for follower in point.point.followers:
+        take_over = [(self.points[f.name], self._follow(point, f)) for f in point.point.followers]
+        take_over += [(self.points[name], self._read_branch) for name in branches]
+        self._following[key] = [
+            self.add(follower, Listener("fwd", fn, listener.owner), prepend=True) for follower, fn in take_over
+        ]
 
-            def take_over(value: Tensor, hook: HookPoint, follower: Follower = follower) -> Tensor | None:
-                written = STATE.followed.get(point)
-                return None if written is None else follower.convert(written)
+    def _stop_leading(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
+        kinds = ("bwd", "edge") if point.point.branches else ("fwd", "bwd", "edge")
+        needed = {listener.owner for listener in left if listener.kind in kinds}
+        for key in [key for key in self._following if key[0] is point and key[1] not in needed]:
+            for handle in self._following.pop(key):
+                handle.remove()
 
-            handles.append(self.add(self.points[follower.name], Listener("fwd", take_over, owner), prepend=True))
+    @staticmethod
+    def _follow(leader: HookPoint, follower: Follower) -> Any:
+        def take_over(value: Tensor, hook: HookPoint) -> Tensor | None:
+            written = STATE.followed.get(leader)
+            return None if written is None else follower.convert(written)
 
-    def _branch(self, point: HookPoint, owner: object) -> None:
-        """Lets each separate reader of a point compute from its own copy of what stands there."""
-        if (point, owner) in self._following:
-            return
-        handles = self._following[point, owner] = []
-        for name in point.point.branches:
+        return take_over
 
-            def take_over(value: Tensor, hook: HookPoint) -> Tensor | None:
-                entered = STATE.branched.pop(hook.name, None)
-                if entered is None:
-                    return None
-                module = self.model.get_submodule(hook.point.site.path)
-                call = Call(module, (entered,), {})
-                return hook.view.get(module.forward(entered), call)
-
-            handles.append(self.add(self.points[name], Listener("fwd", take_over, owner), prepend=True))
+    def _read_branch(self, value: Tensor, hook: HookPoint) -> Tensor | None:
+        entered = STATE.branched.pop(hook.name, None)
+        if entered is None:
+            return None
+        module = Finder(self.model, hook.point.site.path).module
+        return hook.view.get(module.forward(entered), Call(module, (entered,), {}))

@@ -1,0 +1,39 @@
+"""Finding modules by path, and their arguments by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+@functools.lru_cache(maxsize=None)
+def first_parameter(forward: Callable[..., Any]) -> str:
+    """The name of a forward function's first parameter after self."""
+    return list(inspect.signature(forward).parameters)[1]
+
+
+class Finder:
+    """Finds a module anew each time, since users replace modules (LoRA, wrappers of their own).
+
+    Args:
+        root: the model.
+        path: dotted, from the model.
+    """
+
+    __slots__ = ("parts", "root")
+
+    def __init__(self, root: nn.Module, path: str) -> None:
+        self.root = root
+        self.parts = path.split(".") if path else []
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that stands there now."""
+        found: Any = self.root
+        for part in self.parts:
+            found = found._modules.get(part) or getattr(found, part)
+        return found
