@@ -4,6 +4,7 @@ from adapters.architecture import MLP, Architecture, Block
 from adapters.attention import Attention, Projection
 from adapters.model import Anatomy, anatomy
 from adapters.registry import UnsupportedModelError, register, supported
+from adapters.verification import Report, verify
 
 __all__ = [
     "MLP",
@@ -12,8 +13,10 @@ __all__ = [
     "Attention",
     "Block",
     "Projection",
+    "Report",
     "UnsupportedModelError",
     "anatomy",
     "register",
     "supported",
+    "verify",
 ]

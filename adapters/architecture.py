@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adapters.attention import Attention, Projection, attention_points
 from adapters.norms import LAYER_NORM, NormKind, NormNormalized, NormScale
 from adapters.points import Group, Point, Site
-from adapters.views import Branch, Call, Derived, FlatBatch, OverBatch, View, WriteThrough
+from adapters.views import Branch, Call, Derived, FlatBatch, HeadsFirst, OverBatch, Through, View, WriteThrough
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class MLP:
         gate: for a gated MLP, the projection that goes through the activation function.
         out, out_key: where the result stands that is added to the residual stream, relative to the block; by default
             the output of the module at `path`.
-        flat: `up` and `down` work on ``(batch pos)`` rows.
+        ln: a layer norm between the activation function and `down` (SoLU), relative to `path`.
+        flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
     """
 
     path: str
@@ -34,7 +35,25 @@ class MLP:
     gate: Projection | None = None
     out: str | None = None
     out_key: int | None = None
+    ln: str | None = None
     flat: bool = False
+
+
+@dataclass(frozen=True)
+class MoE:
+    """A mixture of experts.
+
+    Attributes:
+        path: the module, relative to the block.
+        router: the module, relative to `path`, that chooses among the experts: in its forward it computes one softmax,
+            over all experts, for each of the ``(batch pos)`` rows.
+        weights_key, indices_key: which elements of its output are the chosen experts' weights and indices.
+    """
+
+    path: str
+    router: str
+    weights_key: int = 1
+    indices_key: int = 2
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,8 @@ class Block:
         ln1_post, ln2_post: norms between a part and the residual stream.
         norm: what the norms compute.
         qk_norm: what the norms of queries and keys compute.
+        qk_shift: the module whose output is added to what queries and keys read, after the norm (Shortformer's position
+            embeddings), relative to the base model.
         parallel: attention and MLP read the same residual stream (there is no `hook_resid_mid`).
         shared_norm: attention and MLP share `ln1`; its hook points are repeated as `ln2`, each for its own branch.
         output_key: which element of the block's output is the residual stream (None: the output itself).
@@ -54,13 +75,14 @@ class Block:
     """
 
     attn: Attention | None
-    mlp: MLP | None
+    mlp: MLP | MoE | None
     ln1: str | None = None
     ln2: str | None = None
     ln1_post: str | None = None
     ln2_post: str | None = None
     norm: NormKind = LAYER_NORM
     qk_norm: NormKind | None = None
+    qk_shift: str | None = None
     parallel: bool = False
     shared_norm: bool = False
     output_key: int | None = None
@@ -77,9 +99,12 @@ class Architecture:
     Attributes:
         blocks: the path of the list of blocks.
         block: what a block looks like.
-        embed, pos_embed, embed_norm: embeddings and the norm after them.
+        embed, pos_embed: the embeddings.
+        embed_norm: a norm that follows the token embedding; `hook_embed` is its output.
         final_norm: the norm after the last block.
+        final_kind: what it computes, where that differs from the blocks' norms.
         unembed: the output layer.
+        no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
         facts: fields of `ModelConfig` that the configuration does not say by itself.
     """
 
@@ -90,6 +115,8 @@ class Architecture:
     final_norm: str | None
     pos_embed: str | None = None
     embed_norm: str | None = None
+    final_kind: NormKind | None = None
+    no_layer_runs: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -97,17 +124,42 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+def has_module(model: nn.Module, path: str) -> bool:
+    """Whether there is a module at a path."""
+    for part in path.split("."):
+        if not isinstance(model, nn.Module) or getattr(model, part, None) is None:
+            return False
+        model = getattr(model, part)
+    return True
+
+
+def core_path(model: nn.Module) -> str:
+    """The path of the Hugging Face model inside what wraps it (PEFT, `torch.compile`), "" where nothing does."""
+    path = ""
+    while True:
+        if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+            step, model = "base_model.model", model.get_base_model()  # type: ignore[operator]
+        elif "_orig_mod" in model._modules:
+            step, model = "_orig_mod", model.get_submodule("_orig_mod")
+        else:
+            return path
+        path = join(path, step)
+
+
 def base_path(model: nn.Module) -> str:
-    """The path of the base model inside `model`, "" where `model` is the base model."""
-    prefix = getattr(model, "base_model_prefix", "")
-    return prefix if prefix and hasattr(model, prefix) else ""
+    """The path of the base model (the one without a head) inside `model`, "" where `model` is the base model."""
+    core = core_path(model)
+    module = model.get_submodule(core)
+    prefix = getattr(module, "base_model_prefix", "")
+    return join(core, prefix) if prefix and hasattr(module, prefix) else core
 
 
 class SharedNormInput(Derived):
     """`hook_mlp_in` where attention and MLP share a norm: the residual stream as the MLP alone reads it."""
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return call.sources[0][1]
+        entered = call.sources[0][1]
+        return entered.view_as(entered) if entered.requires_grad else entered
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return call.sources[0][0].forward(new)
@@ -120,17 +172,30 @@ def norm_points(
     depth: int,
     stack: str,
     *,
+    shared: Site | None = None,
+    seen: View | None = None,
     sources: tuple[Site, ...] = (),
     axes: str = "batch pos d_model",
     branches: tuple[str, ...] = (),
 ) -> list[Point]:
-    """`hook_scale` and `hook_normalized` of a norm (with `sources`: of a shared norm, for the branch at `site`)."""
-    beside = bool(sources)
-    one = axes.rsplit(" ", 1)[0] + " 1"
-    more: dict[str, Any] = {"sources": sources, "stack": stack, "branches": branches}
+    """`hook_scale` and `hook_normalized` of a norm.
+
+    Args:
+        kind, site, name, depth, stack: what the norm computes, its output, and where it belongs.
+        shared: for a norm that attention and MLP share, its input; `site` is then where one of them reads it.
+        seen: a view of the norm's tensors, and `sources`, the sites which that needs.
+        axes: of `hook_normalized`.
+        branches: see `Point`.
+    """
+    if kind.identity:
+        return []
+    beside = shared is not None
+    scale, normalized = NormScale(kind, beside), NormNormalized(kind, beside)
+    views: list[View] = [Through(view, seen) if seen else view for view in (scale, normalized)]
+    more: dict[str, Any] = {"sources": (shared, *sources) if shared else sources, "stack": stack, "branches": branches}
     return [
-        Point(f"{name}.hook_scale", site, NormScale(kind, beside), one, depth, **more),
-        Point(f"{name}.hook_normalized", site, NormNormalized(kind, beside), axes, depth, **more),
+        Point(f"{name}.hook_scale", site, views[0], axes.rsplit(" ", 1)[0] + " 1", depth, **more),
+        Point(f"{name}.hook_normalized", site, views[1], axes, depth, **more),
     ]
 
 
@@ -151,12 +216,15 @@ def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, 
     add(f"{prefix}.hook_resid_pre", Site(path, "input"), aliases=(f"{prefix}.hook_in",))
     ln1 = join(path, block.ln1) if block.ln1 else None
     ln1_site = Site(ln1, "input") if ln1 else None
-    readers = tuple(f"{prefix}.{block.attn.name}.hook_{letter}" for letter in "qkv") if block.attn else ()
+    shift = Site(join(base_path(model), block.qk_shift), "output") if block.qk_shift else None
+    readers: tuple[str, ...] = ()
+    if block.attn and not shift:  # with a shift, the norm's output alone does not say what the projections read
+        readers = tuple(f"{prefix}.{block.attn.name}.hook_{letter}" for letter in "qkv")
     if ln1 and block.shared_norm:
         assert block.attn and block.mlp and ln1_site
         attn_in = Site(join(path, block.attn.path), "input")
         name = f"{prefix}.ln1"
-        points.extend(norm_points(block.norm, attn_in, name, index, stack, sources=(ln1_site,), branches=readers))
+        points.extend(norm_points(block.norm, attn_in, name, index, stack, shared=ln1_site, branches=readers))
     elif ln1:
         add(f"{prefix}.ln1.hook_in", Site(ln1, "input"), Branch(), group="extra")
         add_norm("ln1", ln1, block.norm, readers)
@@ -164,7 +232,7 @@ def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, 
         out_name = None if block.ln1_post else "hook_attn_out"
         points.extend(
             attention_points(
-                block.attn, model, path, prefix, index, cfg.n_heads, cfg.n_kv_heads, ln1_site, stack, out_name
+                block.attn, model, path, prefix, index, cfg.n_heads, cfg.n_kv_heads, ln1_site, stack, out_name, shift
             )
         )
         if block.qk_norm:
@@ -172,7 +240,17 @@ def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, 
                 if norm_path:
                     norm_site = Site(join(path, block.attn.path, norm_path), "output")
                     name = f"{prefix}.attn.{letter}_norm"
-                    points.extend(_head_norm_points(block.qk_norm, norm_site, name, letter, index, stack))
+                    points.extend(
+                        norm_points(
+                            block.qk_norm,
+                            norm_site,
+                            name,
+                            index,
+                            stack,
+                            seen=HeadsFirst() if block.attn.norm_heads_first else None,
+                            axes=f"batch pos {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_head",
+                        )
+                    )
         if block.ln1_post:
             module = join(path, block.ln1_post)
             add_norm("ln1_post", module, block.norm)
@@ -188,14 +266,7 @@ def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, 
     return points
 
 
-def _head_norm_points(kind: NormKind, site: Site, name: str, letter: str, index: int, stack: str) -> list[Point]:
-    heads = "n_heads" if letter == "q" else "n_key_value_heads"
-    return norm_points(kind, site, name, index, stack, axes=f"batch pos {heads} d_head")
-
-
-def _mlp_points(
-    block: Block, path: str, prefix: str, index: int, stack: str, ln1_site: Site | None
-) -> list[Point]:
+def _mlp_points(block: Block, path: str, prefix: str, index: int, stack: str, ln1_site: Site | None) -> list[Point]:
     """The hook points from the residual stream before the MLP to its output."""
     mlp = block.mlp
     assert mlp is not None
@@ -206,6 +277,14 @@ def _mlp_points(
     def add(name: str, site: Site, view: View | None = None, axes: str = axes, **more: Any) -> None:
         points.append(Point(f"{prefix}.{name}", site, view or View(), axes, index, stack=stack, **more))
 
+    flat = isinstance(mlp, MLP) and mlp.flat
+    rows: tuple[Site, ...] = (Site(path, "input"),) if flat or isinstance(mlp, MoE) else ()
+
+    def add_rows(name: str, site: Site, view: View | None = None, axes: str = axes, **more: Any) -> None:
+        """Adds a point whose site holds ``(batch pos)`` rows in a flat MLP."""
+        seen = Through(view or View(), FlatBatch()) if flat else view
+        add(name, site, seen, axes, sources=rows if flat else (), **more)
+
     mlp_in: dict[str, Any] = {
         "group": "heavy",
         "flag": "use_hook_mlp_in",
@@ -215,32 +294,47 @@ def _mlp_points(
         assert ln1_site is not None
         entered = Site(module, "input")
         add("hook_mlp_in", entered, SharedNormInput(), sources=(ln1_site,), **mlp_in)
-        points.extend(norm_points(block.norm, entered, f"{prefix}.ln2", index, stack, sources=(ln1_site,)))
+        points.extend(norm_points(block.norm, entered, f"{prefix}.ln2", index, stack, shared=ln1_site))
     elif block.ln2:
         norm = join(path, block.ln2)
         if not block.parallel:
-            add("hook_resid_mid", Site(norm, "input"), WriteThrough())
-        add("hook_mlp_in", Site(norm, "input"), Branch(), **mlp_in)
-        points.extend(norm_points(block.norm, Site(norm, "output"), f"{prefix}.ln2", index, stack))
-        add("ln2.hook_out", Site(norm, "output"), group="extra")
+            add_rows("hook_resid_mid", Site(norm, "input"), WriteThrough())
+        add_rows("hook_mlp_in", Site(norm, "input"), Branch(), **mlp_in)
+        seen: dict[str, Any] = {"seen": FlatBatch(), "sources": rows} if flat else {}
+        points.extend(norm_points(block.norm, Site(norm, "output"), f"{prefix}.ln2", index, stack, **seen))
+        add_rows("ln2.hook_out", Site(norm, "output"), group="extra")
 
-    flat: dict[str, Any] = {"view": FlatBatch(), "sources": (Site(path, "input"),)} if mlp.flat else {}
-    up_site = Site(join(module, mlp.up.path), "output")
-    if mlp.gate:
-        gate_site = Site(join(module, mlp.gate.path), "output")
-        add("mlp.hook_pre", gate_site, mlp.gate.part, wide, aliases=(f"{prefix}.mlp.gate.hook_out",))
-        add("mlp.hook_pre_linear", up_site, mlp.up.part, wide, aliases=(f"{prefix}.mlp.in.hook_out",))
+    if isinstance(mlp, MoE):
+        router = join(module, mlp.router)
+        routed: dict[str, Any] = {"view": FlatBatch(), "sources": rows}
+        logits = {"group": "extra", "aliases": (f"{prefix}.mlp.gate.hook_out",)}
+        add("mlp.hook_router_logits", Site(router, "forward", "scores"), axes="batch pos n_experts", **logits, **routed)
+        # As in HookedTransformer, these are the probabilities of all experts, before the best are chosen.
+        add("mlp.hook_expert_weights", Site(router, "forward", "pattern"), axes="batch pos n_experts", **routed)
+        chosen = "batch pos experts_per_token"
+        add("mlp.hook_topk_weights", Site(router, "output", mlp.weights_key), axes=chosen, group="extra", **routed)
+        add("mlp.hook_expert_indices", Site(router, "output", mlp.indices_key), axes=chosen, **routed)
+        out = Site(module, "output")
     else:
-        view = {"view": mlp.up.part} if mlp.up.part else flat
-        add("mlp.hook_pre", up_site, axes=wide, aliases=(f"{prefix}.mlp.in.hook_out",), **view)
-    down = join(module, mlp.down)
-    add("mlp.hook_post", Site(down, "input"), axes=wide, aliases=(f"{prefix}.mlp.out.hook_in",), **flat)
-    out = Site(join(path, mlp.out), "output", mlp.out_key) if mlp.out else Site(module, "output", mlp.out_key)
+        up_site = Site(join(module, mlp.up.path), "output")
+        if mlp.gate:
+            gate_site = Site(join(module, mlp.gate.path), "output")
+            add_rows("mlp.hook_pre", gate_site, mlp.gate.part, wide, aliases=(f"{prefix}.mlp.gate.hook_out",))
+            add_rows("mlp.hook_pre_linear", up_site, mlp.up.part, wide, aliases=(f"{prefix}.mlp.in.hook_out",))
+        else:
+            add_rows("mlp.hook_pre", up_site, mlp.up.part, wide, aliases=(f"{prefix}.mlp.in.hook_out",))
+        if mlp.ln:
+            ln = join(module, mlp.ln)
+            add("mlp.hook_mid", Site(ln, "input"), axes=wide)
+            points.extend(norm_points(LAYER_NORM, Site(ln, "output"), f"{prefix}.mlp.ln", index, stack, axes=wide))
+        down = Site(join(module, mlp.down), "input")
+        add_rows("mlp.hook_post", down, axes=wide, aliases=(f"{prefix}.mlp.out.hook_in",))
+        out = Site(join(path, mlp.out), "output", mlp.out_key) if mlp.out else Site(module, "output", mlp.out_key)
     aliases = (f"{prefix}.mlp.hook_out", f"{prefix}.mlp.out.hook_out")
     if block.ln2_post:
-        add("mlp.hook_out", out, group="extra", aliases=aliases[1:], **flat)
+        add_rows("mlp.hook_out", out, group="extra", aliases=aliases[1:])
     else:
-        add("hook_mlp_out", out, aliases=aliases, **flat)
+        add_rows("hook_mlp_out", out, aliases=aliases)
     return points
 
 
@@ -251,27 +345,29 @@ def architecture_points(architecture: Architecture, model: nn.Module, cfg: Any) 
     kind = architecture.block.norm
     embed = Site(join(base, architecture.embed), "output")
     points: list[Point] = [
-        Point("embed.hook_in", Site(embed.path, "input"), View(), "batch pos", -1, group="extra", stack=""),
-        Point("hook_embed", embed, View(), axes, -1, aliases=("embed.hook_out",), stack=""),
+        Point("embed.hook_in", Site(embed.path, "input"), View(), "batch pos", -1, group="extra", stack="")
     ]
+    if architecture.embed_norm:
+        embed = Site(join(base, architecture.embed_norm), "output")
+        points.extend(norm_points(kind, embed, "embed.ln", -1, ""))
+    points.append(Point("hook_embed", embed, View(), axes, -1, aliases=("embed.hook_out",), stack=""))
     if architecture.pos_embed:
         site = Site(join(base, architecture.pos_embed), "output")
         names = {"aliases": ("pos_embed.hook_out",), "sources": (embed,), "stack": ""}
         points.append(Point("hook_pos_embed", site, OverBatch(), axes, -1, **names))  # type: ignore[arg-type]
-    if architecture.embed_norm:
-        site = Site(join(base, architecture.embed_norm), "output")
-        points.extend(norm_points(kind, site, "embed.ln", -1, ""))
     for index in range(cfg.n_layers):
         path = join(base, architecture.blocks, str(index))
         points.extend(block_points(architecture.block, model, path, index, cfg.n_layers, cfg, "blocks"))
     after = cfg.n_layers
     if architecture.final_norm:
         site = Site(join(base, architecture.final_norm), "output")
-        points.extend(norm_points(kind, site, "ln_final", after, ""))
+        points.extend(norm_points(architecture.final_kind or kind, site, "ln_final", after, ""))
         points.append(Point("ln_final.hook_out", site, View(), axes, after, group="extra", stack=""))
-    if hasattr(model, architecture.unembed.split(".")[0]):
+    core = core_path(model)
+    if has_module(model.get_submodule(core), architecture.unembed):
         group: Group = "extra"
-        into, out = Site(architecture.unembed, "input"), Site(architecture.unembed, "output")
+        unembed = join(core, architecture.unembed)
+        into, out = Site(unembed, "input"), Site(unembed, "output")
         points.append(Point("unembed.hook_in", into, View(), axes, after, group=group, stack=""))
         logits = "batch pos d_vocab_out"
         names = {"aliases": ("hook_unembed",), "group": group, "stack": ""}

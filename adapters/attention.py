@@ -16,7 +16,8 @@ from adapters.views import Branch, Call, Derived, Heads, HeadsFirst, MaskedScore
 class PerHeadInput(Derived):
     """The residual stream as each head's query (key, value) reads it, before the norm: ``[batch, pos, head, d_model]``.
 
-    It stands on the output of the projection; an edit is normalised and projected by the model's own modules.
+    It stands on the output of the projection; an edit is normalised and projected by the model's own modules. A second
+    source is what the model adds after the norm (see `Block.qk_shift`).
     """
 
     part: View
@@ -29,7 +30,10 @@ class PerHeadInput(Derived):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         norm = call.sources[0][0]
         # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
-        return self.part.put(x, project_per_head(call.module, self.part, norm.forward(new), call), call)
+        normed = norm.forward(new)
+        for _, shift in call.sources[1:]:
+            normed = normed + shift.unsqueeze(-2)
+        return self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,12 @@ class Attention:
             of the attention module's output. ``out_key`` is the element, None for a module that returns a tensor.
         rotary: queries and keys are rotated.
         tap: how the scores are reached. ``interface``: the module calls transformers' `AttentionInterface`;
-            ``forward``: it computes the softmax in its own forward; None: there is no softmax (linear attention).
+            ``forward``: it computes the softmax in its own forward; ``core``: in its method ``_attn``, which is given
+            queries, keys and values; None: there is no softmax (linear attention, flash attention of its own).
+        scores: how the scores are seen.
         sink: the last column of the scores is an attention sink.
-        q_norm, k_norm: norms of queries and keys, relative to the attention module (see `Block.norms`).
+        q_norm, k_norm: norms of queries and keys, relative to the attention module (see `Block.qk_norm`).
+        norm_heads_first: those norms are given ``batch head pos d_head``.
         name: the canonical name of the part within the block.
     """
 
@@ -97,10 +104,12 @@ class Attention:
     out: str | None = None
     out_key: int | None = 0
     rotary: bool = False
-    tap: Literal["interface", "forward"] | None = "interface"
+    tap: Literal["interface", "forward", "core"] | None = "interface"
+    scores: View = MaskedScores()
     sink: bool = False
     q_norm: str | None = None
     k_norm: str | None = None
+    norm_heads_first: bool = False
     name: str = "attn"
 
 
@@ -115,6 +124,7 @@ def attention_points(
     norm: Site | None,
     stack: str,
     out_name: str | None = "hook_attn_out",
+    shift: Site | None = None,
 ) -> list[Point]:
     """The hook points of one attention module.
 
@@ -128,6 +138,7 @@ def attention_points(
         norm: the site at which the attention's input enters its norm (None: not normed).
         stack: the list of blocks.
         out_name: the canonical name of the attention's output, or None when a later norm's output takes that role.
+        shift: what is added to the inputs of queries and keys after the norm.
     """
     module = f"{block}.{part.path}"
     name = f"{prefix}.{part.name}"
@@ -174,7 +185,7 @@ def attention_points(
             f"batch pos {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_model",
             group="heavy",
             flag="use_split_qkv_input",
-            sources=(source,),
+            sources=(source, shift) if shift and letter != "v" else (source,),
             aliases=(f"{name}.hook_{letter}_input",),
         )
     for letter, (projection, view, _) in views.items():
@@ -184,11 +195,11 @@ def attention_points(
         if not shared:
             add(f"{name}.{letter}.hook_in", Site(site.path, "input"), Branch(), "batch pos d_model", group="extra")
     if part.tap is not None:
-        if part.rotary and part.tap == "interface":
-            for letter, (_, _, _) in list(views.items())[:2]:
+        if part.rotary and part.tap != "forward":
+            for letter in "qk":
                 axes = f"batch {'pos n_heads' if letter == 'q' else 'key_pos n_key_value_heads'} d_head"
                 add(f"{name}.hook_rot_{letter}", Site(module, part.tap, letter), HeadsFirst(), axes)
-        scores: View = WithoutLastColumn(MaskedScores()) if part.sink else MaskedScores()
+        scores = WithoutLastColumn(part.scores) if part.sink else part.scores
         pattern: View = WithoutLastColumn(View()) if part.sink else View()
         square = "batch n_heads pos key_pos"
         add(f"{name}.hook_attn_scores", Site(module, part.tap, "scores"), scores, square)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -146,21 +147,20 @@ def rotary_facts(config: Any) -> Mapping[str, Any]:
     }
 
 
-def model_config(architecture: Any, model: nn.Module, base: str) -> ModelConfig:
+def model_config(architecture: Any, model: nn.Module, root: nn.Module) -> ModelConfig:
     """Reads a model's facts.
 
     Args:
         architecture: what the adapter declared for it.
         model: the Hugging Face model.
-        base: the path of the base model in it.
+        root: the base model in it.
     """
-    hf = model.config
-    root = model.get_submodule(base)
+    hf: Any = model.config
     block, facts = architecture.block, dict(architecture.facts)
     n_heads = facts.pop("n_heads", None) or hf.num_attention_heads
     n_kv = first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = facts.pop("d_model", None) or hf.hidden_size
-    layers = root.get_submodule(architecture.blocks)
+    layers: Any = root.get_submodule(architecture.blocks)
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
         "original_architecture": type(model).__name__,
@@ -187,24 +187,30 @@ def model_config(architecture: Any, model: nn.Module, base: str) -> ModelConfig:
         "tie_word_embeddings": bool(first(hf, "tie_word_embeddings")),
         "default_prepend_bos": True,
     }
-    head = architecture.unembed.split(".")[0]
-    if hasattr(model, head):
+    if getattr(model, architecture.unembed.split(".")[0], None) is not None:
         weight = getattr(model.get_submodule(architecture.unembed), "weight", None)
         if weight is not None and weight.ndim == 2:
             values["d_vocab_out"] = weight.shape[0]
     first_block = layers[0] if len(layers) else None  # type: ignore[index, arg-type]
     if first_block is not None:
         norm = block.ln1 or block.ln2
-        if norm:
+        if norm and not block.norm.identity:
             values["eps"] = eps_of(first_block.get_submodule(norm))
     values["d_mlp"] = facts.pop("d_mlp", None) if block.mlp else None
     if values["d_mlp"] is None and block.mlp:
         values["d_mlp"] = first(hf, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model
-    windows = first(hf, "layer_types")
-    if windows and any("sliding" in kind for kind in windows):
-        values |= {
-            "use_local_attn": True,
-            "window_size": hf.sliding_window,
-            "attn_types": ["local" if "sliding" in kind else "global" for kind in windows],
-        }
-    return ModelConfig(**(values | facts), _model=model)
+    values |= _windows(hf, len(layers)) | facts  # type: ignore[arg-type]
+    if values.get("use_attn_scale", True):
+        values.setdefault("attn_scale", math.sqrt(values["d_head"]))
+    return ModelConfig(**values, _model=model)
+
+
+def _windows(hf: Any, n_layers: int) -> dict[str, Any]:
+    """The facts about sliding windows: each layer has its own type, or all have the window that there is."""
+    window, kinds = first(hf, "sliding_window"), first(hf, "layer_types")
+    if kinds is None and window is not None:
+        kinds = ["sliding_attention"] * n_layers
+    if kinds is None or not any("sliding" in kind for kind in kinds):
+        return {}
+    types = ["local" if "sliding" in kind else "global" for kind in kinds]
+    return {"use_local_attn": True, "window_size": window, "attn_types": types}

@@ -21,13 +21,17 @@ class NormKind:
     Attributes:
         centered: the mean is subtracted (a layer norm).
         offset: what is added to the weight (1 for Gemma, whose weight is stored as its difference from one).
+        identity: it computes nothing: it is there as a place to stand on, and has no hook points of its own.
     """
 
     centered: bool
     offset: float = 0.0
+    identity: bool = False
 
     @property
-    def name(self) -> str:
+    def name(self) -> str | None:
+        if self.identity:
+            return None
         return "LN" if self.centered else "RMS"
 
     def weight(self, module: nn.Module) -> Tensor | None:
@@ -38,6 +42,7 @@ class NormKind:
 
 LAYER_NORM = NormKind(centered=True)
 RMS_NORM = NormKind(centered=False)
+NO_NORM = NormKind(centered=False, identity=True)
 GEMMA_NORM = NormKind(centered=False, offset=1.0)
 
 
@@ -96,7 +101,8 @@ class NormNormalized(_NormView):
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         if self.kind.centered:
-            return x
+            # A shared norm's output has another reader, whose gradient is not ours.
+            return x.view_as(x) if self.beside and x.requires_grad else x
         return (self.centered(self.norm(call)[1]) / self.scale(call)).to(x.dtype)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:

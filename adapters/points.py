@@ -11,8 +11,9 @@ from torch import Tensor
 from adapters.views import View
 
 #: ``input``: the first argument of a module. ``output``: what it returns. ``interface``: inside its attention, reached
-#: through transformers' `AttentionInterface`. ``forward``: the softmax that it computes in its own forward.
-SiteKind = Literal["input", "output", "interface", "forward"]
+#: through transformers' `AttentionInterface`. ``forward``: the softmax that it computes in its own forward. ``core``: its
+#: method ``_attn``, which is given queries, keys and values and computes the softmax.
+SiteKind = Literal["input", "output", "interface", "forward", "core"]
 #: ``standard``: in an unfiltered cache. ``heavy``: there when the matching ``set_use_*`` is on. ``extra``: when named.
 Group = Literal["standard", "heavy", "extra"]
 
@@ -25,7 +26,7 @@ class Site:
         path: the module, as a dotted path from the Hugging Face model.
         kind: see `SiteKind`.
         key: for an output, which element of a tuple (None: the output itself); inside attention, one of ``q``, ``k``,
-            ``scores``, ``pattern``.
+            ``scores`` (what enters the softmax), ``pattern`` (what leaves it).
     """
 
     path: str

@@ -15,7 +15,9 @@ from adapters.architecture import Architecture
 Declare = Callable[[Any], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
-_FAMILIES = ("gpt2", "llama", "gpt_neox")
+_FAMILIES = (
+    "bloom", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "mixtral", "native", "opt", "phi", "phi3", "qwen",
+)  # fmt: skip
 _ENTRY_POINTS = "transformer_bridge.adapters"
 
 

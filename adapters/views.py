@@ -162,6 +162,25 @@ class MaskedScores(View):
         return torch.where(nothing_allowed & new.isneginf(), x, new)
 
 
+class AlibiScores(MaskedScores):
+    """Scores to which the model added ``slope * key position``, shown with ``slope * (key position - query position)``.
+
+    The two differ by a constant for each query, which the softmax does not see. The module is given ``alibi``,
+    ``[(batch head), 1, key_pos]``.
+    """
+
+    @staticmethod
+    def at_query(x: Tensor, call: Call) -> Tensor:
+        batch, heads, queries, keys = x.shape
+        return call.kwargs["alibi"].view(batch, heads, keys)[..., keys - queries :].unsqueeze(-1)
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return super().get(x, call) - self.at_query(x, call)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return super().put(x, new + self.at_query(x, call), call)
+
+
 class WithoutLastColumn(View):
     """Scores or pattern without the attention sink's extra column, which is the last."""
 
@@ -190,12 +209,35 @@ class OverBatch(Derived):
 
 
 class FlatBatch(View):
-    """``(batch pos) d -> batch pos d``, with the batch size of the source (a module that works on flattened tokens)."""
+    """``(batch pos) d -> batch pos d``, with the batch size of the last source (a module that works on rows)."""
 
     identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return x if x.ndim == 3 else x.unflatten(0, (call.sources[0][1].shape[0], -1))
+        return x if x.ndim == 3 else x.unflatten(0, (call.sources[-1][1].shape[0], -1))
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new if x.ndim == 3 else new.flatten(0, 1)
+
+
+class Through(View):
+    """What `inner` sees at the site, seen through `outer`.
+
+    Args:
+        inner: the view of the site's tensor.
+        outer: the view of what `inner` shows.
+    """
+
+    identity = False
+
+    def __init__(self, inner: View, outer: View) -> None:
+        self.inner, self.outer = inner, outer
+        self.writes_through = inner.writes_through
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        act = self.outer.get(self.inner.get(x, call), call)
+        # What is written through takes the site's place in the graph: it must not be a view of what it replaces.
+        return act.clone() if self.writes_through and act.requires_grad else act
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return self.inner.put(x, self.outer.put(self.inner.get(x, call), new, call), call)

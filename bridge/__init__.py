@@ -8,11 +8,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bridge.native import NativeConfig
     from bridge.bridge import TransformerBridge
     from bridge.cache import ActivationCache, act_name
     from bridge.hook_point import HookPoint
     from bridge.names import UnknownHookError
+    from bridge.native import NativeConfig
 
 from bridge.version import __version__
 

@@ -55,7 +55,9 @@ def additive_mask(
 
 
 def _unreadable(mask: Any) -> Tensor:
-    raise ValueError(f"expected an attention mask with four axes, not {type(mask).__name__} {getattr(mask, 'shape', '')}")
+    raise ValueError(
+        f"expected an attention mask with four axes, not {type(mask).__name__} {getattr(mask, 'shape', '')}"
+    )
 
 
 def _as_additive(allowed: Tensor | None, query: Tensor) -> Tensor | None:
@@ -76,7 +78,7 @@ def _causal(
     causal = getattr(module, "is_causal", True) if said is None else said
     queries, keys = query.shape[2], key.shape[2]
     window = kwargs.get("sliding_window") if align_end else None
-    if queries == 1 and window is None or not causal:
+    if (queries == 1 and window is None) or not causal:
         return None
     shift = keys - queries if align_end else 0
     rows = torch.arange(queries, device=query.device)[:, None] + shift

@@ -99,6 +99,8 @@ class Tap:
 
     def fire(self, channel: str, x: Tensor, call: Call) -> Tensor:
         for point in self.points.get(channel, ()):
+            if point.sources:
+                call.sources = tuple(STATE.sources[source] for source in point.sources)
             x = point.fire(x, call)
         return x
 
@@ -108,7 +110,7 @@ class InterfaceTap(Tap):
 
     def attach(self) -> None:
         self.config = self.module.config
-        self.base = self.config._attn_implementation or "eager"
+        self.base = loaded_implementation(self.config)
         self.eager = own_eager_attention(type(self.module))
         _TAPS[self.module] = self
         self.module.config = _tapped_copy(self.config, self.base)
@@ -150,10 +152,24 @@ def _tapped_copy(config: Any, base: str) -> Any:
     return tapped()
 
 
+def loaded_implementation(config: Any) -> str:
+    """The attention implementation that a model was loaded with, also where it is a copy of a tapped one."""
+    implementation = config._attn_implementation or "eager"
+    return config.transformer_bridge_base if implementation == TAPPED else implementation
+
+
+def untap(model: nn.Module) -> None:
+    """Makes a copy of a model that was tapped attend as it was loaded."""
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if config is not None and getattr(config, "_attn_implementation_internal", None) == TAPPED:
+            config._attn_implementation_internal = config.__dict__.pop("transformer_bridge_base")
+
+
 def _tapped_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tap = _TAPS.get(module)
     if tap is None:  # a copy of a module that was tapped: it attends as it was loaded
-        base, eager = module.config.transformer_bridge_base, own_eager_attention(type(module))
+        base, eager = loaded_implementation(module.config), own_eager_attention(type(module))
         return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)(module, *args, **kwargs)
     return tap(module, *args, **kwargs)
 
@@ -164,23 +180,26 @@ AttentionInterface.register(TAPPED, _tapped_attention)
 class ForwardTap(Tap):
     """For modules that compute the softmax in their own forward: it is watched while that runs."""
 
+    #: The method that computes it.
+    method = "forward"
+
     def attach(self) -> None:
-        self.own = self.module.__dict__.get("forward")
-        self.original = self.module.forward
-        self.module.forward = self  # type: ignore[assignment, method-assign]
+        self.own = self.module.__dict__.get(self.method)
+        self.original = getattr(self.module, self.method)
+        self.module.__dict__[self.method] = self
 
     def detach(self) -> None:
         if self.own is None:
-            del self.module.__dict__["forward"]
+            del self.module.__dict__[self.method]
         else:
-            self.module.forward = self.own
+            self.module.__dict__[self.method] = self.own
 
-    # A copy of the model that is made meanwhile has its class's forward.
+    # A copy of the model that is made meanwhile has its class's method.
     def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (type(self.module).forward, self.module)
+        return types.MethodType, (getattr(type(self.module), self.method), self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
+        return types.MethodType(getattr(type(self.module), self.method), copy.deepcopy(self.module, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.wanted("scores", "pattern"):
@@ -189,13 +208,28 @@ class ForwardTap(Tap):
             return self.original(*args, **kwargs)
 
 
-def tap_class(kind: str) -> type[Tap]:
-    """The tap for a kind of site."""
-    return InterfaceTap if kind == "interface" else ForwardTap
+class CoreTap(ForwardTap):
+    """For modules whose method ``_attn`` is given queries, keys and values and computes the softmax."""
+
+    method = "_attn"
+
+    def __call__(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.wanted("q", "k", "scores", "pattern"):
+            return self.original(query, key, *args, **kwargs)
+        call = Call(self.module, (query,), kwargs)
+        query, key = self.fire("q", query, call), self.fire("k", key, call)
+        if not self.wanted("scores", "pattern"):
+            return self.original(query, key, *args, **kwargs)
+        with SoftmaxTap(self, call):
+            return self.original(query, key, *args, **kwargs)
 
 
-@functools.lru_cache(maxsize=None)
-def own_eager_attention(module_class: type[nn.Module]) -> Callable[..., Any]:
+#: The tap for each kind of site that is not simply a module's input or output.
+TAPS: dict[str, type[Tap]] = {"interface": InterfaceTap, "forward": ForwardTap, "core": CoreTap}
+
+
+@functools.cache
+def own_eager_attention(module_class: Any) -> Callable[..., Any]:
     """The ``eager_attention_forward`` of the file that the attention module's class comes from.
 
     Raises:

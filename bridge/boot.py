@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class BootMethods:
         checkpoint_index: int | None = None,
         checkpoint_value: int | None = None,
         attn_implementation: str | None = None,
-    ) -> Self:
+    ) -> Any:
         """Loads a model from the hub or a folder.
 
         Args:
@@ -109,6 +110,8 @@ class BootMethods:
         bridge = cls(hf_model, tokenizer)  # type: ignore[call-arg]
         cfg = bridge.cfg  # type: ignore[attr-defined]
         cfg.model_name = name_or_path
+        if n_ctx is not None:
+            cfg.n_ctx = n_ctx
         if n_devices is not None:
             cfg.n_devices = n_devices
         if checkpoint is not None:
@@ -118,15 +121,16 @@ class BootMethods:
         return bridge
 
     @classmethod
-    def boot_native(cls, config: NativeConfig | Mapping[str, Any], tokenizer: Any = None) -> Self:
+    def boot_native(cls, config: NativeConfig | Mapping[str, Any], tokenizer: Any = None) -> Any:
         """A small transformer with random weights, for studies of toy models.
 
         Args:
             config: a `NativeConfig`, or its fields.
-            tokenizer: for text input.
+            tokenizer: for text input; None: the one that the configuration's `tokenizer_name` names, if it does.
 
         Raises:
-            ValueError: fields that contradict each other.
+            TypeError: a field that does not exist, or that is missing, or whose value has the wrong type.
+            ValueError: a value out of range, or fields that contradict each other.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -136,13 +140,17 @@ class BootMethods:
             >>> bridge([[1, 2, 3]]).shape
             torch.Size([1, 3, 10])
         """
+        from transformers import AutoTokenizer
+
         from bridge.native import NativeConfig, NativeModel
 
         native = config if isinstance(config, NativeConfig) else NativeConfig(**config)
+        if tokenizer is None and native.tokenizer_name is not None:
+            tokenizer = AutoTokenizer.from_pretrained(native.tokenizer_name)
         return cls(NativeModel(native), tokenizer)  # type: ignore[call-arg]
 
     @classmethod
-    def boot_embedded(cls) -> Self:
+    def boot_embedded(cls) -> Any:
         """The small English model that comes with this package, with ground truth for what it knows.
 
         Example:
@@ -172,7 +180,9 @@ def _context(config: Any, n_ctx: int | None) -> dict[str, int]:
         raise ValueError(f"{type(config).__name__} has no context length to set to n_ctx={n_ctx}")
     learned = config.model_type in ("gpt2", "opt", "gpt_neo", "bert")
     if learned and n_ctx > getattr(config, name):
-        raise ValueError(f"n_ctx={n_ctx} is more than the {getattr(config, name)} positions that this model has learned")
+        raise ValueError(
+            f"n_ctx={n_ctx} is more than the {getattr(config, name)} positions that this model has learned"
+        )
     # A table of learned positions keeps its size; the limit that the bridge checks is its configuration's.
     return {} if learned else {name: n_ctx}
 
@@ -189,23 +199,26 @@ def _class_for(config: Any) -> Any:
 
 
 def _empty(loader: Any, kwargs: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+    """A model on the ``meta`` device."""
     config = kwargs["config"]
     options = {k: v for k, v in kwargs.items() if k in ("dtype", "attn_implementation")}
     with torch.device("meta"):
-        if hasattr(loader, "from_config"):
+        if hasattr(loader, "from_config"):  # one of transformers' Auto classes
             return loader.from_config(config, trust_remote_code=kwargs["trust_remote_code"], **options)
-        del AutoModelForCausalLM
         return loader._from_config(config, **options)
 
 
 def _tokenizer(auto: Any, repository: str, where: dict[str, Any]) -> Any:
     """The repository's tokenizer, or None where a folder has none."""
-    import os
-
     if os.path.isdir(repository):
-        files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+        files = (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "tokenizer.model",
+            "vocab.json",
+            "vocab.txt",
+            "spiece.model",
+        )
         if not any(os.path.exists(os.path.join(repository, name)) for name in files):
             return None
     return auto.from_pretrained(repository, **where)

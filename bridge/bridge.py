@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from adapters import anatomy
+from adapters import Anatomy, anatomy
 from adapters.config import ModelConfig
 from bridge.boot import BootMethods
 from bridge.component import Tree
-from bridge.hook_point import Direction, Handle, HookFunction, HookPoint
+from bridge.hook_point import Handle, HookFunction, HookPoint
 from bridge.names import Names, NamesFilter
 from bridge.runs import RunMethods
 from bridge.tokens import TokenizerFacts, TokenMethods
-from bridge.wiring import Wiring
+from bridge.wiring import Wiring, strip
 
 
 class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
@@ -32,6 +31,7 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
 
     Attributes:
         original_model: the model.
+        core: the Hugging Face model, without what wraps it (PEFT, `torch.compile`).
         tokenizer: the tokenizer.
         cfg: the facts about the model.
         names: hook points by name and alias.
@@ -58,13 +58,16 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
         self.block_paths = found.block_paths
         self.block_output = found.block_output
         self.after_blocks = found.after_blocks
+        self.no_layer_runs = found.no_layer_runs
         self._facts: TokenizerFacts | None = None
-        self._wire(found.points)
+        self._wire(found)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
-    def _wire(self, points: Iterable[Any]) -> None:
-        self.wiring = Wiring(self.original_model, points)
+    def _wire(self, found: Anatomy) -> None:
+        self.wiring = Wiring(self.original_model, found.points)
+        # Kept out of the module tree: it is `original_model`, or a part of it.
+        self.__dict__["core"] = found.core
         self.names = Names(self.wiring.points)
         self._tree = Tree(self.names)
 
@@ -86,17 +89,17 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
         """The model's buffers under its own names."""
         return self.original_model.named_buffers(*args, **kwargs)
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
+    def to(self, *args: Any, **kwargs: Any) -> TransformerBridge:
         """Moves the model."""
         self.original_model.to(*args, **kwargs)
         return self
 
-    def train(self, mode: bool = True) -> Self:
+    def train(self, mode: bool = True) -> TransformerBridge:
         """Sets the model's mode."""
         self.original_model.train(mode)
         return self
 
-    def eval(self) -> Self:
+    def eval(self) -> TransformerBridge:
         """Sets the model's mode to evaluation."""
         return self.train(False)
 
@@ -122,7 +125,7 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("wiring", "names", "_tree", "_facts"):
+        for name in ("wiring", "names", "core", "_tree", "_facts"):
             state.pop(name)
         return state
 
@@ -130,7 +133,8 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
         super().__setstate__(state)
         self._facts = None
         self.cfg._model = self.original_model
-        self._wire(anatomy(self.original_model).points)
+        strip(self.original_model)
+        self._wire(anatomy(self.original_model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformerBridge:
         new = type(self).__new__(type(self))
@@ -147,7 +151,7 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
         self,
         name: NamesFilter | HookPoint,
         hook: HookFunction,
-        dir: Direction = "fwd",
+        dir: str = "fwd",
         is_permanent: bool = False,
         level: int | None = None,
         prepend: bool = False,
@@ -169,7 +173,7 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
         points = [name] if isinstance(name, HookPoint) else self.names.select(name, self._is_heavy_on)
         return [point.add_hook(hook, dir, is_permanent, level, prepend) for point in points]
 
-    def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFunction, dir: Direction = "fwd") -> list[Handle]:
+    def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFunction, dir: str = "fwd") -> list[Handle]:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
 
         Args:

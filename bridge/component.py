@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-
-
 from bridge.hook_point import HookPoint
 from bridge.names import Names, suggestion
 
@@ -92,5 +90,3 @@ class ComponentList:
 
     def __repr__(self) -> str:
         return f"ComponentList({self.name}: {len(self)} members)"
-
-

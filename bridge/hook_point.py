@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
 HookFunction = Callable[..., Tensor | None]
-Direction = Literal["fwd", "bwd"]
 
 
 class ThreadState(threading.local):
@@ -124,7 +123,7 @@ class HookPoint:
     def add_hook(
         self,
         fn: HookFunction,
-        dir: Direction = "fwd",
+        dir: str = "fwd",
         is_permanent: bool = False,
         level: int | None = None,
         prepend: bool = False,
@@ -156,10 +155,10 @@ class HookPoint:
             raise ValueError(f'dir is {dir!r}; it must be "fwd" or "bwd"')
         if not callable(fn):
             raise TypeError(f"the hook for {self.name} is {fn!r}, which cannot be called")
-        listener = Listener(dir, fn, STATE.owner, is_permanent, level)
+        listener = Listener(cast(Literal["fwd", "bwd"], dir), fn, STATE.owner, is_permanent, level)
         return self._wiring.add(self, listener, prepend)
 
-    def add_perma_hook(self, fn: HookFunction, dir: Direction = "fwd") -> Handle:
+    def add_perma_hook(self, fn: HookFunction, dir: str = "fwd") -> Handle:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
 
         Args:

@@ -30,7 +30,7 @@ class Inputs:
     mask: Tensor | None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
     """The names of the arguments that a Hugging Face forward takes, those of its typed ``**kwargs`` included."""
     names: set[str] = set()
@@ -82,7 +82,7 @@ def prepare(
         TypeError: the input is none of these.
         ValueError: it is too long, or empty, or its mask does not fit.
     """
-    device = bridge.cfg.device
+    device = input_device(bridge.original_model)
     kwargs = dict(extra)
     tokens: Tensor | None = None
     mask = attention_mask
@@ -107,12 +107,23 @@ def prepare(
     if mask is not None:
         mask = mask.to(device)
         kwargs["attention_mask"] = mask
-        if "position_ids" not in kwargs and "position_ids" in accepted_arguments(type(bridge.original_model).forward):
+        if "position_ids" not in kwargs and "position_ids" in accepted_arguments(type(bridge.core).forward):
             left_padded = mask.ndim == 2 and bool((mask[:, 0] == 0).any())
             if left_padded:
                 positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
                 kwargs["position_ids"] = positions[:, -length:]
     return Inputs(kwargs, tokens, mask)
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model's input goes: where its weights are, or where accelerate brings them when they are needed."""
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        for module in model.modules():
+            execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+            if execution is not None:
+                return torch.device(execution)
+    return device
 
 
 def _as_tokens(input: Any) -> Tensor:

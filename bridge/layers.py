@@ -129,7 +129,7 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
     """The two layers as counted from the front.
 
     Args:
-        start: the first block to run, or None; negative counts from the end.
+        start: the first block to run, or None; negative counts from the end. ``n_layers`` runs what follows the blocks.
         stop: the first block not to run, or None; likewise. ``n_layers`` stops after the last.
         n_layers: the number of blocks.
 
@@ -143,10 +143,12 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise ValueError(f"{name} is {layer!r}; it must be a whole number")
         if not -n_layers <= layer <= last:
-            raise ValueError(f"{name} is {layer}; this model has {n_layers} layers: it must be from {-n_layers} to {last}")
+            raise ValueError(
+                f"{name} is {layer}; this model has {n_layers} layers: it must be from {-n_layers} to {last}"
+            )
         return layer + n_layers if layer < 0 else layer
 
-    start, stop = check("start_at_layer", start, n_layers - 1), check("stop_at_layer", stop, n_layers)
+    start, stop = check("start_at_layer", start, n_layers), check("stop_at_layer", stop, n_layers)
     if start is not None and stop is not None and stop < start:
         raise ValueError(f"stop_at_layer={stop} is before start_at_layer={start}")
     return start, stop

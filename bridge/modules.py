@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def first_parameter(forward: Callable[..., Any]) -> str:
     """The name of a forward function's first parameter after self."""
     return list(inspect.signature(forward).parameters)[1]

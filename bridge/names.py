@@ -44,9 +44,7 @@ class Names:
     def aliases(self) -> dict[str, str]:
         """Every alias and the canonical name it stands for."""
         if self._aliases is None:
-            self._aliases = {
-                alias: name for name, hook in self.points.items() for alias in hook.point.aliases
-            }
+            self._aliases = {alias: name for name, hook in self.points.items() for alias in hook.point.aliases}
         return self._aliases
 
     def find(self, name: str) -> HookPoint:

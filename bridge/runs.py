@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,12 +16,10 @@ from bridge.hook_point import STATE, HookFunction, HookPoint, Listener
 from bridge.inputs import Inputs, check_arguments, prepare
 from bridge.loss import lm_loss
 from bridge.names import Names, NamesFilter
-from bridge.tokens import Side
 from bridge.wiring import Wiring
 
-ReturnType = Literal["logits", "loss", "both", "predictions"] | None
-#: What a run takes: a text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``.
-Input = str | Sequence[str] | Sequence[int] | Int[Tensor, "..."] | Float[Tensor, "..."]
+#: What a run takes: a text, texts, tokens (a tensor, or lists of ids) ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``.
+Input = str | Sequence[Any] | Int[Tensor, "..."] | Float[Tensor, "..."]
 #: Which hook point (a name, an alias, a function of the name) gets which function.
 HookSpec = tuple[NamesFilter | HookPoint, HookFunction]
 
@@ -36,6 +34,7 @@ class RunMethods:
     """The methods of a bridge that run its model."""
 
     original_model: Any
+    core: Any
     tokenizer: Any
     cfg: Any
     names: Names
@@ -43,14 +42,15 @@ class RunMethods:
     block_paths: list[str]
     block_output: tuple[int | None, int]
     after_blocks: str
+    no_layer_runs: str
 
     def forward(
         self,
         input: Input,
-        return_type: ReturnType = "logits",
+        return_type: str | None = "logits",
         loss_per_token: bool = False,
         prepend_bos: bool | None = None,
-        padding_side: Side | None = None,
+        padding_side: str | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
@@ -67,7 +67,7 @@ class RunMethods:
             prepend_bos: start texts with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
             padding_side: where shorter texts are padded; None: the tokenizer's own side.
             attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; for texts it is worked out.
-            start_at_layer: the first block to run.
+            start_at_layer: the first block to run (``n_layers``: only what follows the blocks, as a logit lens does).
             stop_at_layer: the first block not to run: returns the residual stream that would enter it
                 (``n_layers``: the one after the last block).
             model_kwargs: anything else that the Hugging Face model's forward takes.
@@ -85,12 +85,14 @@ class RunMethods:
             >>> bridge("When Mary and John went to the store, John gave a drink to", return_type="predictions")
             ' Mary'
         """
-        check_arguments(self.original_model, model_kwargs, _OURS)
+        check_arguments(self.core, model_kwargs, _OURS)
         if return_type not in ("logits", "loss", "both", "predictions", None):
             raise ValueError(
                 f'return_type is {return_type!r}; it must be "logits", "loss", "both", "predictions" or None'
             )
         start, stop = layers.check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
+        if self.no_layer_runs and (start is not None or stop is not None):
+            raise ValueError(f"{self.cfg.model_name} cannot start or stop at a layer: {self.no_layer_runs}")
         with ExitStack() as stack:
             if start is not None:
                 input = self._start(stack, input, start)
@@ -107,16 +109,16 @@ class RunMethods:
         return self._result(output, inputs, return_type, loss_per_token)
 
     def _start(self, stack: ExitStack, input: Any, start: int) -> Tensor:
-        d_model = self.cfg.d_model
+        d_model, key = self.cfg.d_model, self.block_output[0]
         if not isinstance(input, Tensor) or input.ndim != 3 or input.shape[-1] != d_model:
             shape = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise ValueError(
                 f"with start_at_layer the input is the residual stream, [batch, pos, {d_model}], not {shape}"
             )
         blocks = [self.original_model.get_submodule(path) for path in self.block_paths]
-        key, length = self.block_output
-        stack.enter_context(layers.skipping(blocks[:start], key, length))
-        stack.enter_context(layers.starting_from(blocks[start], input, start))
+        stack.enter_context(layers.skipping(blocks[:start], key, self.block_output[1]))
+        entered = blocks[start] if start < len(blocks) else self.original_model.get_submodule(self.after_blocks)
+        stack.enter_context(layers.starting_from(entered, input, start))
         return layers.placeholder(input)
 
     def _stopped(self, inputs: Inputs, stop: int) -> Tensor:
@@ -128,7 +130,7 @@ class RunMethods:
                 STATE.forget()
         return found[0]
 
-    def _result(self, output: Any, inputs: Inputs, return_type: ReturnType, loss_per_token: bool) -> Any:
+    def _result(self, output: Any, inputs: Inputs, return_type: str | None, loss_per_token: bool) -> Any:
         if return_type is None:
             return None
         logits = output.logits if hasattr(output, "logits") else output[0]
@@ -137,7 +139,9 @@ class RunMethods:
         if return_type == "predictions":
             return self._predictions(logits, inputs)
         if self.cfg.attention_dir == "bidirectional":
-            raise ValueError("a model that reads in both directions has no next-token loss; pass labels and use its own")
+            raise ValueError(
+                "a model that reads in both directions has no next-token loss; pass labels and use its own"
+            )
         assert inputs.tokens is not None
         loss = lm_loss(logits, inputs.tokens, inputs.mask, loss_per_token)
         return loss if return_type == "loss" else (logits, loss)

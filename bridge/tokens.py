@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-
-Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class TokenizerFacts:
                 ids = [self.bos, *ids]
         return ids + self.ending if keep_ending else ids
 
-    def pad_rows(self, rows: Sequence[Sequence[int]], side: Side) -> Batch:
+    def pad_rows(self, rows: Sequence[Sequence[int]], side: str) -> Batch:
         """Token rows, padded to one length on one side."""
         longest = max(len(row) for row in rows)
         padded, masks = [], []
@@ -109,9 +107,7 @@ class TokenMethods:
             self._facts = TokenizerFacts(self.tokenizer)
         return self._facts
 
-    def batch_of(
-        self, texts: Sequence[str], prepend_bos: bool | None = None, padding_side: Side | None = None
-    ) -> Batch:
+    def batch_of(self, texts: Sequence[str], prepend_bos: bool | None = None, padding_side: str | None = None) -> Batch:
         """Texts as token rows of one length, with the mask that says which tokens are padding.
 
         Args:
@@ -140,7 +136,7 @@ class TokenMethods:
         self,
         input: str | Sequence[str],
         prepend_bos: bool | None = None,
-        padding_side: Side | None = None,
+        padding_side: str | None = None,
         move_to_device: bool = True,
         truncate: bool = True,
     ) -> Int[Tensor, "batch pos"]:
@@ -170,7 +166,7 @@ class TokenMethods:
             tokens = tokens[:, : self.cfg.n_ctx]
         return tokens.to(self.cfg.device) if move_to_device else tokens
 
-    def to_string(self, tokens: Int[Tensor, "..."] | Sequence[int] | int) -> str | list[str]:
+    def to_string(self, tokens: Int[Tensor, ...] | Sequence[int] | int) -> str | list[str]:
         """Tokens as text: one string for one row, a list for a batch.
 
         Args:
@@ -190,9 +186,9 @@ class TokenMethods:
 
     def to_str_tokens(
         self,
-        input: str | Sequence[str] | Int[Tensor, "..."],
+        input: str | Sequence[str] | Int[Tensor, ...],
         prepend_bos: bool | None = None,
-        padding_side: Side | None = None,
+        padding_side: str | None = None,
     ) -> list[str] | list[list[str]]:
         """A text or a row of tokens as the text of each token; a list of lists for several.
 
@@ -212,7 +208,7 @@ class TokenMethods:
             return split[0] if len(split) == 1 else split
         if isinstance(input, str):
             return self.to_str_tokens(self.to_tokens(input, prepend_bos, padding_side, False, False)[0])
-        return [self.to_str_tokens(text, prepend_bos, padding_side) for text in input]  # type: ignore[misc]
+        return [self.to_str_tokens(text, prepend_bos, padding_side) for text in input]  # type: ignore[return-value]
 
     def to_single_token(self, string: str) -> int:
         """The id of a text that is one token.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapters.points import Follower, Point, Site
 from adapters.views import Call
-from bridge.attention_tap import Tap, tap_class
+from bridge.attention_tap import TAPS, Tap, untap
 from bridge.hook_point import STATE, Handle, HookPoint, Listener
 from bridge.modules import Finder, first_parameter
 
@@ -156,10 +156,10 @@ class Wiring:
 
     def _connect(self, point: HookPoint) -> None:
         site = point.point.site
-        if site.kind in ("interface", "forward"):
+        if site.kind in TAPS:
             tap = self._taps.get(site.path)
             if tap is None:
-                tap = self._taps[site.path] = tap_class(site.kind)(Finder(self.model, site.path).module)
+                tap = self._taps[site.path] = TAPS[site.kind](Finder(self.model, site.path).module)
             tap.connect(str(site.key), point)
         else:
             home = point.home
@@ -178,7 +178,7 @@ class Wiring:
 
     def _disconnect(self, point: HookPoint) -> None:
         site = point.point.site
-        if site.kind in ("interface", "forward"):
+        if site.kind in TAPS:
             if self._taps[site.path].disconnect(str(site.key), point):
                 del self._taps[site.path]
         else:
@@ -228,3 +228,12 @@ class Wiring:
             return None
         module = Finder(self.model, hook.point.site.path).module
         return hook.view.get(module.forward(entered), Call(module, (entered,), {}))
+
+
+def strip(model: nn.Module) -> None:
+    """Takes what is ours from a copy of a model that was made while hooks were attached."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), SiteHook)]:
+                del hooks[key]
+    untap(model)

@@ -1,0 +1,7 @@
+"""``python -m bridge``."""
+
+import sys
+
+from bridge.cli import main
+
+sys.exit(main())

@@ -1,0 +1,66 @@
+"""`verify` holds for every family, and notices what is broken."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from adapters import verify
+from adapters.views import View
+from bridge import TransformerBridge
+from tests.conftest import FAMILIES, tiny
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verified(name, implementation, dtype):
+    report = verify(TransformerBridge(tiny(name, implementation, dtype)))
+    assert report.passed, str(report)
+
+
+def failing(bridge):
+    return [check.name for check in verify(bridge).checks if not check.passed]
+
+
+def change(bridge, name, **fields):
+    hook = bridge.hook_dict[name]
+    hook.point = dataclasses.replace(hook.point, **fields)
+    hook.view = hook.point.view
+
+
+def test_a_wrong_shape_is_noticed():
+    bridge = TransformerBridge(tiny("llama"))
+    change(bridge, "blocks.1.attn.hook_q", view=View())
+    assert failing(bridge) == ["every hook point fires once, with its declared shape"]
+
+
+def test_a_residual_that_misses_a_branch_is_noticed():
+    bridge = TransformerBridge(tiny("llama"))
+    change(bridge, "blocks.1.hook_resid_mid", view=View())
+    assert failing(bridge) == ["halving resid_mid reaches both branches"]
+
+
+def test_a_wrong_site_is_noticed():
+    bridge = TransformerBridge(tiny("gpt2"))
+    change(bridge, "blocks.0.hook_attn_out", site=bridge.hook_dict["blocks.0.hook_mlp_out"].point.site)
+    assert "resid_pre + attn_out = resid_mid" in failing(bridge)
+
+
+def test_a_view_that_does_not_write_back_what_it_read_is_noticed():
+    class Off(View):
+        identity = False
+
+        def put(self, x, new, call):
+            return new * 1.1
+
+    bridge = TransformerBridge(tiny("gpt2"))
+    change(bridge, "blocks.0.hook_mlp_out", view=Off())
+    assert failing(bridge) == ["writing back what was read changes nothing"]
+
+
+def test_the_mode_is_restored():
+    bridge = TransformerBridge(tiny("gpt2"))
+    bridge.train()
+    verify(bridge)
+    assert bridge.training

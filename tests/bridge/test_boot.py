@@ -1,0 +1,170 @@
+"""Loading: everything that a folder can show without a network."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from bridge import TransformerBridge
+from bridge.checkpoints import checkpoint_revision, checkpoint_steps
+from bridge.embedded import MODEL_DIR
+from tests.conftest import tiny
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_a_folder_needs_no_network_and_gets_hugging_faces_defaults(folder, tokens):
+    bridge = TransformerBridge.boot_transformers(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(bridge(tokens), plain(tokens).logits)
+    assert bridge.original_model.config._attn_implementation == plain.config._attn_implementation == "sdpa"
+    assert bridge.cfg.dtype == plain.dtype
+    assert bridge.tokenizer is None
+    assert bridge.cfg.model_name == folder
+
+
+def test_options(folder, tokens):
+    bridge = TransformerBridge.boot_transformers(
+        folder, dtype=torch.bfloat16, attn_implementation="eager", device="cpu"
+    )
+    assert bridge.cfg.dtype == torch.bfloat16
+    assert bridge.original_model.config._attn_implementation == "eager"
+    bridge = TransformerBridge.boot_transformers(folder, hf_config_overrides={"activation_function": "relu"})
+    assert bridge.cfg.act_fn == "relu"
+    with pytest.raises(ValueError, match="GPT2Config has no field 'activation_functoin'"):
+        TransformerBridge.boot_transformers(folder, hf_config_overrides={"activation_functoin": "relu"})
+    assert (
+        type(TransformerBridge.boot_transformers(str(MODEL_DIR), model_class=LlamaForCausalLM).original_model)
+        is LlamaForCausalLM
+    )
+    with pytest.raises(ValueError, match="n_ctx=100 is more than the 40 positions"):
+        TransformerBridge.boot_transformers(folder, n_ctx=100)
+    assert TransformerBridge.boot_transformers(str(MODEL_DIR), n_ctx=500).cfg.n_ctx == 500
+    short = TransformerBridge.boot_transformers(folder, n_ctx=20)
+    assert short.cfg.n_ctx == 20
+    with pytest.raises(ValueError, match="has a context of 20"):
+        short(torch.zeros(1, 21, dtype=torch.long))
+    assert torch.equal(short(tokens), bridge.boot_transformers(folder)(tokens))
+
+
+def test_a_given_model_and_tokenizer_are_used_as_they_are(folder):
+    hf = tiny("llama")
+    tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+    bridge = TransformerBridge.boot_transformers(folder, hf_model=hf, tokenizer=tokenizer)
+    assert bridge.original_model is hf
+    assert bridge.tokenizer is tokenizer
+    with pytest.raises(ValueError, match="dtype would change how the model is loaded"):
+        TransformerBridge.boot_transformers(folder, hf_model=hf, dtype=torch.float16)
+
+
+def test_without_weights(folder):
+    bridge = TransformerBridge.boot_transformers(folder, load_weights=False)
+    assert bridge.cfg.device.type == "meta"
+    assert all(p.is_meta for p in bridge.parameters())
+    full = TransformerBridge.boot_transformers(folder)
+    assert list(bridge.hook_dict) == list(full.hook_dict)
+    assert bridge.cfg.n_layers == 3
+    logits, cache = bridge.run_with_cache(torch.zeros(2, 5, dtype=torch.long))
+    assert cache["q", 0].shape == (2, 5, 4, 8)
+    from adapters import verify
+
+    with pytest.raises(ValueError, match="has no weights"):
+        verify(bridge)
+
+
+def test_device_map(folder, tokens):
+    bridge = TransformerBridge.boot_transformers(folder, device_map="cpu")
+    assert torch.equal(bridge(tokens), TransformerBridge.boot_transformers(folder)(tokens))
+    with pytest.raises(ValueError, match="device puts the whole model in one place"):
+        TransformerBridge.boot_transformers(folder, device="cpu", device_map="auto")
+    with pytest.raises(ValueError, match="n_devices=99, but this machine has"):
+        TransformerBridge.boot_transformers(folder, n_devices=99)
+
+
+def test_a_tokenizer_is_never_changed(embedded):
+    tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+    before = (tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, dict(tokenizer.special_tokens_map))
+    bridge = TransformerBridge(embedded.original_model, tokenizer)
+    bridge.run_with_cache(["Mary and", "John"], padding_side="left")
+    bridge.to_tokens("Mary", prepend_bos=False)
+    assert (tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, dict(tokenizer.special_tokens_map)) == before
+    assert bridge.tokenizer is tokenizer
+
+
+def test_checkpoints():
+    assert len(checkpoint_steps("EleutherAI/pythia-160m-deduped")) == 154
+    assert len(checkpoint_steps("stanford-crfm/alias-gpt2-small-x21")) == 609
+    assert checkpoint_revision("EleutherAI/pythia-70m", None, None) is None
+    by_index = checkpoint_revision("EleutherAI/pythia-70m", -1, None)
+    assert (by_index.revision, by_index.index, by_index.value) == ("step143000", 153, 143000)
+    assert checkpoint_revision("EleutherAI/pythia-70m", None, 512).revision == "step512"
+    assert checkpoint_revision("stanford-crfm/battlestar-gpt2-small-x49", 0, None).revision == "checkpoint-0"
+    with pytest.raises(ValueError, match=r"no checkpoint at step 1500; the nearest are \[512, 1000, 2000\]"):
+        checkpoint_revision("EleutherAI/pythia-70m", None, 1500)
+    with pytest.raises(ValueError, match="has 154 checkpoints; checkpoint_index=154 is out of range"):
+        checkpoint_revision("EleutherAI/pythia-70m", 154, None)
+    with pytest.raises(ValueError, match="exclude each other"):
+        checkpoint_revision("EleutherAI/pythia-70m", 1, 1)
+    with pytest.raises(ValueError, match="no checkpoints are known for 'gpt2'"):
+        TransformerBridge.boot_transformers("gpt2", checkpoint_index=3)
+
+
+def test_checkpoint_is_what_is_asked_of_the_hub(monkeypatch, folder):
+    import transformers
+
+    asked = []
+    own = transformers.AutoConfig.from_pretrained
+
+    def from_pretrained(name, **kwargs):
+        asked.append((name, kwargs.get("revision")))
+        return own(folder)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(
+        transformers.GPT2LMHeadModel,
+        "from_pretrained",
+        classmethod(lambda cls, name, **k: asked.append((name, k.get("revision"))) or tiny("gpt2")),
+    )
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda name, **k: asked.append((name, k.get("revision")))
+    )
+    bridge = TransformerBridge.boot_transformers("EleutherAI/pythia-70m", checkpoint_value=64)
+    assert asked == [("EleutherAI/pythia-70m", "step64")] * 3
+    assert (bridge.cfg.from_checkpoint, bridge.cfg.checkpoint_value, bridge.cfg.checkpoint_index) == (True, 64, 7)
+
+
+def test_facts_are_the_models(embedded):
+    cfg = embedded.cfg
+    hf = embedded.original_model.config
+    assert (cfg.n_layers, cfg.n_heads, cfg.d_model, cfg.d_mlp) == (
+        hf.num_hidden_layers, hf.num_attention_heads, hf.hidden_size, hf.intermediate_size,
+    )  # fmt: skip
+    assert (cfg.normalization_type, cfg.eps, cfg.act_fn) == ("RMS", hf.rms_norm_eps, "silu")
+    assert (cfg.positional_embedding_type, cfg.rotary_dim) == ("rotary", cfg.d_head)
+    assert cfg.n_params == sum(p.numel() for p in embedded.original_model.parameters())
+    gpt2 = TransformerBridge(tiny("gpt2")).cfg
+    assert (gpt2.normalization_type, gpt2.positional_embedding_type, gpt2.act_fn) == ("LN", "standard", "gelu_new")
+    assert (gpt2.d_mlp, gpt2.n_ctx, gpt2.d_vocab, gpt2.d_vocab_out, gpt2.n_key_value_heads) == (128, 40, 61, 61, None)
+    neox = TransformerBridge(tiny("gpt_neox")).cfg
+    assert (neox.parallel_attn_mlp, neox.rotary_dim, neox.d_head) == (True, 2, 8)
+    llama = TransformerBridge(tiny("llama")).cfg
+    assert (llama.n_key_value_heads, llama.gated_mlp, llama.original_architecture) == (2, True, "LlamaForCausalLM")
+    assert llama.to_dict()["n_params"] == llama.n_params
+
+
+def test_another_distributions_adapters_is_named(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "__init__.py").write_text("")
+    out = subprocess.run(
+        [sys.executable, "-c", "import bridge"], capture_output=True, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert out.returncode
+    assert "AdapterHub's distribution of the same name hides it" in out.stderr.splitlines()[-1]

@@ -1,0 +1,47 @@
+"""The command line, on the shipped model and on a folder."""
+
+import pytest
+
+from bridge.cli import main
+from tests.conftest import tiny
+
+
+def test_demo(capsys):
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "Prediction: ' Mary', then ' John'" in out
+    assert "Logit lens at the last position" in out
+    assert "Ablating the heads that contribute most" in out
+    lines = [line.split() for line in out.splitlines()]
+    none = next(words for words in lines if words[:1] == ["none"])
+    strongest = next(words for words in lines if words[:1] == ["strongest:"])
+    weakest = next(words for words in lines if words[:1] == ["weakest:"])
+    assert float(strongest[-2]) < float(none[-2]) - 0.5
+    assert abs(float(weakest[-2]) - float(none[-2])) < float(none[-2]) - float(strongest[-2])
+
+
+def test_demo_on_a_prompt(capsys):
+    assert main(["demo", "--prompt", "The capital of"]) == 0
+    assert "Prompt: 'The capital of'" in capsys.readouterr().out
+
+
+def test_hooks_lists_names_shapes_and_aliases(capsys, tmp_path):
+    tiny("gpt_neox").save_pretrained(tmp_path)
+    assert main(["hooks", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    row = next(line.split() for line in out.splitlines() if "blocks.2.attn.hook_q " in line)
+    assert row == ["blocks.2.attn.hook_q", "[batch,", "pos,", "4,", "8]", "standard", "blocks.2.attn.q.hook_out"]
+
+
+def test_verify_prints_a_table_and_says_so_by_its_status(capsys, tmp_path, monkeypatch):
+    tiny("llama").save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert ": verified" in out
+    assert out.count("  ok  ") == 10
+
+
+def test_usage(capsys):
+    with pytest.raises(SystemExit):
+        main(["dmeo"])
+    assert "demo" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""What all tests share. Importing our packages under jaxtyping's hook checks every annotated shape in every test."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from jaxtyping import install_import_hook
+
+CHECKED = [
+    "adapters.linear", "adapters.norms", "adapters.attention", "adapters.architecture", "adapters.verification",
+    "bridge.bridge", "bridge.cache", "bridge.caching", "bridge.demo", "bridge.layers", "bridge.lens", "bridge.loss",
+    "bridge.runs", "bridge.tokens", "weight_processing",
+]  # fmt: skip
+install_import_hook(CHECKED, "beartype.beartype").__enter__()
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from bridge import TransformerBridge
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+
+def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A tiny model with random weights, norms and biases included, in evaluation mode."""
+    cls, config = {
+        "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=61, n_positions=40)),
+        "llama": (
+            LlamaForCausalLM,
+            LlamaConfig(
+                hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                intermediate_size=48, vocab_size=61, max_position_embeddings=40,
+            ),
+        ),
+        "gpt_neox": (
+            GPTNeoXForCausalLM,
+            GPTNeoXConfig(
+                hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=61,
+                max_position_embeddings=40,
+            ),
+        ),
+    }[name]  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cls._from_config(config, attn_implementation=implementation, dtype=dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+FAMILIES = ["gpt2", "llama", "gpt_neox"]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def hf(family: str) -> torch.nn.Module:
+    return tiny(family)
+
+
+@pytest.fixture
+def bridge(hf: torch.nn.Module) -> TransformerBridge:
+    return TransformerBridge(hf)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def embedded() -> TransformerBridge:
+    return TransformerBridge.boot_embedded().eval()
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    return AutoModelForCausalLM
+
+
+def torch_hooks(model: torch.nn.Module) -> int:
+    """How many torch hooks and replaced forwards a model has."""
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + ("forward" in m.__dict__)
+        for m in model.modules()
+    )
