@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,7 @@ class Architecture:
         final_kind: what it computes, where that differs from the blocks' norms.
         unembed: the output layer.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
+        points: makes the hook points, where `architecture_points` does not.
         facts: fields of `ModelConfig` that the configuration does not say by itself.
     """
 
@@ -117,6 +118,7 @@ class Architecture:
     embed_norm: str | None = None
     final_kind: NormKind | None = None
     no_layer_runs: str = ""
+    points: Callable[[Architecture, nn.Module, Any], list[Point]] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor, nn
@@ -16,21 +16,20 @@ from adapters.views import Branch, Call, Derived, Heads, HeadsFirst, MaskedScore
 class PerHeadInput(Derived):
     """The residual stream as each head's query (key, value) reads it, before the norm: ``[batch, pos, head, d_model]``.
 
-    It stands on the output of the projection; an edit is normalised and projected by the model's own modules. A second
-    source is what the model adds after the norm (see `Block.qk_shift`).
+    It stands on the output of the projection; an edit is normalised and projected by the model's own modules. Without
+    sources there is no norm. A second source is what the model adds after the norm (see `Block.qk_shift`).
     """
 
     part: View
     n_heads: int
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        entered = call.sources[0][1]
+        entered = call.sources[0][1] if call.sources else call.input
         return entered.unsqueeze(-2).expand(*entered.shape[:-1], self.n_heads, -1)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        norm = call.sources[0][0]
         # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
-        normed = norm.forward(new)
+        normed = call.sources[0][0].forward(new) if call.sources else new
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)
         return self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
@@ -93,6 +92,7 @@ class Attention:
         sink: the last column of the scores is an attention sink.
         q_norm, k_norm: norms of queries and keys, relative to the attention module (see `Block.qk_norm`).
         norm_heads_first: those norms are given ``batch head pos d_head``.
+        core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
         name: the canonical name of the part within the block.
     """
 
@@ -105,11 +105,12 @@ class Attention:
     out_key: int | None = 0
     rotary: bool = False
     tap: Literal["interface", "forward", "core"] | None = "interface"
-    scores: View = MaskedScores()
+    scores: View = field(default_factory=MaskedScores)
     sink: bool = False
     q_norm: str | None = None
     k_norm: str | None = None
     norm_heads_first: bool = False
+    core: str = ""
     name: str = "attn"
 
 
@@ -146,6 +147,7 @@ def attention_points(
         letter: (projection, projection.part or Heads(heads), heads)
         for letter, projection, heads in (("q", part.q, n_heads), ("k", part.k, n_kv_heads), ("v", part.v, n_kv_heads))
     }
+    core = f"{module}.{part.core}" if part.core else module
     shared = len({projection.path for projection, _, _ in views.values()}) < 3
     own = "" if part.name == "attn" else f"{part.name}_"
 
@@ -154,7 +156,6 @@ def attention_points(
     def add(suffix: str, site: Site, view: View, axes: str, **more) -> None:  # type: ignore[no-untyped-def]
         points.append(Point(suffix, site, view, axes, depth, stack=stack, **more))
 
-    source = norm or Site(module, "input")
     inputs = {letter: f"{prefix}.hook_{own}{letter}_input" for letter in views}
     if norm is not None:
         group_size = n_heads // n_kv_heads
@@ -185,7 +186,7 @@ def attention_points(
             f"batch pos {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_model",
             group="heavy",
             flag="use_split_qkv_input",
-            sources=(source, shift) if shift and letter != "v" else (source,),
+            sources=tuple(site for site in (norm, shift if letter != "v" else None) if site),
             aliases=(f"{name}.hook_{letter}_input",),
         )
     for letter, (projection, view, _) in views.items():
@@ -198,12 +199,12 @@ def attention_points(
         if part.rotary and part.tap != "forward":
             for letter in "qk":
                 axes = f"batch {'pos n_heads' if letter == 'q' else 'key_pos n_key_value_heads'} d_head"
-                add(f"{name}.hook_rot_{letter}", Site(module, part.tap, letter), HeadsFirst(), axes)
+                add(f"{name}.hook_rot_{letter}", Site(core, part.tap, letter), HeadsFirst(), axes)
         scores = WithoutLastColumn(part.scores) if part.sink else part.scores
         pattern: View = WithoutLastColumn(View()) if part.sink else View()
         square = "batch n_heads pos key_pos"
-        add(f"{name}.hook_attn_scores", Site(module, part.tap, "scores"), scores, square)
-        add(f"{name}.hook_pattern", Site(module, part.tap, "pattern"), pattern, square)
+        add(f"{name}.hook_attn_scores", Site(core, part.tap, "scores"), scores, square)
+        add(f"{name}.hook_pattern", Site(core, part.tap, "pattern"), pattern, square)
     output_projection = f"{module}.{part.o}"
     add(
         f"{name}.hook_z",

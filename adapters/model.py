@@ -23,7 +23,6 @@ class Anatomy:
         points: its hook points, in the order of the computation.
         block_paths: the paths of its blocks.
         block_output: which element of a block's output is the residual stream, and how many there are.
-        after_blocks: the path of the module that the last block's output enters.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
     """
 
@@ -33,7 +32,6 @@ class Anatomy:
     points: list[Point]
     block_paths: list[str]
     block_output: tuple[int | None, int]
-    after_blocks: str
     no_layer_runs: str = ""
 
 
@@ -56,14 +54,12 @@ def anatomy(model: nn.Module) -> Anatomy:
     core = model.get_submodule(core_at)
     architecture = declaration_for(core)
     cfg = model_config(architecture, core, model.get_submodule(base))
-    after = join(base, architecture.final_norm) if architecture.final_norm else join(core_at, architecture.unembed)
     return Anatomy(
         core=core,
         architecture=architecture,
         cfg=cfg,
-        points=architecture_points(architecture, model, cfg),
+        points=(architecture.points or architecture_points)(architecture, model, cfg),
         block_paths=[join(base, architecture.blocks, str(i)) for i in range(cfg.n_layers)],
         block_output=(architecture.block.output_key, architecture.block.output_length),
-        after_blocks=after,
         no_layer_runs=architecture.no_layer_runs,
     )

@@ -11,8 +11,8 @@ from torch import Tensor
 from adapters.views import View
 
 #: ``input``: the first argument of a module. ``output``: what it returns. ``interface``: inside its attention, reached
-#: through transformers' `AttentionInterface`. ``forward``: the softmax that it computes in its own forward. ``core``: its
-#: method ``_attn``, which is given queries, keys and values and computes the softmax.
+#: through transformers' `AttentionInterface`. ``forward``: the softmax that it computes in its own forward. ``core``:
+#: its method ``_attn``, which is given queries, keys and values and computes the softmax.
 SiteKind = Literal["input", "output", "interface", "forward", "core"]
 #: ``standard``: in an unfiltered cache. ``heavy``: there when the matching ``set_use_*`` is on. ``extra``: when named.
 Group = Literal["standard", "heavy", "extra"]

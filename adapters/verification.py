@@ -91,7 +91,7 @@ class _Verification:
     def run(self) -> Report:
         self.hooks_before = self.count_hooks()
         self.plain = self.model(self.tokens)[0]
-        names = [name for name in self.bridge.hook_dict]
+        names = list(self.bridge.hook_dict)
         for check in (
             self.unhooked,
             lambda: self.every_hook_fires(names),

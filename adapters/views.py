@@ -1,7 +1,7 @@
 """Views: how the tensor at a site is seen as a canonical activation, and how a new value is written back.
 
 A view has ``get(x, call)`` (site tensor to activation) and ``put(x, new, call)`` (site tensor and new activation to new
-site tensor). `call` describes the module call in progress; most views ignore it. ``put(x, get(x))`` always equals ``x``.
+site tensor). `call` describes the module call in progress; most views ignore it. ``put(x, get(x))`` equals ``x``.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class MaskedScores(View):
 class AlibiScores(MaskedScores):
     """Scores to which the model added ``slope * key position``, shown with ``slope * (key position - query position)``.
 
-    The two differ by a constant for each query, which the softmax does not see. The module is given ``alibi``,
-    ``[(batch head), 1, key_pos]``.
+    The two differ by a constant for each query, which the softmax does not see; a value that is read and written back
+    differs by rounding. The module is given ``alibi``, ``[(batch head), 1, key_pos]``.
     """
 
     @staticmethod

@@ -25,7 +25,15 @@ _HOME = {
     "act_name": "bridge.cache",
 }
 
-__all__ = ["ActivationCache", "HookPoint", "NativeConfig", "TransformerBridge", "UnknownHookError", "act_name"]
+__all__ = [
+    "ActivationCache",
+    "HookPoint",
+    "NativeConfig",
+    "TransformerBridge",
+    "UnknownHookError",
+    "__version__",
+    "act_name",
+]
 
 
 def _check_adapters() -> None:

@@ -111,7 +111,7 @@ class InterfaceTap(Tap):
     def attach(self) -> None:
         self.config = self.module.config
         self.base = loaded_implementation(self.config)
-        self.eager = own_eager_attention(type(self.module))
+        self.eager = own_eager_attention(type(self.module))  # type: ignore[arg-type]
         _TAPS[self.module] = self
         self.module.config = _tapped_copy(self.config, self.base)
 
@@ -169,7 +169,7 @@ def untap(model: nn.Module) -> None:
 def _tapped_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tap = _TAPS.get(module)
     if tap is None:  # a copy of a module that was tapped: it attends as it was loaded
-        base, eager = loaded_implementation(module.config), own_eager_attention(type(module))
+        base, eager = loaded_implementation(module.config), own_eager_attention(type(module))  # type: ignore[arg-type]
         return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)(module, *args, **kwargs)
     return tap(module, *args, **kwargs)
 

@@ -57,7 +57,6 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
         self.cfg: ModelConfig = found.cfg
         self.block_paths = found.block_paths
         self.block_output = found.block_output
-        self.after_blocks = found.after_blocks
         self.no_layer_runs = found.no_layer_runs
         self._facts: TokenizerFacts | None = None
         self._wire(found)

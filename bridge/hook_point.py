@@ -30,6 +30,7 @@ class ThreadState(threading.local):
         self.branched: dict[str, Tensor] = {}
         self.start_at: int | None = None
         self.skipping: frozenset[nn.Module] = frozenset()
+        self.entering: dict[nn.Module, Tensor] = {}
 
     def forget(self) -> None:
         """Lets go of what the last forward pass has seen."""

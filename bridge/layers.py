@@ -15,7 +15,7 @@ from bridge.modules import first_parameter
 
 
 class StopRun(BaseException):
-    """Leaves a forward pass at the layer that the run was to stop at. It never leaves `stopping_at`."""
+    """Leaves a forward pass at the layer that the run was to stop at. It never leaves `stopping`."""
 
     def __init__(self, residual: Tensor) -> None:
         self.residual = residual
@@ -36,18 +36,21 @@ class _Bypass:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.block not in STATE.skipping:
             return self.original(*args, **kwargs)
-        hidden = args[0] if args else kwargs[first_parameter(type(self.block).forward)]
+        hidden = STATE.entering.get(self.block)
+        if hidden is None:
+            hidden = args[0] if args else kwargs[first_parameter(type(self.block).forward)]
         if self.key is None:
             return hidden
         return tuple(hidden if i == self.key else None for i in range(self.length))
 
 
 @contextmanager
-def skipping(blocks: list[nn.Module], key: int | None, length: int) -> Iterator[None]:
-    """Makes this thread's runs pass over some blocks.
+def skipping(blocks: list[nn.Module], residual: Tensor, key: int | None, length: int) -> Iterator[None]:
+    """Makes this thread's runs pass over the first blocks, and hand on a residual stream in their place.
 
     Args:
         blocks: the blocks.
+        residual: ``[batch, pos, d_model]``.
         key: which element of a block's output is the residual stream (None: the output itself).
         length: how many elements a tuple output has.
     """
@@ -58,12 +61,12 @@ def skipping(blocks: list[nn.Module], key: int | None, length: int) -> Iterator[
                 bypass = _Bypass(block, key, length)
                 block.forward = bypass  # type: ignore[assignment, method-assign]
             bypass.users += 1
-    before = STATE.skipping
-    STATE.skipping = before | frozenset(blocks)
+    before = STATE.skipping, STATE.entering
+    STATE.skipping, STATE.entering = frozenset(blocks), {blocks[-1]: residual} if blocks else {}
     try:
         yield
     finally:
-        STATE.skipping = before
+        STATE.skipping, STATE.entering = before
         with _LOCK:
             for block in blocks:
                 bypass = block.__dict__["forward"]
@@ -76,13 +79,12 @@ def skipping(blocks: list[nn.Module], key: int | None, length: int) -> Iterator[
 
 
 @contextmanager
-def starting_from(block: nn.Module, residual: Tensor, start: int) -> Iterator[None]:
-    """Makes this thread's next run give `residual` to a block, whatever came before it.
+def entering(block: nn.Module, residual: Tensor) -> Iterator[None]:
+    """Makes this thread's next run give `residual` to the first block, whatever the embeddings are.
 
     Args:
-        block: the block.
+        block: the first block.
         residual: ``[batch, pos, d_model]``.
-        start: its index; hook points before it are not shown anything.
     """
     owner = STATE.owner
 
@@ -94,29 +96,46 @@ def starting_from(block: nn.Module, residual: Tensor, start: int) -> Iterator[No
         return args, kwargs | {first_parameter(type(module).forward): residual}
 
     handle = block.register_forward_pre_hook(replace, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def starting_at(start: int) -> Iterator[None]:
+    """Hides what stands before a block from this thread's hooks."""
     before, STATE.start_at = STATE.start_at, start
     try:
         yield
     finally:
         STATE.start_at = before
-        handle.remove()
 
 
 @contextmanager
-def stopping_at(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Ends this thread's run where a module would be called; the list then holds the tensor that was to enter it.
+def stopping(block: nn.Module, after: bool, key: int | None) -> Iterator[list[Tensor]]:
+    """Ends this thread's run before a block, or after it; the list then holds the residual stream there.
 
     Args:
-        module: a block, or what comes after the last one.
+        block: the block.
+        after: end after it, with its output, rather than before it, with its input.
+        key: which element of its output is the residual stream (None: the output itself).
     """
     owner = STATE.owner
     found: list[Tensor] = []
 
-    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_it(module: nn.Module, args: Any, kwargs: Any) -> None:
         if STATE.owner is owner:
             raise StopRun(args[0] if args else kwargs[first_parameter(type(module).forward)])
 
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    def after_it(module: nn.Module, args: Any, output: Any) -> None:
+        if STATE.owner is owner:
+            raise StopRun(output if isinstance(output, Tensor) else output[key or 0])
+
+    if after:
+        handle = block.register_forward_hook(after_it)
+    else:
+        handle = block.register_forward_pre_hook(before_it, with_kwargs=True, prepend=True)
     try:
         yield found
     except StopRun as stopped:
@@ -134,6 +153,7 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
         n_layers: the number of blocks.
 
     Raises:
+        TypeError: one is no whole number.
         ValueError: one is out of range, or `stop` is not after `start`.
     """
 
@@ -141,7 +161,7 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
         if layer is None:
             return None
         if isinstance(layer, bool) or not isinstance(layer, int):
-            raise ValueError(f"{name} is {layer!r}; it must be a whole number")
+            raise TypeError(f"{name} is {layer!r}; it must be a whole number")
         if not -n_layers <= layer <= last:
             raise ValueError(
                 f"{name} is {layer}; this model has {n_layers} layers: it must be from {-n_layers} to {last}"

@@ -66,8 +66,9 @@ def head_contributions(
     heads = torch.stack([cache[name][:, 0] for name in results], dim=1)  # batch layer head d_model
     scale = cache["ln_final.hook_scale"][:, :, None]  # batch 1 1 1
     direction = unembed_difference(bridge, answers, others)
-    view = bridge.hook_dict["ln_final.hook_normalized"].view
-    weight = view.kind.weight(bridge.original_model.get_submodule(bridge.after_blocks))
+    final = bridge.hook_dict["ln_final.hook_normalized"]
+    view, norm = final.view, bridge.original_model.get_submodule(final.point.site.path)
+    weight = view.kind.weight(norm)
     normalized = view.centered(heads) / scale
     if weight is not None:
         normalized = normalized * weight

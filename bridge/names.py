@@ -101,5 +101,5 @@ class Names:
                 raise ValueError("the list of names is empty: it would choose no hook point; pass None for all")
             return sorted({self.find(name) for name in names}, key=lambda hook: hook.order)
         raise TypeError(
-            f"names_filter is {type(names).__name__}; it must be a name, a list of names, a function of the name, or None"
+            f"names_filter is {type(names).__name__}; it must be a name, a list of names, a function, or None"
         )

@@ -18,7 +18,8 @@ from bridge.loss import lm_loss
 from bridge.names import Names, NamesFilter
 from bridge.wiring import Wiring
 
-#: What a run takes: a text, texts, tokens (a tensor, or lists of ids) ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``.
+#: What a run takes: a text, texts, tokens ``[pos]`` or ``[batch, pos]`` (a tensor, or lists of ids), or embeddings
+#: ``[batch, pos, d_model]``.
 Input = str | Sequence[Any] | Int[Tensor, "..."] | Float[Tensor, "..."]
 #: Which hook point (a name, an alias, a function of the name) gets which function.
 HookSpec = tuple[NamesFilter | HookPoint, HookFunction]
@@ -41,7 +42,6 @@ class RunMethods:
     wiring: Wiring
     block_paths: list[str]
     block_output: tuple[int | None, int]
-    after_blocks: str
     no_layer_runs: str
 
     def forward(
@@ -109,21 +109,24 @@ class RunMethods:
         return self._result(output, inputs, return_type, loss_per_token)
 
     def _start(self, stack: ExitStack, input: Any, start: int) -> Tensor:
-        d_model, key = self.cfg.d_model, self.block_output[0]
+        d_model = self.cfg.d_model
         if not isinstance(input, Tensor) or input.ndim != 3 or input.shape[-1] != d_model:
             shape = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise ValueError(
                 f"with start_at_layer the input is the residual stream, [batch, pos, {d_model}], not {shape}"
             )
         blocks = [self.original_model.get_submodule(path) for path in self.block_paths]
-        stack.enter_context(layers.skipping(blocks[:start], key, self.block_output[1]))
-        entered = blocks[start] if start < len(blocks) else self.original_model.get_submodule(self.after_blocks)
-        stack.enter_context(layers.starting_from(entered, input, start))
+        stack.enter_context(layers.starting_at(start))
+        if start == 0:
+            stack.enter_context(layers.entering(blocks[0], input))
+        else:
+            stack.enter_context(layers.skipping(blocks[:start], input, *self.block_output))
         return layers.placeholder(input)
 
     def _stopped(self, inputs: Inputs, stop: int) -> Tensor:
-        path = self.block_paths[stop] if stop < self.cfg.n_layers else self.after_blocks
-        with layers.stopping_at(self.original_model.get_submodule(path)) as found:
+        last = stop == self.cfg.n_layers
+        block = self.original_model.get_submodule(self.block_paths[stop - last])
+        with layers.stopping(block, last, self.block_output[0]) as found:
             try:
                 self.original_model(**inputs.kwargs)
             finally:
@@ -177,7 +180,7 @@ class RunMethods:
             remove_batch_dim: drop the batch axis of a single prompt.
             names_filter: which hook points: a name or alias, a list of them, a function of the name; None: all but the
                 heavy ones that are not switched on by the ``set_use_*`` methods.
-            incl_bwd: also run the loss backward (``return_type="loss"``) and keep gradients, under the name + ``_grad``.
+            incl_bwd: also run the loss (``return_type="loss"``) backward and keep gradients, under name + ``_grad``.
                 No parameter's ``.grad`` is touched.
             pos_slice: which positions to keep (of the queries, for scores and patterns).
             device: where to keep them; None: where they are.

@@ -101,7 +101,7 @@ class TokenMethods:
         """
         if self.tokenizer is None:
             raise ValueError(
-                "this bridge has no tokenizer, so it takes tokens only; TransformerBridge(model, tokenizer) gives it one"
+                "this bridge has no tokenizer, so it takes tokens only; TransformerBridge(model, tokenizer) gives one"
             )
         if self._facts is None or self._facts.tokenizer is not self.tokenizer:
             self._facts = TokenizerFacts(self.tokenizer)

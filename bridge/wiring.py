@@ -42,7 +42,7 @@ class SiteHook:
                 if self.site.kind == "input":
                     self.handle = module.register_forward_pre_hook(self.on_input, with_kwargs=True)
                 else:
-                    self.handle = module.register_forward_hook(self.on_output, with_kwargs=True)
+                    self.handle = module.register_forward_hook(self.on_output)
         elif self.handle is not None:
             self.handle.remove()
             self.handle = None
@@ -76,6 +76,8 @@ class SiteHook:
             if start is not None and point.point.depth < start:
                 continue  # before the layer that this run starts at
             if point.sources:
+                if all(listener.owner is not STATE.owner for listener in point.listeners):
+                    continue  # attached by another thread, perhaps after this run had passed the sources
                 call.sources = tuple(STATE.sources[source] for source in point.sources)
             x = point.fire(x, call)
         return x
@@ -92,7 +94,7 @@ class SiteHook:
                         return point.point.branches
         return ()
 
-    # `kwargs` may be missing in both: another thread may be registering this very hook while a forward pass runs.
+    # `kwargs` may be missing: another thread may be registering this very hook while a forward pass runs.
     def on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         name = None if args else first_parameter(type(module).forward)
@@ -102,14 +104,13 @@ class SiteHook:
             return None
         return ((new, *args[1:]), kwargs) if name is None else (args, kwargs | {name: new})
 
-    def on_output(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
+    def on_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):
-            new = self.see(output, module, args, kwargs)
+            new = self.see(output, module, args, {})
             return None if new is output else new
         index = int(self.site.key or 0)
         x = output[index]
-        new = self.see(x, module, args, kwargs)
+        new = self.see(x, module, args, {})
         return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
 
 

@@ -19,9 +19,7 @@ def gpt_neox(config: Any) -> Architecture:
         blocks="layers",
         block=Block(
             ln1="input_layernorm",
-            attn=Attention(
-                "attention", q, k, v, o="dense", out="post_attention_dropout", out_key=None, rotary=True
-            ),
+            attn=Attention("attention", q, k, v, o="dense", out="post_attention_dropout", out_key=None, rotary=True),
             ln2="post_attention_layernorm",
             mlp=MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h", out="post_mlp_dropout"),
             parallel=config.use_parallel_residual,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from adapters.architecture import MLP, Architecture, Block
@@ -10,8 +12,10 @@ from adapters.config import rotary_facts
 from adapters.norms import RMS_NORM
 from adapters.registry import register
 
+_NOTHING: Mapping[str, Any] = {}
 
-@register("LlamaPreTrainedModel", "MistralPreTrainedModel", "Qwen2PreTrainedModel")
+
+@register("LlamaPreTrainedModel", "MistralPreTrainedModel")
 def llama(config: Any) -> Architecture:
     return Architecture(
         embed="embed_tokens",
@@ -29,3 +33,22 @@ def llama(config: Any) -> Architecture:
         unembed="lm_head",
         facts=rotary_facts(config),
     )
+
+
+def llama_like(
+    config: Any,
+    *,
+    attn: Mapping[str, Any] = _NOTHING,
+    block: Mapping[str, Any] = _NOTHING,
+    facts: Mapping[str, Any] = _NOTHING,
+) -> Architecture:
+    """Llama with differences.
+
+    Args:
+        config: the Hugging Face configuration.
+        attn, block, facts: the fields of `Attention` and `Block`, and the facts, that differ.
+    """
+    base = llama(config)
+    assert base.block.attn is not None
+    changed = replace(base.block, attn=replace(base.block.attn, **attn), **block)
+    return replace(base, block=changed, facts={**base.facts, **facts})

@@ -67,7 +67,7 @@ def test_without_weights(folder):
     full = TransformerBridge.boot_transformers(folder)
     assert list(bridge.hook_dict) == list(full.hook_dict)
     assert bridge.cfg.n_layers == 3
-    logits, cache = bridge.run_with_cache(torch.zeros(2, 5, dtype=torch.long))
+    _, cache = bridge.run_with_cache(torch.zeros(2, 5, dtype=torch.long))
     assert cache["q", 0].shape == (2, 5, 4, 8)
     from adapters import verify
 

@@ -28,7 +28,7 @@ def test_editing_in_place_and_returning_are_the_same(bridge, tokens):
 
 
 def test_edits_in_one_run_follow_each_other(bridge, tokens):
-    double = lambda x, hook: x * 2  # noqa: E731
+    double = lambda x, hook: x * 2
     name = "blocks.1.attn.hook_q"
     twice = bridge.run_with_hooks(tokens, fwd_hooks=[(name, double), (name, double)])
     torch.testing.assert_close(twice, bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 4)]))
@@ -106,13 +106,13 @@ def test_pattern_equals_output_attentions(family, tokens):
 def test_attn_in_edits_all_three(tokens):
     for name in ("gpt2", "llama", "gpt_neox"):
         bridge = TransformerBridge(tiny(name))
-        half = lambda x, hook: x * 0.5 + 0.1  # noqa: E731
+        half = lambda x, hook: x * 0.5 + 0.1
         by_three = bridge.run_with_hooks(tokens, fwd_hooks=[(f"blocks.1.hook_{x}_input", half) for x in "qkv"])
         by_one = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_attn_in", half)])
         torch.testing.assert_close(by_one, by_three, atol=1e-6, rtol=1e-5)
         gradients = {}
         loss = bridge.run_with_hooks(
-            tokens, return_type="loss", bwd_hooks=[("blocks.1.hook_attn_in", lambda g, hook: gradients.update(x=g))]
+            tokens, return_type="loss", bwd_hooks=[("blocks.1.hook_attn_in", lambda g, hook, gradients=gradients: gradients.update(x=g))]
         )
         loss.backward()
         assert gradients["x"].shape == (2, 9, 4, 32)
@@ -125,7 +125,7 @@ def test_wrong_results_of_hooks(bridge, tokens):
 
     with pytest.raises(
         ValueError,
-        match=r"hook crop at blocks.1.attn.hook_z returned shape \[2, 8, 4, 8\].*\[2, 9, 4, 8\] \(batch pos n_heads d_head\)",
+        match=r"crop at blocks.1.attn.hook_z returned shape \[2, 8, 4, 8\].*\[2, 9, 4, 8\] \(batch pos n_heads d_head\)",
     ):
         bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", crop)])
     with pytest.raises(TypeError, match="returned list; it must return a tensor or None"):

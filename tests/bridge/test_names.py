@@ -19,7 +19,7 @@ def test_every_alias_means_the_same_everywhere(bridge, tokens):
     _, by_name = bridge.run_with_cache(tokens, names_filter=[name])
     assert list(by_alias) == list(by_name) == [name]
     assert torch.equal(by_alias[alias], by_name["q", 1])
-    zero = lambda x, hook: x * 0  # noqa: E731
+    zero = lambda x, hook: x * 0
     assert torch.equal(
         bridge.run_with_hooks(tokens, fwd_hooks=[(alias, zero)]),
         bridge.run_with_hooks(tokens, fwd_hooks=[(name, zero)]),
@@ -39,9 +39,9 @@ def test_attribute_access(bridge):
     with pytest.raises(IndexError, match="3 members; 3 is out of range"):
         bridge.blocks[3]
     with pytest.raises(AttributeError, match=r"blocks\.0\.attn has no 'hook_zz'.*hook_z"):
-        bridge.blocks[0].attn.hook_zz
+        _ = bridge.blocks[0].attn.hook_zz
     with pytest.raises(AttributeError, match=r"has no 'blcks'.*blocks"):
-        bridge.blcks
+        _ = bridge.blcks
     with pytest.raises(ValueError, match="belongs to no layer"):
         bridge.hook_embed.layer()
 

@@ -47,7 +47,7 @@ def test_inputs(bridge, hf, tokens):
 
 
 def test_a_prompt_that_is_too_long(bridge):
-    with pytest.raises(ValueError, match="the prompt has 41 tokens; .* has a context of 40"):
+    with pytest.raises(ValueError, match=r"the prompt has 41 tokens; .* has a context of 40"):
         bridge(torch.zeros(1, 41, dtype=torch.long))
     assert bridge(torch.zeros(1, 40, dtype=torch.long)).shape[1] == 40
 
@@ -131,7 +131,7 @@ def test_persistent_hooks_respect_the_layers_that_run(bridge, tokens):
 
 
 def test_what_a_cache_keeps(bridge, tokens):
-    logits, cache = bridge.run_with_cache(tokens)
+    _, cache = bridge.run_with_cache(tokens)
     assert all(not value.requires_grad for value in cache.values())
     _, plain = bridge.run_with_cache(tokens, return_cache_object=False)
     assert type(plain) is dict

@@ -1,0 +1,57 @@
+"""BLOOM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapters.architecture import MLP, Architecture, Block
+from adapters.attention import Attention, Projection
+from adapters.registry import UnsupportedModelError, register
+from adapters.views import AlibiScores, interleaved
+
+
+@register("BloomPreTrainedModel")
+def bloom(config: Any) -> Architecture:
+    if config.apply_residual_connection_post_layernorm:
+        raise UnsupportedModelError(
+            "BLOOM with apply_residual_connection_post_layernorm=True adds the norm's output to what follows: "
+            "it has no residual stream for the hook points to stand on"
+        )
+    if config.slow_but_exact and config.pretraining_tp > 1:
+        raise UnsupportedModelError(
+            "BLOOM with slow_but_exact=True and pretraining_tp > 1 does not call its output projections, on which hook "
+            "points stand; load it with slow_but_exact=False"
+        )
+    q, k, v = (Projection("query_key_value", interleaved(config.num_attention_heads, i)) for i in range(3))
+    return Architecture(
+        embed="word_embeddings",
+        embed_norm="word_embeddings_layernorm",
+        blocks="h",
+        block=Block(
+            ln1="input_layernorm",
+            # Attention and MLP add the residual stream to their result themselves: the points stand before that.
+            attn=Attention(
+                "self_attention",
+                q,
+                k,
+                v,
+                o="dense",
+                out="self_attention.dense",
+                out_key=None,
+                tap="forward",
+                scores=AlibiScores(),
+            ),
+            ln2="post_attention_layernorm",
+            mlp=MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h", out="mlp.dense_4h_to_h"),
+            output_key=0,
+            output_length=2,
+        ),
+        final_norm="ln_f",
+        unembed="lm_head",
+        facts={
+            "d_mlp": 4 * config.hidden_size,
+            "act_fn": "gelu_fast",
+            "positional_embedding_type": "alibi",
+            "default_prepend_bos": False,
+        },
+    )

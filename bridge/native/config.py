@@ -1,0 +1,269 @@
+"""`NativeConfig`: what a native model is made of, in HookedTransformer's field names."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from bridge.names import suggestion
+
+ACT_FNS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "solu", "solu_ln")
+INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal")
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "act_fn": (None, *ACT_FNS),
+    "normalization_type": (None, "LN", "LNPre", "RMS", "RMSPre"),
+    "positional_embedding_type": ("standard", "rotary", "shortformer", "none"),
+    "attention_dir": ("causal", "bidirectional"),
+    "init_mode": INIT_MODES,
+}
+_LEAST = {
+    "n_layers": 0, "d_model": 1, "n_ctx": 1, "d_vocab": 1, "d_vocab_out": 1, "n_heads": 1, "d_head": 1,
+    "n_key_value_heads": 1, "d_mlp": 1, "rotary_dim": 2,
+}  # fmt: skip
+_FLAGS = (
+    "attn_only", "gated_mlp", "parallel_attn_mlp", "final_rms", "use_attn_scale", "scale_attn_by_inverse_layer_idx",
+    "init_weights", "default_prepend_bos", "use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in",
+)  # fmt: skip
+_NOT_SET = -1  # HookedTransformerConfig's own sign for it
+_REQUIRED = ("n_layers", "d_model", "n_ctx", "d_vocab")
+#: HookedTransformerConfig's fields that have no place here, and why.
+_ELSEWHERE = {
+    "use_hook_tokens": "the hook point embed.hook_in always shows the tokens",
+    "n_devices": "move the model with `to`",
+    "n_params": "it is counted: see the bridge's cfg.n_params",
+}
+
+
+class NativeConfig(PreTrainedConfig):
+    """What a native model is made of. All fields are given by name, and completed when the configuration is made.
+
+    Args:
+        n_layers, d_model, n_ctx, d_vocab: required: the number of blocks, the width of the residual stream, the
+            longest input, and the number of tokens. Without learned positions, `n_ctx` limits the bridge only.
+        n_heads, d_head: one of them is required; the other is ``d_model`` divided by it unless given.
+        n_key_value_heads: for grouped queries, a divisor of `n_heads`; None: as many as heads.
+        d_mlp: by default ``4 * d_model``; there is none with `attn_only`.
+        act_fn: one of ``relu``, ``gelu``, ``gelu_new``, ``gelu_fast``, ``gelu_pytorch_tanh``, ``silu``, ``solu``, and
+            ``solu_ln`` (SoLU with a layer norm after it); required unless `attn_only`.
+        d_vocab_out: the number of outputs, by default `d_vocab`.
+        eps: the norms' epsilon.
+        attn_only: no MLPs.
+        gated_mlp: ``act_fn(gate) * up``. As in Llama, neither of the two projections has a bias.
+        parallel_attn_mlp: attention and MLP both read the block's input, each through its own norm.
+        normalization_type: None, ``LN``, ``RMS``, or the same with ``Pre`` appended: without weights.
+        final_rms: the last norm is an RMS norm, whatever the others are.
+        positional_embedding_type: ``standard``: learned, added to the residual stream. ``shortformer``: learned, added
+            to what queries and keys read. ``rotary``: element i of a head is rotated with element ``i + rotary_dim /
+            2``, as in GPT-NeoX and Llama. ``none``.
+        rotary_dim, rotary_base: how many elements of each head are rotated (all), and the base (10000).
+        attention_dir: ``causal`` or ``bidirectional``.
+        use_attn_scale, attn_scale: whether scores are divided, and by what (the root of `d_head`).
+        scale_attn_by_inverse_layer_idx: divide them by ``layer + 1`` as well.
+        init_weights: False leaves the weights as torch makes them.
+        init_mode: ``gpt2``: normal; or ``xavier_...``, ``kaiming_...`` followed by ``uniform`` or ``normal``. Biases
+            are zero.
+        initializer_range: for ``gpt2`` the standard deviation, by default ``0.8 / sqrt(d_model)``; for the others a
+            factor, by default 1.
+        seed: makes the weights the same each time, and leaves the random state of the caller alone; None: the weights
+            are drawn from that state.
+        dtype, device: of the weights; None: torch's own default. A saved model is loaded to wherever Hugging Face
+            puts it.
+        model_name, tokenizer_name, default_prepend_bos: see `ModelConfig`.
+        use_attn_result, use_split_qkv_input, use_attn_in, use_hook_mlp_in: which heavy hook points an unfiltered cache
+            holds from the start.
+
+    Raises:
+        TypeError: a field that does not exist, or that is missing, or whose value has the wrong type.
+        ValueError: a value out of range, or fields that contradict each other.
+
+    Example:
+        >>> from bridge import NativeConfig
+        >>> cfg = NativeConfig(n_layers=2, d_model=64, n_heads=4, d_vocab=50, n_ctx=32, attn_only=True)
+        >>> cfg.d_head, cfg.initializer_range
+        (16, 0.1)
+    """
+
+    model_type = "transformer_bridge_native"
+    # What transformers' own code (caches, masks, generation) asks for.
+    attribute_map = {  # noqa: RUF012 - the base class declares it
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_key_value_heads",
+        "head_dim": "d_head",
+        "intermediate_size": "d_mlp",
+        "hidden_act": "act_fn",
+        "vocab_size": "d_vocab",
+        "max_position_embeddings": "n_ctx",
+    }
+
+    n_layers: int = _NOT_SET
+    d_model: int = _NOT_SET
+    n_ctx: int = _NOT_SET
+    d_vocab: int = _NOT_SET
+    n_heads: int = _NOT_SET
+    d_head: int = _NOT_SET
+    n_key_value_heads: int | None = None
+    d_mlp: int | None = None
+    act_fn: str | None = None
+    d_vocab_out: int = _NOT_SET
+    eps: int | float = 1e-5
+    attn_only: bool = False
+    gated_mlp: bool = False
+    parallel_attn_mlp: bool = False
+    normalization_type: str | None = "LN"
+    final_rms: bool = False
+    positional_embedding_type: str = "standard"
+    rotary_dim: int | None = None
+    rotary_base: int | float | None = None
+    attention_dir: str = "causal"
+    use_attn_scale: bool = True
+    attn_scale: int | float | None = None
+    scale_attn_by_inverse_layer_idx: bool = False
+    init_weights: bool = True
+    init_mode: str = "gpt2"
+    initializer_range: int | float = _NOT_SET
+    seed: int | None = None
+    device: str | torch.device | None = None
+    model_name: str = "native"
+    tokenizer_name: str | None = None
+    default_prepend_bos: bool = True
+    use_attn_result: bool = False
+    use_split_qkv_input: bool = False
+    use_attn_in: bool = False
+    use_hook_mlp_in: bool = False
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        _check_names(type(self), kwargs)
+        _check_values(self)
+        _complete(self)
+        _check_together(self)
+        super().__post_init__(**kwargs)
+
+
+# What Hugging Face passes besides the fields, when it reads config.json.
+_FROM_HUGGING_FACE = {
+    "model_type", "name_or_path", "attn_implementation", "experts_implementation", "output_attentions", "torch_dtype",
+    "num_labels", "_commit_hash",
+}  # fmt: skip
+
+
+def _check_names(cls: type[NativeConfig], given: dict[str, Any]) -> None:
+    for name in given:
+        if name in _ELSEWHERE:
+            raise TypeError(f"{name} is no field of NativeConfig: {_ELSEWHERE[name]}")
+        if name not in _FROM_HUGGING_FACE:
+            standard = {f.name for f in fields(PreTrainedConfig)}
+            known = [f.name for f in fields(cls) if f.name not in standard] + ["dtype"]
+            meant = cls.attribute_map.get(name)
+            hint = f" Here it is called {meant}." if meant else suggestion(name, known)
+            raise TypeError(f"{name!r} is no field of NativeConfig.{hint}")
+
+
+def _check_values(cfg: NativeConfig) -> None:
+    """Each field by itself."""
+    if missing := [name for name in _REQUIRED if getattr(cfg, name) in (None, _NOT_SET)]:
+        raise TypeError(f"NativeConfig needs {', '.join(missing)}")
+    for name, least in _LEAST.items():
+        value = getattr(cfg, name)
+        if value is None or value == _NOT_SET:
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {value!r}; it must be a whole number")
+        setattr(cfg, name, operator.index(value))
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    for name, choices in _CHOICES.items():
+        value = getattr(cfg, name)
+        if value not in choices:
+            hint = suggestion(str(value), [choice for choice in choices if choice])
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}.{hint}")
+    for name in _FLAGS:
+        if not isinstance(getattr(cfg, name), bool):
+            raise TypeError(f"{name} is {getattr(cfg, name)!r}; it must be True or False")
+    for name in ("eps", "attn_scale", "rotary_base", "initializer_range"):
+        value = getattr(cfg, name)
+        if value is None or (value == _NOT_SET and name != "eps"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}; it must be a number")
+        if not 0 < value < math.inf and not (value == 0 and name in ("eps", "initializer_range")):
+            raise ValueError(f"{name} is {value}; it must be positive")
+    if cfg.seed is not None and (isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int)):
+        raise TypeError(f"seed is {cfg.seed!r}; it must be a whole number or None")
+    if cfg.tie_word_embeddings is not False:
+        raise ValueError("tie_word_embeddings is not available: a native model unembeds with weights of its own")
+    _check_torch(cfg)
+
+
+def _check_torch(cfg: NativeConfig) -> None:
+    dtype = getattr(torch, cfg.dtype.removeprefix("torch."), None) if isinstance(cfg.dtype, str) else cfg.dtype
+    if cfg.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {cfg.dtype!r}; it must be a floating-point type such as torch.float32")
+    cfg.dtype = dtype
+    if cfg.device is not None:
+        try:
+            cfg.device = str(torch.device(cfg.device))  # a string can be saved
+        except RuntimeError as error:
+            raise ValueError(f"device is {cfg.device!r}, which torch does not know") from error
+
+
+def _complete(cfg: NativeConfig) -> None:
+    """Fills in what follows from the other fields."""
+    if cfg.n_heads == _NOT_SET and cfg.d_head == _NOT_SET:
+        raise TypeError("NativeConfig needs n_heads or d_head")
+    for name, other in (("d_head", "n_heads"), ("n_heads", "d_head")):
+        if getattr(cfg, name) == _NOT_SET:
+            count = getattr(cfg, other)
+            if cfg.d_model % count:
+                raise ValueError(f"d_model={cfg.d_model} is not divisible by {other}={count}: give {name} as well")
+            setattr(cfg, name, cfg.d_model // count)
+    for name in ("n_key_value_heads", "d_mlp", "rotary_dim", "attn_scale"):
+        if getattr(cfg, name) == _NOT_SET:
+            setattr(cfg, name, None)
+    if cfg.d_vocab_out == _NOT_SET:
+        cfg.d_vocab_out = cfg.d_vocab
+    if cfg.initializer_range == _NOT_SET:
+        cfg.initializer_range = 0.8 / math.sqrt(cfg.d_model) if cfg.init_mode == "gpt2" else 1.0
+    if cfg.d_mlp is None and not cfg.attn_only:
+        cfg.d_mlp = 4 * cfg.d_model
+    if cfg.attn_scale is None and cfg.use_attn_scale:
+        cfg.attn_scale = math.sqrt(cfg.d_head)
+    if cfg.positional_embedding_type == "rotary":
+        cfg.rotary_dim = cfg.d_head if cfg.rotary_dim is None else cfg.rotary_dim
+        cfg.rotary_base = 10000.0 if cfg.rotary_base is None else float(cfg.rotary_base)
+
+
+def _check_together(cfg: NativeConfig) -> None:
+    """The fields with one another."""
+    if cfg.n_key_value_heads is not None and cfg.n_heads % cfg.n_key_value_heads:
+        raise ValueError(f"n_heads={cfg.n_heads} is not divisible by n_key_value_heads={cfg.n_key_value_heads}")
+    if cfg.attn_only:
+        # An act_fn is let pass: it says how an MLP works, not that there is one.
+        if extra := [name for name in ("d_mlp", "gated_mlp", "parallel_attn_mlp") if getattr(cfg, name)]:
+            raise ValueError(f"attn_only=True means that there is no MLP, but {', '.join(extra)} says how it is to be")
+    elif cfg.act_fn is None:
+        raise ValueError(f"act_fn is needed for the MLPs: one of {', '.join(ACT_FNS)}; or set attn_only=True")
+    if cfg.gated_mlp and cfg.act_fn == "solu_ln":
+        raise ValueError("gated_mlp=True and act_fn='solu_ln' exclude each other; act_fn='solu' can be gated")
+    if cfg.final_rms and cfg.normalization_type is None:
+        raise ValueError("final_rms=True asks for a last norm, but normalization_type=None for no norms at all")
+    if not cfg.use_attn_scale and cfg.attn_scale is not None:
+        raise ValueError(f"use_attn_scale=False and attn_scale={cfg.attn_scale} exclude each other")
+    if cfg.positional_embedding_type == "rotary":
+        assert cfg.rotary_dim is not None
+        if cfg.rotary_dim % 2 or cfg.rotary_dim > cfg.d_head:
+            raise ValueError(f"rotary_dim={cfg.rotary_dim} must be even and at most d_head={cfg.d_head}")
+    elif cfg.rotary_dim is not None or cfg.rotary_base is not None:
+        name = "rotary_dim" if cfg.rotary_dim is not None else "rotary_base"
+        raise ValueError(
+            f"{name}={getattr(cfg, name)} is for positional_embedding_type='rotary', "
+            f"not {cfg.positional_embedding_type!r}"
+        )

@@ -1,0 +1,121 @@
+"""What `cfg` says about each family is what its model does, and what no adapter can declare is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from adapters import UnsupportedModelError, anatomy
+from tests.adapters.by_hand.families import CASES, GPTJ, OPT, tiny
+
+COMMON = {"n_layers": 2, "n_heads": 4, "d_model": 32, "d_vocab": 61, "d_vocab_out": 61, "n_ctx": 20}
+NORMED = {"normalization_type": "LN", "eps": 1e-5, "final_rms": False}
+RMS = {"normalization_type": "RMS", "eps": 1e-6, "final_rms": True, "gated_mlp": True, "d_mlp": 28}
+GELU = "gelu_pytorch_tanh"
+NEO = {"use_attn_scale": False, "attn_scale": None, "attn_types": ["global", "local"], "window_size": 3, **NORMED}
+GPT_J = {"rotary_adjacent_pairs": True, "rotary_base": 10000.0, "parallel_attn_mlp": True, "d_head": 8, **NORMED}
+GEMMA_3 = {
+    "use_qk_norm": True, "attn_types": ["local", "global"], "window_size": 3, "rotary_base": 1e5, "act_fn": GELU,
+    "rotary_base_local": 100.0, "attn_scale": 5**0.5, "use_local_attn": True,
+    "use_normalization_before_and_after": True,
+}  # fmt: skip
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"positional_embedding_type": "standard", "act_fn": "gelu_new", "d_mlp": 128, **NEO},
+    "gpt_neo-wide-untied": {"d_mlp": 20, "tie_word_embeddings": False, **NEO},
+    "gptj": {"positional_embedding_type": "rotary", "rotary_dim": 4, "d_mlp": 128, "act_fn": "gelu_new", **GPT_J},
+    "gptj-tied-all-rotated": {"rotary_dim": 8, "d_mlp": 20, "tie_word_embeddings": True, **GPT_J},
+    "phi": {"rotary_dim": 4, "rotary_adjacent_pairs": False, "parallel_attn_mlp": True, "d_mlp": 28, **NORMED},
+    "phi-gqa-normed": {"use_qk_norm": True, "n_key_value_heads": 2, **NORMED},
+    "gemma-mqa": {"n_key_value_heads": 1, "d_head": 8, "act_fn": GELU, "attention_dir": "causal", **RMS},
+    "gemma-mha-bias-untied": {"n_key_value_heads": None, "d_head": 4, "attn_scale": 2.0, "rotary_dim": 4, **RMS},
+    "gemma2-mha-bias": {
+        "attn_scores_soft_cap": -1.0, "output_logits_soft_cap": 2.0, "attn_scale": 3**0.5, "window_size": 3,
+        "use_normalization_before_and_after": True, "attn_types": ["local", "global"], "act_fn": GELU, **RMS,
+    },
+    "gemma3-gqa": {"n_key_value_heads": 2, "output_logits_soft_cap": -1.0, **GEMMA_3, **RMS},
+    "gemma3-mqa-bias-untied": {"n_key_value_heads": 1, "tie_word_embeddings": False, **GEMMA_3, **RMS},
+    "mixtral-gqa": {"num_experts": 4, "experts_per_token": 2, "use_local_attn": False, **RMS, "eps": 1e-5},
+    "mixtral-mha-window": {
+        "num_experts": 3, "use_local_attn": True, "window_size": 3, "attn_types": ["local", "local"], "act_fn": "silu",
+    },
+    "phi3-gqa": {"n_key_value_heads": 2, "rotary_dim": 4, "rotary_base": 200.0, "window_size": 4, **RMS, "eps": 1e-5},
+    "qwen3-mha-bias": {"use_qk_norm": True, "default_prepend_bos": False, "use_local_attn": False, **RMS},
+    "opt-no-bias": {"act_fn": "relu", "positional_embedding_type": "standard", "d_mlp": 28, **NORMED},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_facts(case: str) -> None:
+    cfg = anatomy(tiny(case)).cfg
+    expected = COMMON | EXPECTED[case]
+    assert {name: getattr(cfg, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_scale_is_the_one_that_attention_uses(case: str) -> None:
+    hf = tiny(case)
+    scales = [module.scaling for module in hf.modules() if hasattr(module, "scaling")]
+    scales += [1 / module.scale_attn for module in hf.modules() if hasattr(module, "scale_attn")]
+    cfg = anatomy(hf).cfg
+    assert cfg.use_attn_scale == bool(scales)
+    if scales:
+        assert scales == pytest.approx([1 / cfg.attn_scale] * 2)
+
+
+def test_a_bidirectional_gemma_says_so() -> None:
+    fields = CASES["gemma-mqa"][1] | {"use_bidirectional_attention": True}
+    assert anatomy(transformers.GemmaModel(transformers.GemmaConfig(**fields))).cfg.attention_dir == "bidirectional"
+
+
+def test_bloom() -> None:
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    cfg = anatomy(transformers.BloomForCausalLM(config)).cfg
+    facts = (cfg.act_fn, cfg.positional_embedding_type, cfg.d_mlp, cfg.n_ctx, cfg.post_embedding_ln, cfg.attn_scale)
+    assert facts == ("gelu_fast", "alibi", 128, None, True, 8**0.5)
+
+
+SMALL_OPT = OPT | {"word_embed_proj_dim": 32}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+BLOOM = {"hidden_size": 32, "n_layer": 1, "n_head": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "field"),
+    [
+        ("OPT", SMALL_OPT | {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("OPT", SMALL_OPT | {"word_embed_proj_dim": 16}, "word_embed_proj_dim"),
+        ("Bloom", BLOOM | {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact"),
+        ("Bloom", BLOOM | {"apply_residual_connection_post_layernorm": True}, "connection_post_layernorm"),
+    ],
+)
+def test_what_cannot_be_declared_is_refused(family: str, fields: dict[str, Any], field: str) -> None:
+    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**fields))
+    with pytest.raises(UnsupportedModelError, match=field):
+        anatomy(model)
+
+
+def test_gemma_3_with_images_is_refused() -> None:
+    text = CASES["gemma3-gqa"][1]
+    config = transformers.Gemma3Config(text_config=text, vision_config=VISION)
+    with pytest.raises(UnsupportedModelError, match="vision_config"):
+        anatomy(transformers.Gemma3ForConditionalGeneration(config))
+
+
+def test_opt_may_lack_a_final_norm() -> None:
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**SMALL_OPT, _remove_final_layer_norm=True))
+    assert not [point for point in anatomy(model).points if point.name.startswith("ln_final.hook_scale")]
+
+
+def test_scores_are_declared_only_where_they_can_be_reached() -> None:
+    config = transformers.GPTJConfig(**GPTJ)
+    model = transformers.GPTJForCausalLM(config)
+    config._attn_implementation = "flash_attention_2"  # what a model loaded with flash attention says
+    names = [point.name for point in anatomy(model).points]
+    assert "blocks.0.attn.hook_z" in names
+    assert not [name for name in names if "pattern" in name or "rot" in name]
