@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adapters.attention import Attention, Projection, attention_points
 from adapters.norms import LAYER_NORM, NormKind, NormNormalized, NormScale
+from adapters.paths import base_path, core_path, has_module, join
 from adapters.points import Group, Point, Site
 from adapters.views import Branch, Call, Derived, FlatBatch, HeadsFirst, OverBatch, Through, View, WriteThrough
 
@@ -120,40 +121,6 @@ class Architecture:
     no_layer_runs: str = ""
     points: Callable[[Architecture, nn.Module, Any], list[Point]] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-def join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
-
-
-def has_module(model: nn.Module, path: str) -> bool:
-    """Whether there is a module at a path."""
-    for part in path.split("."):
-        if not isinstance(model, nn.Module) or getattr(model, part, None) is None:
-            return False
-        model = getattr(model, part)
-    return True
-
-
-def core_path(model: nn.Module) -> str:
-    """The path of the Hugging Face model inside what wraps it (PEFT, `torch.compile`), "" where nothing does."""
-    path = ""
-    while True:
-        if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
-            step, model = "base_model.model", model.get_base_model()  # type: ignore[operator]
-        elif "_orig_mod" in model._modules:
-            step, model = "_orig_mod", model.get_submodule("_orig_mod")
-        else:
-            return path
-        path = join(path, step)
-
-
-def base_path(model: nn.Module) -> str:
-    """The path of the base model (the one without a head) inside `model`, "" where `model` is the base model."""
-    core = core_path(model)
-    module = model.get_submodule(core)
-    prefix = getattr(module, "base_model_prefix", "")
-    return join(core, prefix) if prefix and hasattr(module, prefix) else core
 
 
 class SharedNormInput(Derived):
@@ -309,7 +276,7 @@ def _mlp_points(block: Block, path: str, prefix: str, index: int, stack: str, ln
     if isinstance(mlp, MoE):
         router = join(module, mlp.router)
         routed: dict[str, Any] = {"view": FlatBatch(), "sources": rows}
-        logits = {"group": "extra", "aliases": (f"{prefix}.mlp.gate.hook_out",)}
+        logits: dict[str, Any] = {"group": "extra", "aliases": (f"{prefix}.mlp.gate.hook_out",)}
         add("mlp.hook_router_logits", Site(router, "forward", "scores"), axes="batch pos n_experts", **logits, **routed)
         # As in HookedTransformer, these are the probabilities of all experts, before the best are chosen.
         add("mlp.hook_expert_weights", Site(router, "forward", "pattern"), axes="batch pos n_experts", **routed)

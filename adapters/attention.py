@@ -126,6 +126,9 @@ def attention_points(
     stack: str,
     out_name: str | None = "hook_attn_out",
     shift: Site | None = None,
+    pos: str = "pos",
+    key_pos: str = "key_pos",
+    per_head_inputs: bool = True,
 ) -> list[Point]:
     """The hook points of one attention module.
 
@@ -140,6 +143,8 @@ def attention_points(
         stack: the list of blocks.
         out_name: the canonical name of the attention's output, or None when a later norm's output takes that role.
         shift: what is added to the inputs of queries and keys after the norm.
+        pos, key_pos: the axes of queries and of keys (a decoder's differ from its encoder's).
+        per_head_inputs: whether query, key and value read the same stream, so that each head can be given its own.
     """
     module = f"{block}.{part.path}"
     name = f"{prefix}.{part.name}"
@@ -157,7 +162,7 @@ def attention_points(
         points.append(Point(suffix, site, view, axes, depth, stack=stack, **more))
 
     inputs = {letter: f"{prefix}.hook_{own}{letter}_input" for letter in views}
-    if norm is not None:
+    if norm is not None and per_head_inputs:
         group_size = n_heads // n_kv_heads
 
         def by_group(value: Tensor) -> Tensor:
@@ -168,7 +173,7 @@ def attention_points(
             f"{prefix}.hook_{own}attn_in",
             Site(norm.path, "output", None),
             EveryHeadInput(n_heads),
-            "batch pos n_heads d_model",
+            f"batch {pos} n_heads d_model",
             group="heavy",
             flag="use_attn_in",
             aliases=(f"{name}.hook_attn_in",),
@@ -178,31 +183,38 @@ def attention_points(
                 Follower(inputs["v"], by_group),
             ),
         )
-    for letter, (projection, view, heads) in views.items():
+    for letter, (projection, view, heads) in views.items() if per_head_inputs else ():
         add(
             inputs[letter],
             Site(f"{module}.{projection.path}", "output"),
             PerHeadInput(view, heads),
-            f"batch pos {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_model",
+            f"batch {pos} {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_model",
             group="heavy",
             flag="use_split_qkv_input",
             sources=tuple(site for site in (norm, shift if letter != "v" else None) if site),
             aliases=(f"{name}.hook_{letter}_input",),
         )
     for letter, (projection, view, _) in views.items():
-        axes = f"batch pos {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_head"
+        own_pos = pos if letter == "q" or per_head_inputs else key_pos
+        axes = f"batch {own_pos} {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_head"
         site = Site(f"{module}.{projection.path}", "output")
         add(f"{name}.hook_{letter}", site, view, axes, aliases=(f"{name}.{letter}.hook_out",))
         if not shared:
-            add(f"{name}.{letter}.hook_in", Site(site.path, "input"), Branch(), "batch pos d_model", group="extra")
+            add(
+                f"{name}.{letter}.hook_in",
+                Site(site.path, "input"),
+                Branch(),
+                f"batch {own_pos} d_model",
+                group="extra",
+            )
     if part.tap is not None:
         if part.rotary and part.tap != "forward":
             for letter in "qk":
-                axes = f"batch {'pos n_heads' if letter == 'q' else 'key_pos n_key_value_heads'} d_head"
+                axes = f"batch {f'{pos} n_heads' if letter == 'q' else f'{key_pos} n_key_value_heads'} d_head"
                 add(f"{name}.hook_rot_{letter}", Site(core, part.tap, letter), HeadsFirst(), axes)
         scores = WithoutLastColumn(part.scores) if part.sink else part.scores
         pattern: View = WithoutLastColumn(View()) if part.sink else View()
-        square = "batch n_heads pos key_pos"
+        square = f"batch n_heads {pos} {key_pos}"
         add(f"{name}.hook_attn_scores", Site(core, part.tap, "scores"), scores, square)
         add(f"{name}.hook_pattern", Site(core, part.tap, "pattern"), pattern, square)
     output_projection = f"{module}.{part.o}"
@@ -210,21 +222,21 @@ def attention_points(
         f"{name}.hook_z",
         Site(output_projection, "input"),
         Heads(n_heads),
-        "batch pos n_heads d_head",
+        f"batch {pos} n_heads d_head",
         aliases=(f"{name}.o.hook_in",),
     )
     add(
         f"{name}.hook_result",
         Site(output_projection, "output"),
         HeadResults(n_heads),
-        "batch pos n_heads d_model",
+        f"batch {pos} n_heads d_model",
         group="heavy",
         flag="use_attn_result",
     )
     out = Site(f"{block}.{part.out}", "output", part.out_key) if part.out else Site(module, "output", part.out_key)
     if out_name is not None:
         aliases = (f"{name}.hook_out", f"{name}.o.hook_out")
-        add(f"{prefix}.{out_name}", out, View(), "batch pos d_model", aliases=aliases)
+        add(f"{prefix}.{out_name}", out, View(), f"batch {pos} d_model", aliases=aliases)
     else:
         add(f"{name}.hook_out", out, View(), "batch pos d_model", group="extra", aliases=(f"{name}.o.hook_out",))
     return points

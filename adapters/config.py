@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from adapters.norms import eps_of
+from adapters.paths import has_module
 
 
 @dataclass
@@ -187,7 +188,7 @@ def model_config(architecture: Any, model: nn.Module, root: nn.Module) -> ModelC
         "tie_word_embeddings": bool(first(hf, "tie_word_embeddings")),
         "default_prepend_bos": True,
     }
-    if getattr(model, architecture.unembed.split(".")[0], None) is not None:
+    if has_module(model, architecture.unembed):
         weight = getattr(model.get_submodule(architecture.unembed), "weight", None)
         if weight is not None and weight.ndim == 2:
             values["d_vocab_out"] = weight.shape[0]

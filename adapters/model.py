@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from adapters.architecture import Architecture, architecture_points, base_path, core_path, join
+from adapters.architecture import Architecture, architecture_points
 from adapters.config import ModelConfig, model_config
+from adapters.paths import base_path, core_path, join
 from adapters.points import Point
 from adapters.registry import declaration_for
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from adapters.architecture import MLP, Block, join, norm_points
+from adapters.architecture import MLP, Block, norm_points
 from adapters.attention import attention_points
+from adapters.paths import join
 from adapters.points import Point, Site
 from adapters.views import View
 
@@ -39,9 +40,7 @@ def post_norm_block_points(block: Block, model: nn.Module, path: str, index: int
         add(f"{name}.hook_out", Site(module, "output"), group="extra")
 
     add("hook_resid_pre", Site(path, "input"), aliases=(f"{prefix}.hook_in",))
-    points.extend(
-        attention_points(block.attn, model, path, prefix, index, cfg.n_heads, cfg.n_kv_heads, None, stack)
-    )
+    points.extend(attention_points(block.attn, model, path, prefix, index, cfg.n_heads, cfg.n_kv_heads, None, stack))
     add("hook_resid_mid", Site(ln1, "input"))
     # The norm's output is both what the MLP reads and the skip connection, so there is nothing the MLP alone reads.
     add("hook_mlp_in", Site(ln1, "input"), group="heavy", flag="use_hook_mlp_in", aliases=(f"{prefix}.ln1.hook_in",))

@@ -16,7 +16,8 @@ Declare = Callable[[Any], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
 _FAMILIES = (
-    "bloom", "gemma", "gpt2", "gpt_neo", "bert", "gpt_neox", "gptj", "llama", "mixtral", "native", "opt", "phi", "phi3", "qwen",
+    "bert", "bloom", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "mixtral", "native", "opt", "phi",
+    "phi3", "qwen", "t5",
 )  # fmt: skip
 _ENTRY_POINTS = "transformer_bridge.adapters"
 

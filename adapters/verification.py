@@ -84,13 +84,15 @@ class _Verification:
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(0, self.cfg.d_vocab, (2, 9), generator=generator)
         self.tokens = tokens.to(self.cfg.device)
+        # A decoder of its own is given a shorter text, so that its shapes cannot be mistaken for the encoder's.
+        self.more = {"decoder_input_ids": self.tokens[:, :-4]} if bridge.core.config.is_encoder_decoder else {}
         # What a sum of a few rounded numbers may differ by, relative to the largest of them.
         self.tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}.get(self.cfg.dtype, 5e-2)
         self.report = Report(self.cfg.model_name)
 
     def run(self) -> Report:
         self.hooks_before = self.count_hooks()
-        self.plain = self.model(self.tokens)[0]
+        self.plain = self.model(input_ids=self.tokens, **self.more)[0]
         names = list(self.bridge.hook_dict)
         for check in (
             self.unhooked,
@@ -126,14 +128,19 @@ class _Verification:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.model.modules())
 
     def logits(self, fwd_hooks: list[Any] | None = None) -> Tensor:
-        return self.bridge.run_with_hooks(self.tokens, fwd_hooks=fwd_hooks or [])
+        return self.bridge.run_with_hooks(self.tokens, fwd_hooks=fwd_hooks or [], **self.more)
+
+    def cache(self, names: Any = None) -> Any:
+        return self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
 
     def unhooked(self) -> None:
-        self.add("unhooked logits are the model's own, bit by bit", torch.equal(self.bridge(self.tokens), self.plain))
+        self.add("unhooked logits are the model's own, bit by bit", torch.equal(self.logits(), self.plain))
 
     def expected_shape(self, axes: str) -> list[int | None]:
         batch, pos = self.tokens.shape
-        sizes = {"batch": batch, "pos": pos, "key_pos": pos, "1": 1, "n_key_value_heads": self.cfg.n_kv_heads}
+        sizes = {"batch": batch, "pos": pos, "key_pos": pos, "n_key_value_heads": self.cfg.n_kv_heads}
+        sizes |= {"decoder_pos": pos - 4, "decoder_key_pos": pos - 4, "n_experts": self.cfg.num_experts}
+        sizes |= {axis: int(axis) for axis in axes.split() if axis.isdigit()}
         return [sizes[axis] if axis in sizes else getattr(self.cfg, axis, None) for axis in axes.split()]
 
     def every_hook_fires(self, names: list[str]) -> None:
@@ -165,25 +172,44 @@ class _Verification:
         self.add_worst("writing back what was read changes nothing", (result(name) for name in names))
 
     def residual_sums(self) -> None:
-        _, cache = self.bridge.run_with_cache(self.tokens)
-        have = set(cache)
+        cache = self.cache()
 
         def sums(first: str, second: str, total: str) -> Iterable[tuple[str, Tensor, Tensor]]:
             for hook in self.bridge.hook_dict:
-                if hook.endswith(first):
+                if hook.endswith("." + first):
                     stem = hook.removesuffix(first)
-                    if {stem + second, stem + total} <= have:
+                    if {stem + second, stem + total} <= set(cache):
                         yield stem + total, cache[hook] + cache[stem + second], cache[stem + total]
 
+        def after_mlp() -> Iterable[tuple[str, Tensor, Tensor]]:
+            for stem, middle in self.middles():
+                yield stem, cache[middle] + cache[stem + "hook_mlp_out"], cache[stem + "hook_resid_post"]
+
         self.add_worst("resid_pre + attn_out = resid_mid", sums("hook_resid_pre", "hook_attn_out", "hook_resid_mid"))
-        self.add_worst("resid_mid + mlp_out = resid_post", sums("hook_resid_mid", "hook_mlp_out", "hook_resid_post"))
+        cross = list(sums("hook_resid_mid", "hook_cross_attn_out", "hook_resid_mid_cross"))
+        if cross:
+            self.add_worst("resid_mid + cross_attn_out = resid_mid_cross", cross)
+        self.add_worst("resid_mid + mlp_out = resid_post", after_mlp())
+
+    def middles(self) -> Iterable[tuple[str, str]]:
+        """For each block in which the MLP adds to what it reads: its prefix, and the stream that enters the MLP."""
+        hooks = self.bridge.hook_dict
+        for name in hooks:
+            if name.endswith("hook_mlp_out"):
+                stem = name.removesuffix("hook_mlp_out")
+                if stem + "hook_normalized_resid_post" in hooks:
+                    continue  # the norm stands between the stream and the sum
+                for middle in ("hook_resid_mid_cross", "hook_resid_mid"):
+                    if stem + middle in hooks:
+                        yield stem, stem + middle
+                        break
 
     def pattern_rows(self) -> None:
         patterns = [name for name in self.bridge.hook_dict if name.endswith("hook_pattern")]
         if not patterns:
             self.add("pattern rows sum to one", True, "does not apply")
             return
-        _, cache = self.bridge.run_with_cache(self.tokens, names_filter=patterns)
+        cache = self.cache(patterns)
         # With an attention sink some of the attention goes to no token at all.
         sinks = [name for name in patterns if type(self.bridge.hook_dict[name].view).__name__ == "WithoutLastColumn"]
         sums = {name: cache[name].sum(-1) for name in patterns}
@@ -204,7 +230,7 @@ class _Verification:
                 seen: list[Tensor] = []
                 handle = projection.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
                 try:
-                    _, cache = self.bridge.run_with_cache(self.tokens, names_filter=[z_name, name])
+                    cache = self.cache([z_name, name])
                 finally:
                     handle.remove()
                 z = cache[z_name]
@@ -215,19 +241,17 @@ class _Verification:
         self.add_worst("z through W_O gives attn_out", pairs())
 
     def resid_mid_reaches_both(self) -> None:
-        stems = [n.removesuffix("hook_resid_mid") for n in self.bridge.hook_dict if n.endswith("hook_resid_mid")]
-
         def halve(x: Tensor, hook: Any) -> Tensor:
             return x * 0.5
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for stem in stems:
-                mid, out, post = (stem + n for n in ("hook_resid_mid", "hook_mlp_out", "hook_resid_post"))
+            for stem, mid in self.middles():
+                out, post = stem + "hook_mlp_out", stem + "hook_resid_post"
+                before = self.cache([mid])
                 with self.bridge.hooks(fwd_hooks=[(mid, halve)]):
-                    _, cache = self.bridge.run_with_cache(self.tokens, names_filter=[mid, out, post])
-                yield mid, cache[mid] + cache[out], cache[post]
-                _, before = self.bridge.run_with_cache(self.tokens, names_filter=[mid])
+                    cache = self.cache([mid, out, post])
                 yield mid, cache[mid], before[mid] * 0.5
+                yield mid, cache[mid] + cache[out], cache[post]
 
         self.add_worst("halving resid_mid reaches both branches", pairs())
 

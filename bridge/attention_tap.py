@@ -196,7 +196,7 @@ class ForwardTap(Tap):
 
     # A copy of the model that is made meanwhile has its class's method.
     def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (getattr(type(self.module), self.method), self.module)
+        return getattr, (self.module, self.method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return types.MethodType(getattr(type(self.module), self.method), copy.deepcopy(self.module, memo))

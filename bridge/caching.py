@@ -19,7 +19,9 @@ PosSlice = int | slice | Sequence[int] | None
 def position_axis(hook: HookPoint) -> int | None:
     """Which axis of the activation counts positions (of queries), or None."""
     axes = hook.point.axes.split()
-    return next((axes.index(axis) for axis in ("pos", "key_pos") if axis in axes), None)
+    return next(
+        (axes.index(axis) for axis in ("pos", "decoder_pos", "key_pos", "decoder_key_pos") if axis in axes), None
+    )
 
 
 class Recorder:

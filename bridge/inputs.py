@@ -112,7 +112,22 @@ def prepare(
             if left_padded:
                 positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
                 kwargs["position_ids"] = positions[:, -length:]
+    if bridge.core.config.is_encoder_decoder:
+        return Inputs(kwargs, _decoder_tokens(bridge, kwargs), None)
     return Inputs(kwargs, tokens, mask)
+
+
+def _decoder_tokens(bridge: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """What the decoder is given: for an encoder-decoder model without decoder input, its start token alone."""
+    if {"labels", "decoder_inputs_embeds", "encoder_outputs"} & set(kwargs) and "decoder_input_ids" not in kwargs:
+        return None
+    if "decoder_input_ids" not in kwargs:
+        start = bridge.core.config.decoder_start_token_id
+        if start is None:
+            raise ValueError(f"{bridge.cfg.model_name} names no decoder_start_token_id; pass decoder_input_ids")
+        given = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        kwargs["decoder_input_ids"] = torch.full((given.shape[0], 1), start, device=given.device)
+    return kwargs["decoder_input_ids"]
 
 
 def input_device(model: Any) -> torch.device:

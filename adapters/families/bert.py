@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from adapters.architecture import MLP, Architecture, Block, base_path, core_path, has_module, join, norm_points
+from adapters.architecture import MLP, Architecture, Block, norm_points
 from adapters.attention import Attention, Projection
+from adapters.paths import base_path, core_path, has_module, join
 from adapters.points import Point, Site
 from adapters.post_norm import post_norm_block_points
 from adapters.registry import UnsupportedModelError, register

@@ -112,7 +112,9 @@ def test_attn_in_edits_all_three(tokens):
         torch.testing.assert_close(by_one, by_three, atol=1e-6, rtol=1e-5)
         gradients = {}
         loss = bridge.run_with_hooks(
-            tokens, return_type="loss", bwd_hooks=[("blocks.1.hook_attn_in", lambda g, hook, gradients=gradients: gradients.update(x=g))]
+            tokens,
+            return_type="loss",
+            bwd_hooks=[("blocks.1.hook_attn_in", lambda g, hook, gradients=gradients: gradients.update(x=g))],
         )
         loss.backward()
         assert gradients["x"].shape == (2, 9, 4, 32)

@@ -99,9 +99,7 @@ def test_calls_leave_hooks_that_they_did_not_add(bridge, tokens):
 
 def test_handles_levels_directions_and_order(bridge, tokens):
     order = []
-    add = lambda name, **more: bridge.blocks[1].hook_resid_pre.add_hook(
-        lambda x, hook: order.append(name), **more
-    )
+    add = lambda name, **more: bridge.blocks[1].hook_resid_pre.add_hook(lambda x, hook: order.append(name), **more)
     add("first"), add("second", level=2), add("zeroth", prepend=True)
     handle = add("handled")
     bridge(tokens)

@@ -1,0 +1,62 @@
+"""Scores that are reached inside a module's own code: what is attached is removed, copies are not tapped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from tests.adapters.by_hand.families import tiny
+from tests.adapters.test_reference import bridge_of
+
+TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(5))
+#: A case, and a hook point that is reached by replacing a method of one of its modules.
+TAPPED = [
+    ("gptj", "blocks.0.attn.hook_rot_k"),
+    ("gptj", "blocks.1.attn.hook_pattern"),
+    ("gpt_neo", "blocks.0.attn.hook_attn_scores"),
+    ("mixtral-gqa", "blocks.1.mlp.hook_expert_weights"),
+]
+
+
+def replaced(model: torch.nn.Module) -> list[str]:
+    return [name for module in model.modules() for name in ("forward", "_attn") if name in module.__dict__]
+
+
+@pytest.mark.parametrize(("case", "name"), TAPPED)
+def test_a_tap_goes_when_nobody_listens(case: str, name: str) -> None:
+    bridge = TransformerBridge(tiny(case))
+    with torch.no_grad():
+        before = bridge(TOKENS)
+        with bridge.hooks(fwd_hooks=[(name, lambda x, hook: x * 0)]):
+            assert len(replaced(bridge.original_model)) == 1
+            assert not torch.allclose(bridge(TOKENS), before)
+        assert not replaced(bridge.original_model)
+        assert torch.equal(bridge(TOKENS), before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(("case", "name"), TAPPED)
+def test_a_copy_made_while_tapped_computes_as_the_original_does(case: str, name: str, duplicate) -> None:
+    bridge = TransformerBridge(tiny(case))
+    with torch.no_grad():
+        before = bridge(TOKENS)
+        with bridge.hooks(fwd_hooks=[(name, lambda x, hook: x * 0)]):
+            other = duplicate(bridge.original_model)
+        assert torch.equal(other(TOKENS).logits, before)
+
+
+@pytest.mark.parametrize("case", ["bloom", "gptj", "gpt_neo", "mixtral-gqa", "opt-no-bias", "gemma3-gqa"])
+def test_hooks_fire_at_each_step_of_generation(case: str) -> None:
+    bridge = bridge_of(case) if case == "bloom" else TransformerBridge(tiny(case))
+    seen: dict[str, list[int]] = {}
+    names = [name for name, hook in bridge.hook_dict.items() if "blocks.1" in name and hook.point.group == "standard"]
+    asked = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    plain = bridge.original_model.generate(TOKENS[:1], **asked)
+    hooks = [(name, lambda x, hook: seen.setdefault(hook.name, []).append(x.shape[0])) for name in names]
+    with bridge.hooks(fwd_hooks=hooks):
+        assert torch.equal(bridge.original_model.generate(TOKENS[:1], **asked), plain)
+    assert seen == {name: [1, 1, 1, 1] for name in names}
