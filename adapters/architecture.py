@@ -107,6 +107,7 @@ class Architecture:
         unembed: the output layer.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
         points: makes the hook points, where `architecture_points` does not.
+        weights: names the weights, where `adapters.weights.decoder_weights` does not.
         facts: fields of `ModelConfig` that the configuration does not say by itself.
     """
 
@@ -120,6 +121,7 @@ class Architecture:
     final_kind: NormKind | None = None
     no_layer_runs: str = ""
     points: Callable[[Architecture, nn.Module, Any], list[Point]] | None = None
+    weights: Callable[[Any], None] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -180,7 +182,7 @@ def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, 
     def add_norm(name: str, module: str, kind: NormKind, branches: tuple[str, ...] = ()) -> None:
         site = Site(module, "output")
         points.extend(norm_points(kind, site, f"{prefix}.{name}", index, stack, branches=branches))
-        add(f"{prefix}.{name}.hook_out", Site(module, "output"), group="extra")
+        add(f"{prefix}.{name}.hook_out", site, group="extra", branches=branches)
 
     add(f"{prefix}.hook_resid_pre", Site(path, "input"), aliases=(f"{prefix}.hook_in",))
     ln1 = join(path, block.ln1) if block.ln1 else None

@@ -19,6 +19,7 @@ _FAMILIES = (
     "bert", "bloom", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "mixtral", "native", "opt", "phi",
     "phi3", "qwen", "t5",
 )  # fmt: skip
+_loaded = False
 _ENTRY_POINTS = "transformer_bridge.adapters"
 
 
@@ -85,8 +86,10 @@ def declaration_for(model: nn.Module) -> Architecture:
 
 def _load() -> None:
     """Imports our own families, then those of other packages, once."""
-    if _REGISTRY.get("GPT2PreTrainedModel"):
+    global _loaded
+    if _loaded:
         return
+    _loaded = True
     for family in _FAMILIES:
         importlib.import_module(f"adapters.families.{family}")
     from importlib.metadata import entry_points

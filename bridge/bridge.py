@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from adapters import Anatomy, anatomy
+from adapters import Anatomy, Weights, anatomy
 from adapters.config import ModelConfig
 from bridge.boot import BootMethods
 from bridge.component import Tree
@@ -17,10 +17,11 @@ from bridge.hook_point import Handle, HookFunction, HookPoint
 from bridge.names import Names, NamesFilter
 from bridge.runs import RunMethods
 from bridge.tokens import TokenizerFacts, TokenMethods
+from bridge.weights import WeightMethods
 from bridge.wiring import Wiring, strip
 
 
-class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
+class TransformerBridge(RunMethods, TokenMethods, WeightMethods, BootMethods, nn.Module):
     """Wraps a Hugging Face model without changing it.
 
     Its parameters, state dict, mode and device are the model's own. Hook points cost nothing until someone listens.
@@ -67,8 +68,10 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
         self.wiring = Wiring(self.original_model, found.points)
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
+        self.__dict__["architecture"] = found.architecture
         self.names = Names(self.wiring.points)
-        self._tree = Tree(self.names)
+        self._weights: Weights | None = None
+        self._tree = Tree(self.names, lambda: self.weights)
 
     # The model's own, not prefixed copies.
 
@@ -124,7 +127,7 @@ class TransformerBridge(RunMethods, TokenMethods, BootMethods, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("wiring", "names", "core", "_tree", "_facts"):
+        for name in ("wiring", "names", "core", "architecture", "_tree", "_weights", "_facts"):
             state.pop(name)
         return state
 

@@ -1,10 +1,13 @@
-"""Attribute access to hook points: ``bridge.blocks[3].attn.hook_z``."""
+"""Attribute access to hook points and weights: ``bridge.blocks[3].attn.hook_z``, ``bridge.blocks[3].attn.W_Q``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
+
+from adapters.weights import Weights
 from bridge.hook_point import HookPoint
 from bridge.names import Names, suggestion
 
@@ -14,10 +17,12 @@ class Tree:
 
     Args:
         names: all names and aliases.
+        weights: gives the canonical weights, which stand in the tree beside the hook points.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, weights: Callable[[], Weights]) -> None:
         self.names = names
+        self.weights = weights
         self._children: dict[str, dict[str, str]] | None = None
 
     @property
@@ -25,7 +30,8 @@ class Tree:
         """For each prefix, what may follow it, and the full name of that."""
         if self._children is None:
             self._children = {}
-            for name in (*self.names.points, *self.names.aliases):
+            grouped = [name.replace("._", ".") for name in self.weights().getters if "._" in name]
+            for name in (*self.names.points, *self.names.aliases, *self.weights().getters, *grouped):
                 prefix = ""
                 for part in name.split("."):
                     full = f"{prefix}.{part}" if prefix else part
@@ -33,7 +39,7 @@ class Tree:
                     prefix = full
         return self._children
 
-    def get(self, prefix: str, name: str) -> HookPoint | Component | ComponentList:
+    def get(self, prefix: str, name: str) -> HookPoint | Component | ComponentList | Tensor:
         """What stands under `name` at `prefix`.
 
         Raises:
@@ -44,14 +50,24 @@ class Tree:
         if full is None:
             raise AttributeError(f"{prefix or 'the bridge'} has no {name!r}.{suggestion(name, below)}")
         if full not in self.children:
-            return self.names.find(full)
+            return self._leaf(full)
         if all(part.isdigit() for part in self.children[full]):
             return ComponentList(self, full)
         return Component(self, full)
 
+    def _leaf(self, name: str) -> HookPoint | Tensor:
+        weights = self.weights()
+        if name in weights.getters:
+            return weights[name]
+        grouped = name[: name.rfind(".") + 1] + "_" + name[name.rfind(".") + 1 :]
+        if grouped in weights.getters:
+            # As HookedTransformer shows grouped keys and values: repeated for each query head.
+            return weights[grouped].repeat_interleave(weights.cfg.n_heads // weights.cfg.n_kv_heads, dim=0)
+        return self.names.find(name)
+
 
 class Component:
-    """A part of the model, such as a block or its attention, with the hook points that stand in it."""
+    """A part of the model, such as a block or its attention, with its hook points and weights."""
 
     def __init__(self, tree: Tree, name: str) -> None:
         self._tree = tree

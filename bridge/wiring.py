@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.points import Follower, Point, Site
-from adapters.views import Call
+from adapters.views import Branch, Call
 from bridge.attention_tap import TAPS, Tap, untap
 from bridge.hook_point import STATE, Handle, HookPoint, Listener
 from bridge.modules import Finder, first_parameter
@@ -22,20 +22,22 @@ class SiteHook:
     Attributes:
         points: the hook points that have listeners here, in the order of their declaration.
         watchers: how many points elsewhere need the tensor seen here.
+        readers: the hook points behind this site that may be given a copy of their own (see `Point.branches`).
     """
 
-    __slots__ = ("find", "handle", "points", "site", "watchers")
+    __slots__ = ("find", "handle", "points", "readers", "site", "watchers")
 
     def __init__(self, site: Site, find: Finder | None = None) -> None:
         self.site = site
         self.find = find
         self.points: tuple[HookPoint, ...] = ()
         self.watchers = 0
+        self.readers: tuple[HookPoint, ...] = ()
         self.handle: Any = None
 
     def update(self) -> None:
         """Attaches or detaches the torch hook, as it is needed now."""
-        if self.points or self.watchers:
+        if self.points or self.watchers or self.readers:
             if self.handle is None:
                 assert self.find is not None
                 module = self.find.module
@@ -57,6 +59,8 @@ class SiteHook:
 
     def see(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Runs the points in turn, and keeps the tensor for those who need it elsewhere."""
+        for reader in self.readers:
+            x = self._own_copy(reader, x, module, args, kwargs)
         readers = self._separate_readers()
         if readers:
             # In the order of HookedTransformer, so that gradients arrive in its order too.
@@ -81,6 +85,18 @@ class SiteHook:
                 call.sources = tuple(STATE.sources[source] for source in point.sources)
             x = point.fire(x, call)
         return x
+
+    def _own_copy(
+        self, reader: HookPoint, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Gives a reader what it reads by itself: at its projection's input, or its part of a fused one's output."""
+        entered = STATE.branched.pop(reader.name, None)
+        if entered is None:
+            return x
+        if self.site.kind == "input":
+            return entered
+        call = Call(module, args, kwargs)
+        return reader.view.put(x, reader.view.get(module.forward(entered), call), call)
 
     def _separate_readers(self) -> tuple[str, ...]:
         """The points that read this site one by one, when someone asks for gradients here."""
@@ -128,13 +144,20 @@ class Wiring:
         self.lock = threading.RLock()
         self._sites: dict[Site, SiteHook] = {}
         self._taps: dict[str, Tap] = {}
-        self._following: dict[tuple[HookPoint, object], list[Handle]] = {}
+        self._following: dict[tuple[HookPoint, object], list[Any]] = {}
+        self._blocks: dict[tuple[str, int], list[HookPoint]] = {}
         for order, point in enumerate(points):
             self.points[point.name] = HookPoint(point, order, self)
 
     def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> Handle:
-        """Attaches a listener, and the torch hook it needs if nobody needed it yet."""
+        """Attaches a listener, and the torch hook it needs if nobody needed it yet.
+
+        Raises:
+            ValueError: see `_check`; nothing is attached then.
+        """
         with self.lock:
+            if listener.kind != "read":
+                self._check(point, listener)
             if not point.listeners:
                 self._connect(point)
             point.listeners = (listener, *point.listeners) if prepend else (*point.listeners, listener)
@@ -202,11 +225,16 @@ class Wiring:
         key = (point, listener.owner)
         if not (point.point.followers or branches) or key in self._following:
             return
-        take_over = [(self.points[f.name], self._follow(point, f)) for f in point.point.followers]
-        take_over += [(self.points[name], self._read_branch) for name in branches]
-        self._following[key] = [
-            self.add(follower, Listener("fwd", fn, listener.owner), prepend=True) for follower, fn in take_over
+        handles: list[Any] = [
+            self.add(self.points[f.name], Listener("fwd", self._follow(point, f), listener.owner), prepend=True)
+            for f in point.point.followers
         ]
+        sites = [self.points[name].point.site for name in branches]
+        fused = len(set(sites)) < len(sites)
+        for name, site in zip(branches, sites, strict=True):
+            hook = self._site(site if fused else Site(site.path, "input"))
+            handles.append(_Reading(hook, self.points[name]))
+        self._following[key] = handles
 
     def _stop_leading(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
         kinds = ("bwd", "edge") if point.point.branches else ("fwd", "bwd", "edge")
@@ -223,12 +251,57 @@ class Wiring:
 
         return take_over
 
-    def _read_branch(self, value: Tensor, hook: HookPoint) -> Tensor | None:
-        entered = STATE.branched.pop(hook.name, None)
-        if entered is None:
-            return None
-        module = Finder(self.model, hook.point.site.path).module
-        return hook.view.get(module.forward(entered), Call(module, (entered,), {}))
+    def _check(self, point: HookPoint, listener: Listener) -> None:
+        """Refuses what one run cannot give.
+
+        Raises:
+            ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are given
+                inputs of their own.
+        """
+        gradient = listener.kind in ("bwd", "edge")
+        if point.point.branches and gradient:
+            clash, kinds = _own_inputs, ("fwd", "bwd", "edge")
+        elif _own_inputs(point) and listener.kind != "read":
+            clash, kinds = _shared_norm, ("bwd", "edge")
+        else:
+            return
+        block = (point.point.stack, point.point.depth)
+        for other in self._by_block()[block]:
+            if clash(other) and any(x.owner is listener.owner and x.kind in kinds for x in other.listeners):
+                raise ValueError(
+                    f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
+                    "input of its own, and then the gradient at the other, which all heads share, means nothing. "
+                    "Use two runs (for a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off)."
+                )
+
+    def _by_block(self) -> dict[tuple[str, int], list[HookPoint]]:
+        if not self._blocks:
+            for point in self.points.values():
+                self._blocks.setdefault((point.point.stack, point.point.depth), []).append(point)
+        return self._blocks
+
+
+def _own_inputs(point: HookPoint) -> bool:
+    return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
+
+
+def _shared_norm(point: HookPoint) -> bool:
+    return bool(point.point.branches)
+
+
+class _Reading:
+    """A reader's claim to a copy of its own, until it is removed."""
+
+    def __init__(self, hook: SiteHook, reader: HookPoint) -> None:
+        self.hook, self.reader = hook, reader
+        hook.readers = (*hook.readers, reader)
+        hook.update()
+
+    def remove(self) -> None:
+        readers = list(self.hook.readers)
+        readers.remove(self.reader)
+        self.hook.readers = tuple(readers)
+        self.hook.update()
 
 
 def strip(model: nn.Module) -> None:

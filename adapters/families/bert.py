@@ -13,6 +13,7 @@ from adapters.points import Point, Site
 from adapters.post_norm import post_norm_block_points
 from adapters.registry import UnsupportedModelError, register
 from adapters.views import OverBatch, View
+from adapters.weights import bert_weights
 
 
 @register("BertPreTrainedModel")
@@ -35,6 +36,7 @@ def bert(config: Any) -> Architecture:
         final_norm=None,
         unembed="cls.predictions.decoder",
         points=bert_points,
+        weights=bert_weights,
         facts={"attention_dir": "causal" if config.is_decoder else "bidirectional"},
     )
 

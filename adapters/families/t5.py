@@ -13,6 +13,7 @@ from adapters.paths import base_path, core_path, has_module, join
 from adapters.points import Point, Site
 from adapters.registry import register
 from adapters.views import Branch, View, WriteThrough
+from adapters.weights import t5_weights
 
 _QKVO = {letter: Projection(letter) for letter in "qkv"} | {"o": "o"}
 
@@ -38,6 +39,7 @@ def t5(config: Any) -> Architecture:
             "its first layer makes the position bias that all others use, and its decoder needs the encoder's output"
         ),
         points=t5_points,
+        weights=t5_weights,
         facts={
             "attention_dir": "bidirectional",
             "positional_embedding_type": "relative_positional_bias",
@@ -98,7 +100,7 @@ def _block(block: Block, model: nn.Module, path: str, index: int, cfg: Any, stac
         points.extend(
             norm_points(block.norm, Site(module, "output"), f"{prefix}.{name}", index, stack, axes=axes, **more)
         )
-        add(f"{name}.hook_out", Site(module, "output"), group="extra")
+        add(f"{name}.hook_out", Site(module, "output"), group="extra", **more)
         return Site(module, "input")
 
     def attend(part: Attention, norm: Site, out: str, keys: str, **more: Any) -> None:

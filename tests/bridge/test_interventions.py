@@ -186,3 +186,52 @@ def test_a_module_put_in_place_after_wrapping_is_found(tokens):
     hf.model.layers[1].mlp = Wrapped(inner)
     _, cache = bridge.run_with_cache(tokens)
     assert (cache["mlp_out", 1] == 0).all()
+
+
+def test_edits_behind_a_norm_whose_gradient_is_asked_for_are_kept(bridge, tokens):
+    gradients = []
+    watch = ("blocks.1.ln1.hook_normalized", lambda g, hook: gradients.append(g.clone()))
+    for name in ("blocks.1.attn.hook_q", "blocks.1.attn.q.hook_in", "blocks.1.ln1.hook_in", "blocks.1.ln1.hook_out"):
+        if name not in bridge.hook_dict:
+            continue
+        edit = (name, lambda x, hook: x * 0.5)
+        plain = bridge.run_with_hooks(tokens, fwd_hooks=[edit])
+        watched = bridge.run_with_hooks(tokens, fwd_hooks=[edit], bwd_hooks=[watch])
+        torch.testing.assert_close(watched, plain, atol=1e-6, rtol=1e-5, msg=name)
+        gradients.clear()
+        watched.sum().backward()
+        assert len(gradients) == 3
+
+
+def test_gradients_of_separate_readers_add_up(bridge, tokens):
+    each, total = [], []
+    norm, entry = "blocks.1.ln1.hook_out", "blocks.1.ln1.hook_in"
+    bridge.run_with_hooks(
+        tokens, return_type="loss", bwd_hooks=[(norm, lambda g, hook: each.append(g.clone()))]
+    ).backward()
+    out = {}
+    module = bridge.original_model.get_submodule(bridge.hook_dict[norm].point.site.path)
+    handle = module.register_forward_hook(lambda m, a, o: (o.retain_grad(), out.update(x=o)) and None)
+    bridge(tokens, return_type="loss").backward()
+    handle.remove()
+    torch.testing.assert_close(sum(each), out["x"].grad)
+    assert len(each) == 3
+    bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[(entry, lambda g, hook: total.append(g))]).backward()
+    assert len(total) == 1
+
+
+def test_own_inputs_and_gradients_of_the_shared_norm_exclude_each_other(bridge, tokens):
+    look, watch = lambda x, hook: None, lambda g, hook: None
+    for own in ("hook_q_input", "hook_attn_in"):
+        with pytest.raises(ValueError, match="cannot be had together"):
+            bridge.run_with_hooks(
+                tokens, fwd_hooks=[(f"blocks.1.{own}", look)], bwd_hooks=[("blocks.1.ln1.hook_scale", watch)]
+            )
+        with pytest.raises(ValueError, match="cannot be had together"):
+            bridge.run_with_cache(
+                tokens, return_type="loss", incl_bwd=True, names_filter=[f"blocks.1.{own}", "blocks.1.ln1.hook_scale"]
+            )
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in bridge.original_model.modules())
+        bridge.run_with_hooks(
+            tokens, fwd_hooks=[(f"blocks.1.{own}", look)], bwd_hooks=[("blocks.2.ln1.hook_scale", watch)]
+        )
