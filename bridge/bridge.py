@@ -13,15 +13,19 @@ from adapters import Anatomy, Weights, anatomy
 from adapters.config import ModelConfig
 from bridge.boot import BootMethods
 from bridge.component import Tree
+from bridge.generation import GenerationMethods
 from bridge.hook_point import Handle, HookFunction, HookPoint
 from bridge.names import Names, NamesFilter
 from bridge.runs import RunMethods
+from bridge.streaming import StreamMethods
 from bridge.tokens import TokenizerFacts, TokenMethods
 from bridge.weights import WeightMethods
 from bridge.wiring import Wiring, strip
 
 
-class TransformerBridge(RunMethods, TokenMethods, WeightMethods, BootMethods, nn.Module):
+class TransformerBridge(
+    RunMethods, GenerationMethods, StreamMethods, TokenMethods, WeightMethods, BootMethods, nn.Module
+):
     """Wraps a Hugging Face model without changing it.
 
     Its parameters, state dict, mode and device are the model's own. Hook points cost nothing until someone listens.

@@ -28,6 +28,7 @@ class ThreadState(threading.local):
         self.sources: dict[Any, Any] = {}
         self.followed: dict[HookPoint, Tensor] = {}
         self.branched: dict[str, Tensor] = {}
+        self.step: int | None = None
         self.start_at: int | None = None
         self.skipping: frozenset[nn.Module] = frozenset()
         self.entering: dict[nn.Module, Tensor] = {}

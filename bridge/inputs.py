@@ -97,7 +97,7 @@ def prepare(
             raise ValueError(f"embeddings must be [pos, d_model] or [batch, pos, d_model], not {list(input.shape)}")
         kwargs["inputs_embeds"] = input if input.ndim == 3 else input.unsqueeze(0)
     else:
-        tokens = _as_tokens(input).to(device)
+        tokens = as_tokens(input).to(device)
     if tokens is not None:
         if tokens.shape[1] == 0:
             raise ValueError("the input has no tokens")
@@ -141,7 +141,13 @@ def input_device(model: Any) -> torch.device:
     return device
 
 
-def _as_tokens(input: Any) -> Tensor:
+def as_tokens(input: Any) -> Tensor:
+    """Tokens ``[batch, pos]`` from a tensor or lists of ids.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it has another number of axes.
+    """
     if isinstance(input, list | tuple) and input:
         input = torch.tensor(input)
     if not isinstance(input, Tensor):

@@ -24,6 +24,7 @@ Input = str | Sequence[Any] | Int[Tensor, "..."] | Float[Tensor, "..."]
 #: Which hook point (a name, an alias, a function of the name) gets which function.
 HookSpec = tuple[NamesFilter | HookPoint, HookFunction]
 
+RETURN_TYPES = ("logits", "loss", "both", "predictions", "logits_and_cache", None)
 _OURS = (
     "return_type", "loss_per_token", "prepend_bos", "padding_side", "attention_mask", "start_at_layer",
     "stop_at_layer", "names_filter", "incl_bwd", "pos_slice", "device", "remove_batch_dim", "return_cache_object",
@@ -62,7 +63,8 @@ class RunMethods:
             input: text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``. With
                 `start_at_layer`, the residual stream ``[batch, pos, d_model]`` that enters that layer.
             return_type: ``"logits"`` ``[batch, pos, d_vocab]``; ``"loss"``, in nats; ``"both"``, a pair of them;
-                ``"predictions"``, the most likely next token of each row as text; None, nothing.
+                ``"predictions"``, the most likely next token of each row as text; ``"logits_and_cache"``, the logits
+                and the model's cache of keys and values, to be passed as `past_key_values` next time; None, nothing.
             loss_per_token: the loss as ``[batch, pos-1]`` in place of the mean.
             prepend_bos: start texts with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
             padding_side: where shorter texts are padded; None: the tokenizer's own side.
@@ -86,10 +88,10 @@ class RunMethods:
             ' Mary'
         """
         check_arguments(self.core, model_kwargs, _OURS)
-        if return_type not in ("logits", "loss", "both", "predictions", None):
-            raise ValueError(
-                f'return_type is {return_type!r}; it must be "logits", "loss", "both", "predictions" or None'
-            )
+        if return_type not in RETURN_TYPES:
+            raise ValueError(f"return_type is {return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
+        if return_type == "logits_and_cache":
+            model_kwargs.setdefault("use_cache", True)
         start, stop = layers.check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
         if self.no_layer_runs and (start is not None or stop is not None):
             raise ValueError(f"{self.cfg.model_name} cannot start or stop at a layer: {self.no_layer_runs}")
@@ -139,6 +141,8 @@ class RunMethods:
         logits = output.logits if hasattr(output, "logits") else output[0]
         if return_type == "logits":
             return logits
+        if return_type == "logits_and_cache":
+            return logits, output.past_key_values
         if return_type == "predictions":
             return self._predictions(logits, inputs)
         if self.cfg.attention_dir == "bidirectional":

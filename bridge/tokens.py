@@ -235,3 +235,41 @@ class TokenMethods:
             token: its id.
         """
         return str(self.to_string(int(token)))
+
+    def get_token_position(
+        self,
+        single_token: str | int,
+        input: str | Int[Tensor, "..."],
+        mode: str = "first",
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+    ) -> int:
+        """Where a token stands in a text.
+
+        Args:
+            single_token: the token, as text or id.
+            input: a text, or tokens ``[pos]`` or ``[1, pos]``.
+            mode: ``"first"`` or ``"last"`` of several places.
+            prepend_bos, padding_side: as for `to_tokens`, for a text.
+
+        Raises:
+            ValueError: it does not stand there; there is more than one row; or an unknown mode.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> bridge.get_token_position(" John", "When Mary and John went to the store, John gave", mode="last")
+            10
+        """
+        tokens = self.to_tokens(input, prepend_bos, padding_side, False) if isinstance(input, str) else input
+        if tokens.ndim == 2:
+            if len(tokens) != 1:
+                raise ValueError(f"a position is of one row of tokens, not of {len(tokens)}")
+            tokens = tokens[0]
+        token = self.to_single_token(single_token) if isinstance(single_token, str) else single_token
+        if mode not in ("first", "last"):
+            raise ValueError(f'mode is {mode!r}; it must be "first" or "last"')
+        places = (tokens == token).nonzero()[:, 0].tolist()
+        if not places:
+            raise ValueError(f"{single_token!r} does not stand in {input!r}")
+        return int(places[0] if mode == "first" else places[-1])
