@@ -66,6 +66,8 @@ class Block:
         ln1, ln2: the norms before attention and MLP, relative to the block.
         ln1_post, ln2_post: norms between a part and the residual stream.
         norm: what the norms compute.
+        cross_attn, ln3: in a decoder that reads an encoder's output: the attention to it, between attention and MLP,
+            whose norm is then `ln2`, and the norm before the MLP.
         qk_norm: what the norms of queries and keys compute.
         qk_shift: the module whose output is added to what queries and keys read, after the norm (Shortformer's position
             embeddings), relative to the base model.
@@ -81,6 +83,8 @@ class Block:
     ln2: str | None = None
     ln1_post: str | None = None
     ln2_post: str | None = None
+    cross_attn: Attention | None = None
+    ln3: str | None = None
     norm: NormKind = LAYER_NORM
     qk_norm: NormKind | None = None
     qk_shift: str | None = None
@@ -88,6 +92,23 @@ class Block:
     shared_norm: bool = False
     output_key: int | None = None
     output_length: int = 1
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One of the two lists of blocks of an encoder-decoder model (see `adapters.encoder_decoder`).
+
+    Attributes:
+        blocks: the path of the list of blocks.
+        block: what a block looks like.
+        embed: the embedding of its tokens.
+        final_norm: the norm after the last block.
+    """
+
+    blocks: str
+    block: Block
+    embed: str
+    final_norm: str
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,7 @@ class Architecture:
         final_norm: the norm after the last block.
         final_kind: what it computes, where that differs from the blocks' norms.
         unembed: the output layer.
+        stacks: of an encoder-decoder model, ``encoder`` and ``decoder``; `blocks` and `block` are then the encoder's.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
         points: makes the hook points, where `architecture_points` does not.
         weights: names the weights, where `adapters.weights.decoder_weights` does not.
@@ -119,6 +141,7 @@ class Architecture:
     pos_embed: str | None = None
     embed_norm: str | None = None
     final_kind: NormKind | None = None
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
     no_layer_runs: str = ""
     points: Callable[[Architecture, nn.Module, Any], list[Point]] | None = None
     weights: Callable[[Any], None] | None = None

@@ -78,6 +78,7 @@ class ModelConfig:
     checkpoint_index: int | None = None
     checkpoint_label_type: str | None = None
     checkpoint_value: int | None = None
+    processed: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
 
@@ -162,6 +163,7 @@ def model_config(architecture: Any, model: nn.Module, root: nn.Module) -> ModelC
     n_kv = first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = facts.pop("d_model", None) or hf.hidden_size
     layers: Any = root.get_submodule(architecture.blocks)
+    embed: Any = root.get_submodule(architecture.embed)
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
         "original_architecture": type(model).__name__,
@@ -171,7 +173,7 @@ def model_config(architecture: Any, model: nn.Module, root: nn.Module) -> ModelC
         "d_model": d_model,
         "d_head": first(hf, "head_dim") or d_model // n_heads,
         "d_mlp": None,
-        "d_vocab": root.get_submodule(architecture.embed).weight.shape[0],
+        "d_vocab": embed.weight.shape[0],
         "d_vocab_out": hf.vocab_size,
         "n_ctx": first(hf, "max_position_embeddings", "n_positions", "seq_length"),
         "act_fn": act_fn_name(first(hf, "hidden_act", "hidden_activation", "activation_function")),

@@ -99,8 +99,14 @@ class Weights:
         if kind.identity:
             return
         module = self.module(path)
+
+        def weight() -> Tensor:
+            found = kind.weight(self.module(path))
+            assert found is not None
+            return found
+
         if getattr(module, "weight", None) is not None:
-            self.getters[f"{name}.w"] = lambda: kind.weight(self.module(path))  # type: ignore[return-value]
+            self.getters[f"{name}.w"] = weight
         if getattr(module, "bias", None) is not None:
             self.getters[f"{name}.b"] = self.parameter(path, "bias")
 
@@ -152,8 +158,8 @@ class Weights:
             self.getters[f"{name}.experts.{e}.W_in.weight"] = part("gate_up_proj", e, slice(d_mlp, None))
             self.getters[f"{name}.experts.{e}.W_out.weight"] = part("down_proj", e, slice(None))
 
-    def add_block(self, name: str, path: str, block: Block, *, norms: tuple[str, ...] = ("ln1", "ln2")) -> None:
-        for norm in (*norms, "ln1_post", "ln2_post"):
+    def add_block(self, name: str, path: str, block: Block) -> None:
+        for norm in ("ln1", "ln2", "ln3", "ln1_post", "ln2_post"):
             at = getattr(block, norm, None)
             if norm == "ln2" and block.shared_norm:
                 at = block.ln1
@@ -164,6 +170,8 @@ class Weights:
             for letter, at in (("q", block.attn.q_norm), ("k", block.attn.k_norm)):
                 if at and block.qk_norm:
                     self.add_norm(f"{name}.attn.{letter}_norm", join(path, block.attn.path, at), block.qk_norm)
+        if block.cross_attn:
+            self.add_attention(f"{name}.{block.cross_attn.name}", path, block.cross_attn)
         if isinstance(block.mlp, MLP):
             self.add_mlp(f"{name}.mlp", path, block.mlp)
         elif isinstance(block.mlp, MoE):
@@ -220,33 +228,4 @@ def bert_weights(weights: Weights) -> None:
             weights.getters[f"{name}.b"] = weights.parameter(path, "bias")
     if weights.has(".cls.predictions"):
         weights.add_norm("mlm_head.ln", ".cls.predictions.transform.LayerNorm", kind)
-    weights.add_unembed(a.unembed)
-
-
-def t5_weights(weights: Weights) -> None:
-    """The weights of T5, as HookedTransformer's encoder-decoder names them."""
-    a = weights.architecture
-    block, n = a.block, weights.cfg.n_layers
-    assert block.attn and isinstance(block.mlp, MLP)
-    weights.getters["embed.W_E"] = weights.parameter(a.embed)
-    for stack in ("encoder", "decoder"):
-        if not weights.has(stack):
-            continue
-        n = len(weights.module(f"{stack}.block"))  # type: ignore[arg-type]
-        for index in range(n):
-            name, path = f"{stack}.{index}", f"{stack}.block.{index}"
-            last = 2 if stack == "decoder" else 1
-            for layer in range(last + 1):
-                weights.add_norm(f"{name}.ln{layer + 1}", f"{path}.layer.{layer}.layer_norm", block.norm)
-            weights.add_attention(f"{name}.attn", path, block.attn)
-            if index == 0:
-                bias = f"{path}.layer.0.SelfAttention.relative_attention_bias"
-                weights.getters[f"{name}.attn.rel_pos_bias.weight"] = weights.parameter(bias)
-            if stack == "decoder":
-                q, k, v = (Projection(letter) for letter in "qkv")
-                cross = Attention("layer.1.EncDecAttention", q, k, v, o="o", name="cross_attn")
-                weights.add_attention(f"{name}.cross_attn", path, cross)
-            mlp = MLP(f"layer.{last}.DenseReluDense", up=block.mlp.up, gate=block.mlp.gate, down=block.mlp.down)
-            weights.add_mlp(f"{name}.mlp", path, mlp)
-        weights.add_norm(f"{stack}_final_ln", f"{stack}.final_layer_norm", block.norm)
     weights.add_unembed(a.unembed)

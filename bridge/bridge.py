@@ -16,15 +16,15 @@ from bridge.component import Tree
 from bridge.generation import GenerationMethods
 from bridge.hook_point import Handle, HookFunction, HookPoint
 from bridge.names import Names, NamesFilter
+from bridge.processing import ProcessingMethods
 from bridge.runs import RunMethods
 from bridge.streaming import StreamMethods
 from bridge.tokens import TokenizerFacts, TokenMethods
-from bridge.weights import WeightMethods
 from bridge.wiring import Wiring, strip
 
 
 class TransformerBridge(
-    RunMethods, GenerationMethods, StreamMethods, TokenMethods, WeightMethods, BootMethods, nn.Module
+    RunMethods, GenerationMethods, StreamMethods, TokenMethods, ProcessingMethods, BootMethods, nn.Module
 ):
     """Wraps a Hugging Face model without changing it.
 
@@ -65,6 +65,7 @@ class TransformerBridge(
         self.no_layer_runs = found.no_layer_runs
         self._facts: TokenizerFacts | None = None
         self._wire(found)
+        self._read_record()
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 

@@ -129,8 +129,8 @@ class StreamMethods:
                             self.original_model.generate(**prompt.kwargs, streamer=streamer, **options)
                     else:
                         self.original_model.generate(**prompt.kwargs, streamer=streamer, **options)
-            except BaseException as error:
-                streamer.queue.put(error)  # raised again where the pieces are asked for
+            except BaseException as error:  # noqa: BLE001
+                streamer.queue.put(error)  # it is raised again where the pieces are asked for
             else:
                 streamer.queue.put(_END)
 

@@ -1,0 +1,153 @@
+"""What can be known beforehand: why a transform would not leave a model's function as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from adapters import MoE
+from bridge.processing_parts import Parts
+from bridge.processing_steps import written
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def no_processing(core: Any, architecture: Any) -> str:
+    """Why nothing of a model can be processed, "" where something can."""
+    if architecture.weights is not None or architecture.stacks:
+        return (
+            f"{type(core).__name__} is not one stack of blocks, each reading the residual stream through a norm; "
+            "HookedTransformer has no processing for it either"
+        )
+    meta = [name for name, parameter in core.named_parameters() if parameter.is_meta]
+    if meta:
+        return f"{len(meta)} parameters, such as {meta[0]}, have no values (device meta: not loaded, or offloaded)"
+    if getattr(core, "is_quantized", False) or getattr(core, "hf_quantizer", None) is not None:
+        return "the weights are quantised; load the model without quantisation, or dequantise it"
+    return ""
+
+
+class Limits:
+    """The reasons why transforms are not for a model.
+
+    Args:
+        core: the Hugging Face model.
+        parts: its parts.
+    """
+
+    def __init__(self, core: nn.Module, parts: Parts) -> None:
+        self.core: Any = core
+        self.parts, self.cfg = parts, parts.cfg
+        self.a, self.block = parts.architecture, parts.block
+
+    def reason(self, step: str) -> str:
+        """Why a transform cannot be done, "" where it can."""
+        own = getattr(self, "_" + step)
+        return own() or self._weights(step) or self._structure()
+
+    def _weights(self, step: str) -> str:
+        """Every matrix that is written has to be a view of a parameter of a plain layer."""
+        stored = {p.untyped_storage().data_ptr() for p in self.core.parameters()}
+        for name, get in written(self.parts, step).items():
+            try:
+                weight = get()
+            except TypeError as error:  # what `Weights.matrix` says of LoRA and quantised layers
+                return str(error)
+            if weight.dtype not in _TYPES:
+                return f"{name} is of type {weight.dtype}"
+            if weight.untyped_storage().data_ptr() not in stored:
+                return f"{name} is computed from the model's parameters: writing to it would change nothing"
+        return ""
+
+    def _structure(self) -> str:
+        if others := self.parts.undeclared():
+            return f"the adapter does not say what {', '.join(others[:3])} read{'s' * (len(others) == 1)} and write"
+        count = Counter(id(p) for _, p in self.core.named_parameters(remove_duplicate=False))
+        tied = id(self.parts.weights.module(self.a.embed).weight)
+        twice = [name for name, p in self.core.named_parameters() if count[id(p)] > 1 and id(p) != tied]
+        return f"{twice[0]} is used in more than one place" if twice else ""
+
+    def _fold_ln(self) -> str:
+        block, cfg = self.block, self.cfg
+        if block.norm.identity:
+            return "it has no norms"
+        if block.qk_shift:
+            return "queries and keys read the norm's output with position embeddings added to it"
+        if not self.parts.weights.has("." + self.a.unembed):
+            return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
+        for norm in self.parts.norms:
+            bias = self.parts.affine(norm)[1]
+            if bias is None or not bool(bias.any()):
+                continue
+            if norm.gated:
+                return f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
+            if any(reader.bias is None for reader in norm.readers):
+                return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
+        if isinstance(block.mlp, MoE) and cfg.num_experts is None:
+            return "the number of experts is not known"
+        return ""
+
+    def _center_writing_weights(self) -> str:
+        block, final = self.block, self.parts.final_kind
+        if block.norm.identity or (final is None and self.parts.weights.has("." + self.a.unembed)):
+            return "something reads the residual stream without a norm, which would see the mean that is taken out"
+        kinds = [block.norm] + ([final] if final else [])
+        if not all(kind.centered for kind in kinds):
+            return "it has RMS norms, which do not subtract the mean of what they read"
+        if block.ln1_post or block.ln2_post:
+            return "what attention and MLP write goes through a norm, whose output does not sum to zero"
+        if block.qk_shift:
+            return "position embeddings are added to what queries and keys read, behind the norm"
+        return ""
+
+    def _center_unembed(self) -> str:
+        if not self.parts.weights.has("." + self.a.unembed):
+            return f"{type(self.core).__name__} has no output layer"
+        if self.cfg.output_logits_soft_cap > 0:
+            return f"its logits go through a soft cap of {self.cfg.output_logits_soft_cap:g}, which is not linear"
+        return ""
+
+    def _fold_value_biases(self) -> str:
+        attn = self.block.attn
+        if attn is None:
+            return "it has no attention"
+        if attn.sink:
+            return "it has attention sinks: the rows of its pattern do not sum to one"
+        fused_without_place = attn.v.part is not None and any(
+            not self.parts.has_bias(self.parts.output(path)) and self.parts.has_bias(self.parts.value(path))
+            for _, path in self.parts.blocks
+        )
+        if fused_without_place:
+            return "the output projection has no bias, and the values' are a part of a fused one"
+        return ""
+
+    def _refactor_factored_attn_matrices(self) -> str:
+        cfg, attn = self.cfg, self.block.attn
+        if reason := self._fold_value_biases():
+            return reason
+        if attn.rotary or cfg.positional_embedding_type == "rotary":
+            return "queries and keys are rotated by their positions, between which the product would have to be taken"
+        if self.block.qk_norm:
+            return "queries and keys go through norms"
+        if cfg.n_kv_heads != cfg.n_heads:
+            return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} heads of keys and values"
+        if cfg.d_head > cfg.d_model:
+            return f"d_head={cfg.d_head} is more than d_model={cfg.d_model}"
+        if not all(self.parts.has_bias(self.parts.output(path)) for _, path in self.parts.blocks):
+            return "the output projection has no bias to take up those of the values"
+        return ""
+
+
+def plain_values(parts: Parts, step: str) -> bool:
+    """Whether the parameters are as a transform leaves them, where that can be seen at a glance."""
+    if step == "fold_ln":
+        return all(parts.is_plain(norm) for norm in parts.norms)
+    if step == "fold_value_biases":
+        values = (parts.find(f"{name}.{parts.block.attn.name}", "b_V") for name, _ in parts.blocks)
+        return not any(bool(parts.get(name)().any()) for name in values)
+    return True
+
+

@@ -1,0 +1,136 @@
+"""The transforms of `weight_processing`, done to a model's own parameters, a piece of one matrix at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from bridge.processing_files import Carried
+from bridge.processing_parts import Norm, Parts, Reader, ensure_bias
+from weight_processing import (
+    center_unembed,
+    center_writing_weights,
+    fold_layer_norm,
+    fold_value_biases,
+    refactor_query_key,
+    refactor_value_output,
+)
+
+
+def precise(x: Tensor) -> Tensor:
+    """In the type that is computed in: float64, or float32 for half precision and where there is no float64."""
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    return x.to(torch.float32 if half or x.device.type == "mps" else torch.float64)
+
+
+def _pieces(parts: Parts, x: Tensor, dim: int, least: int = 0) -> Iterator[Tensor]:
+    """Views of a matrix, small beside the model (and kept in the processor's caches), cut along an axis."""
+    size = max(4096, min(parts.cfg.n_params // 64, max(least, 1 << 17)))
+    return iter(x.split(max(1, size * x.shape[dim] // x.numel()), dim))
+
+
+def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Tensor | None) -> None:
+    weight = reader.weight()
+    cut = 0 if weight.ndim == 3 else -1
+    if b is not None:
+        assert reader.bias is not None
+        ensure_bias(parts.weights.module(reader.holder))
+        biases = iter(reader.bias().split(next(_pieces(parts, weight, cut)).shape[cut]))
+    for piece in _pieces(parts, weight, cut):
+        new, more = fold_layer_norm(precise(piece), w, b, norm.kind.centered)
+        piece.copy_(new)
+        if more is not None:
+            bias = next(biases)
+            bias.copy_(precise(bias) + more)
+
+
+def do_fold_ln(parts: Parts, carried: Carried) -> None:
+    for norm in parts.norms:
+        w, b = (None if x is None else precise(x) for x in parts.affine(norm))
+        b = None if b is None or not bool(b.any()) else b
+        for reader in norm.readers:
+            if b is not None and not parts.has_bias(reader.holder):
+                carried.add_reader(norm.path, reader.holder)
+            _fold_into(parts, reader, norm, w, b)
+        module = parts.weights.module(norm.path)
+        if isinstance(module.weight, Tensor):
+            module.weight.fill_(1.0 - norm.kind.offset)
+        if isinstance(getattr(module, "bias", None), Tensor):
+            module.bias.zero_()  # type: ignore[operator, union-attr]
+
+
+def do_center_writing_weights(parts: Parts, carried: Carried) -> None:
+    for get in parts.writers.values():
+        for piece in _pieces(parts, get(), 0) if get().ndim > 1 else [get()]:
+            piece.copy_(center_writing_weights(precise(piece)))
+
+
+def do_center_unembed(parts: Parts, carried: Carried) -> None:
+    # A piece is some columns of the stored matrix: wide enough that whole lines of memory are read.
+    for piece in _pieces(parts, parts.get("unembed.W_U")(), 0, 1 << 22):
+        piece.copy_(center_unembed(precise(piece)))
+    if parts.has_bias("." + parts.architecture.unembed):
+        bias = parts.get("unembed.b_U")()
+        bias.copy_(center_unembed(precise(bias)))
+
+
+def do_fold_value_biases(parts: Parts, carried: Carried) -> None:
+    for name, path in parts.blocks:
+        at = f"{name}.{parts.block.attn.name}"
+        b_V = parts.get(parts.find(at, "b_V"))()
+        if not bool(b_V.any()):
+            continue
+        output, W_O = parts.output(path), parts.get(f"{at}.W_O")()
+        more = sum(
+            fold_value_biases(precise(biases), precise(heads))
+            for biases, heads in zip(b_V.split(1), W_O.split(len(W_O) // len(b_V)), strict=True)
+        )
+        if not parts.has_bias(output) or carried.has_output(output):
+            carried.add_output(output, parts.value(path), b_V, len(W_O))
+            ensure_bias(parts.weights.module(output))
+        b_O = parts.get(f"{at}.b_O")()
+        b_O.copy_(precise(b_O) + more)
+        b_V.zero_()
+
+
+def do_refactor(parts: Parts, carried: Carried) -> None:
+    do_fold_value_biases(parts, carried)
+    for name, path in parts.blocks:
+        at = f"{name}.{parts.block.attn.name}"
+        attn = parts.block.attn
+        names = ("W_Q", "b_Q", "W_K", "b_K")
+        views = [parts.get(f"{at}.{part}")() for part in names]
+        new = refactor_query_key(*map(precise, views))
+        for part, view, value in zip(names, views, new, strict=True):
+            projection = attn.q if part.endswith("Q") else attn.k
+            # Where there is no bias its row of the matrix was zero, and is zero.
+            if part.startswith("W") or parts.has_bias(".".join(filter(None, (path, attn.path, projection.path)))):
+                view.copy_(value)
+        W_V, W_O = (parts.get(f"{at}.{part}")() for part in ("W_V", "W_O"))
+        for view, value in zip((W_V, W_O), refactor_value_output(precise(W_V), precise(W_O)), strict=True):
+            view.copy_(value)
+
+
+#: In the order in which they are done.
+STEPS: dict[str, Callable[[Parts, Carried], None]] = {
+    "fold_ln": do_fold_ln,
+    "center_writing_weights": do_center_writing_weights,
+    "center_unembed": do_center_unembed,
+    "fold_value_biases": do_fold_value_biases,
+    "refactor_factored_attn_matrices": do_refactor,
+}
+
+
+def written(parts: Parts, step: str) -> dict[str, Callable[[], Tensor]]:
+    """The matrices that a transform needs to write to, by canonical name."""
+    if step == "fold_ln":
+        return {reader.name: reader.weight for norm in parts.norms for reader in norm.readers}
+    if step == "center_writing_weights":
+        return parts.writers
+    if step == "center_unembed":
+        return {"unembed.W_U": parts.get("unembed.W_U")}
+    letters = ("W_V", "W_O") if step == "fold_value_biases" else ("W_Q", "W_K", "W_V", "W_O")
+    names = [parts.find(f"{name}.{parts.block.attn.name}", w) for name, _ in parts.blocks for w in letters]
+    return {name: parts.get(name) for name in names}

@@ -1,0 +1,159 @@
+"""`verify` holds for all eighteen families, from tiny random configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from adapters import verify
+from bridge import TransformerBridge
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61,
+    "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 40, "pad_token_id": 0}
+NEO = {
+    "hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 61, "max_position_embeddings": 40,
+    "attention_types": [[["global", "local"], 1]], "window_size": 4,
+}  # fmt: skip
+OPT = {name: size for name, size in SIZES.items() if name != "intermediate_size"} | {
+    "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0,
+}  # fmt: skip
+BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}
+T5 = {
+    "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "vocab_size": 61,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+MHA, GQA, MQA = ({"num_key_value_heads": n} for n in (4, 2, 1))
+WIDE = {"head_dim": 12}
+WINDOW = {"sliding_window": 4}
+TIED, UNTIED = ({"tie_word_embeddings": tied} for tied in (True, False))
+
+#: Each family's configuration as its models usually are: class, configuration's class, its fields.
+USUAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT),
+    "gpt_neo": ("GPTNeoForCausalLM", "GPTNeoConfig", NEO),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", GPT | {"rotary_dim": 4}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES),
+    "opt": ("OPTForCausalLM", "OPTConfig", OPT),
+    "bloom": ("BloomForCausalLM", "BloomConfig", BLOOM),
+    "llama-gqa": ("LlamaForCausalLM", "LlamaConfig", SIZES | GQA),
+    "mistral-gqa-window": ("MistralForCausalLM", "MistralConfig", SIZES | GQA | WINDOW),
+    "mixtral-gqa": ("MixtralForCausalLM", "MixtralConfig", SIZES | GQA | {"num_local_experts": 4}),
+    "qwen2-gqa": ("Qwen2ForCausalLM", "Qwen2Config", SIZES | GQA),
+    "qwen3-gqa": ("Qwen3ForCausalLM", "Qwen3Config", SIZES | GQA | WIDE),
+    "gemma-mqa": ("GemmaForCausalLM", "GemmaConfig", SIZES | MQA | WIDE),
+    "gemma2-gqa": ("Gemma2ForCausalLM", "Gemma2Config", SIZES | GQA | WIDE | WINDOW),
+    "gemma3-gqa": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        SIZES | GQA | WIDE | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi": ("PhiForCausalLM", "PhiConfig", SIZES),
+    "phi3-gqa": ("Phi3ForCausalLM", "Phi3Config", SIZES | GQA),
+    "bert": ("BertForMaskedLM", "BertConfig", SIZES),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+}
+#: Transformers itself has no scaled-dot-product attention for these, and says so when one asks for it.
+EAGER_ONLY = ("gpt_neo", "gptj", "bloom", "gemma2-gqa")
+
+#: What else their configurations allow: which of the usual ones it changes, and how.
+OTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-untied": ("gpt2", UNTIED),
+    "gpt2-scaled-by-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 20}),
+    "gpt_neo-untied": ("gpt_neo", UNTIED | {"intermediate_size": 20}),
+    "gptj-tied": ("gptj", TIED | {"rotary_dim": 8}),
+    "gpt_neox-one-after-the-other": ("gpt_neox", {"use_parallel_residual": False}),
+    "gpt_neox-tied-no-bias": ("gpt_neox", TIED | {"attention_bias": False}),
+    "opt-no-bias-untied": ("opt", {"enable_bias": False} | UNTIED),
+    "opt-no-norm-weights": ("opt", {"layer_norm_elementwise_affine": False}),
+    "bloom-untied": ("bloom", UNTIED),
+    "llama-mha-tied": ("llama-gqa", MHA | TIED),
+    "llama-mqa-bias": ("llama-gqa", MQA | WIDE | {"attention_bias": True, "mlp_bias": True}),
+    "mistral-mha-tied": ("mistral-gqa-window", MHA | TIED | {"sliding_window": None}),
+    "mistral-mqa": ("mistral-gqa-window", MQA | WIDE),
+    "mixtral-mha-tied-window": ("mixtral-gqa", MHA | TIED | WINDOW | {"num_experts_per_tok": 1}),
+    "mixtral-mqa": ("mixtral-gqa", MQA | {"num_experts_per_tok": 3}),
+    "qwen2-mha-tied-window": ("qwen2-gqa", MHA | TIED | WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2-mqa": ("qwen2-gqa", MQA),
+    "qwen3-mha-bias-tied": ("qwen3-gqa", MHA | TIED | {"attention_bias": True}),
+    "qwen3-mqa": ("qwen3-gqa", MQA),
+    "gemma-gqa-bias": ("gemma-mqa", GQA | {"attention_bias": True}),
+    "gemma-mha-untied": ("gemma-mqa", MHA | UNTIED),
+    "gemma2-mha-bias-untied": ("gemma2-gqa", MHA | UNTIED | {"attention_bias": True}),
+    "gemma2-mqa-no-caps": ("gemma2-gqa", MQA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3-mha-bias-untied": ("gemma3-gqa", MHA | UNTIED | {"attention_bias": True}),
+    "gemma3-mqa": ("gemma3-gqa", MQA),
+    "phi-gqa-tied": ("phi", GQA | TIED),
+    "phi-mqa-normed": ("phi", MQA | {"qk_layernorm": True}),
+    "phi3-mha-tied": ("phi3-gqa", MHA | TIED),
+    "phi3-mqa-window": ("phi3-gqa", MQA | WINDOW),
+    "bert-untied": ("bert", UNTIED),
+    "t5-gated-untied": ("t5", UNTIED | {"feed_forward_proj": "gated-gelu"}),
+}
+#: Other heads, and none.
+CLASSES = {
+    "gpt2": ("GPT2Model", "GPT2ForSequenceClassification"),
+    "llama-gqa": ("LlamaModel", "LlamaForTokenClassification"),
+    "bert": ("BertForNextSentencePrediction", "BertForPreTraining", "BertModel", "BertForSequenceClassification"),
+    "t5": ("T5EncoderModel", "T5Model"),
+}
+
+
+def tiny(case: str, cls: str | None = None, **more: Any) -> PreTrainedModel:
+    """The model of a case with random weights, none of them left at a trivial value, in evaluation mode."""
+    usual, changes = OTHER.get(case, (case, {}))
+    usual_cls, config_cls, fields = USUAL[usual]
+    config = getattr(transformers, config_cls)(**fields | changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(len(case))
+        model = getattr(transformers, cls or usual_cls)._from_config(config, **more)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def holds(model: PreTrainedModel) -> None:
+    report = verify(TransformerBridge(model))
+    assert report.passed, str(report)
+
+
+def test_these_are_eighteen_families() -> None:
+    assert len(USUAL) == len({case.split("-")[0] for case in USUAL}) == 18
+
+
+@pytest.mark.parametrize("case", [case for case in USUAL if case not in EAGER_ONLY])
+def test_verified_with_sdpa(case: str) -> None:
+    holds(tiny(case, attn_implementation="sdpa"))
+
+
+@pytest.mark.parametrize("case", USUAL)
+def test_verified_with_eager_attention(case: str) -> None:
+    holds(tiny(case, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("case", USUAL)
+def test_verified_in_bfloat16(case: str) -> None:
+    holds(tiny(case, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_verified_with_other_options(case: str) -> None:
+    holds(tiny(case))
+
+
+@pytest.mark.parametrize(("case", "cls"), [(case, cls) for case, classes in CLASSES.items() for cls in classes])
+def test_verified_with_other_heads(case: str, cls: str) -> None:
+    holds(tiny(case, cls))
+
+
+@pytest.mark.parametrize("case", EAGER_ONLY)
+def test_transformers_refuses_sdpa(case: str) -> None:
+    with pytest.raises(ValueError, match="does not support an attention implementation"):
+        tiny(case, attn_implementation="sdpa")
