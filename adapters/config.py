@@ -21,6 +21,7 @@ class ModelConfig:
     Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype` and
     `n_params` are read from the parameters at the time of asking. ``use_attn_result``, ``use_split_qkv_input``,
     ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy hook points.
+    `processed` says, for each transform of `process_weights` that was asked for, that it is done or why it is not.
     """
 
     model_name: str

@@ -56,6 +56,7 @@ def eps_of(module: nn.Module) -> float:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
+    """The tensor in a type that sums of squares can be taken in."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 

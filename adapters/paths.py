@@ -6,6 +6,7 @@ from torch import nn
 
 
 def join(*parts: str) -> str:
+    """Dotted paths one after another; empty ones are left out."""
     return ".".join(part for part in parts if part)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import threading
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from torch import nn
@@ -20,7 +22,9 @@ _FAMILIES = (
     "phi3", "qwen", "t5",
 )  # fmt: skip
 _loaded = False
-_ENTRY_POINTS = "transformer_bridge.adapters"
+_LOADING = threading.RLock()
+#: The group of entry points through which other packages bring adapters.
+ENTRY_POINTS = "transformer_bridge.adapters"
 
 
 class UnsupportedModelError(TypeError):
@@ -29,6 +33,9 @@ class UnsupportedModelError(TypeError):
 
 def register(*class_names: str) -> Callable[[Declare], Declare]:
     """Registers an adapter for all models that have a class of one of these names among their bases.
+
+    Another package registers its own through an entry point in the group ``transformer_bridge.adapters`` that names a
+    module which calls this. A name that is registered again belongs to the later adapter.
 
     Args:
         class_names: usually the family's ``...PreTrainedModel`` class, so that every head and every subclass of a
@@ -87,12 +94,28 @@ def declaration_for(model: nn.Module) -> Architecture:
 def _load() -> None:
     """Imports our own families, then those of other packages, once."""
     global _loaded
-    if _loaded:
-        return
-    _loaded = True
-    for family in _FAMILIES:
-        importlib.import_module(f"adapters.families.{family}")
-    from importlib.metadata import entry_points
+    with _LOADING:
+        if _loaded:
+            return
+        _loaded = True  # before it is true: an adapter may ask for others while it is being imported
+        try:
+            for family in _FAMILIES:
+                importlib.import_module(f"adapters.families.{family}")
+            for entry in entry_points(group=ENTRY_POINTS):
+                _load_entry_point(entry)
+        except BaseException:
+            _loaded = False
+            raise
 
-    for entry in entry_points(group=_ENTRY_POINTS):
+
+def _load_entry_point(entry: EntryPoint) -> None:
+    """Imports an adapter of another package. Whatever goes wrong there is said to be theirs, and goes wrong here."""
+    try:
         entry.load()
+    except BaseException as error:
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an installed package"
+        error.add_note(
+            f"This happened while importing the adapter {entry.name!r} ({entry.value}), which {package} declares as an "
+            f"entry point in {ENTRY_POINTS}. Repair that package, or uninstall it."
+        )
+        raise

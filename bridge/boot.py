@@ -88,6 +88,7 @@ class BootMethods:
         where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if checkpoint or revision:
             where["revision"] = checkpoint.revision if checkpoint else revision
+        loaded = hf_model is None
         if hf_model is None:
             config = AutoConfig.from_pretrained(repository, **where)
             _override(config, dict(hf_config_overrides or {}) | _context(config, n_ctx))
@@ -107,8 +108,10 @@ class BootMethods:
             hf_model.to(device)
         if tokenizer is None:
             tokenizer = _tokenizer(AutoTokenizer, repository, where)
-        bridge = cls(hf_model, tokenizer)  # type: ignore[call-arg]
-        cfg = bridge.cfg  # type: ignore[attr-defined]
+        bridge: Any = cls(hf_model, tokenizer)  # type: ignore[call-arg]
+        if loaded:
+            bridge.restore_processing()
+        cfg = bridge.cfg
         cfg.model_name = name_or_path
         if n_ctx is not None:
             cfg.n_ctx = n_ctx

@@ -207,7 +207,7 @@ class GenerationMethods:
         arguments["stopping_criteria"].append(Steps(bar))
         with bar, generating(), recorder.attached(self.wiring, self.core) if recorder else _nothing():
             made = self.original_model.generate(**prompt.kwargs, **arguments)
-        sequences = made.sequences if isinstance(made, ModelOutput) else made
+        sequences = made["sequences"] if isinstance(made, ModelOutput) else made
         result: Any = None
         if output_logits:
             result = made

@@ -125,7 +125,7 @@ def _decoder_tokens(bridge: Any, kwargs: dict[str, Any]) -> Tensor | None:
         start = bridge.core.config.decoder_start_token_id
         if start is None:
             raise ValueError(f"{bridge.cfg.model_name} names no decoder_start_token_id; pass decoder_input_ids")
-        given = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
         kwargs["decoder_input_ids"] = torch.full((given.shape[0], 1), start, device=given.device)
     return kwargs["decoder_input_ids"]
 

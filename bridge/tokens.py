@@ -239,7 +239,7 @@ class TokenMethods:
     def get_token_position(
         self,
         single_token: str | int,
-        input: str | Int[Tensor, "..."],
+        input: str | Int[Tensor, ...],
         mode: str = "first",
         prepend_bos: bool | None = None,
         padding_side: str | None = None,

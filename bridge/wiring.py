@@ -260,9 +260,9 @@ class Wiring:
         """
         gradient = listener.kind in ("bwd", "edge")
         if point.point.branches and gradient:
-            clash, kinds = _own_inputs, ("fwd", "bwd", "edge")
+            clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge"})
         elif _own_inputs(point) and listener.kind != "read":
-            clash, kinds = _shared_norm, ("bwd", "edge")
+            clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
         else:
             return
         block = (point.point.stack, point.point.depth)

@@ -148,10 +148,10 @@ class NativeConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
 
-# What Hugging Face passes besides the fields, when it reads config.json.
+# What Hugging Face passes besides the fields, when it reads config.json, and what processing notes there.
 _FROM_HUGGING_FACE = {
     "model_type", "name_or_path", "attn_implementation", "experts_implementation", "output_attentions", "torch_dtype",
-    "num_labels", "_commit_hash",
+    "num_labels", "_commit_hash", "transformer_bridge_processed",
 }  # fmt: skip
 
 

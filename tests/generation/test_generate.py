@@ -24,7 +24,9 @@ def endless(family):
 
 
 def test_greedy_equals_the_models_own(endless):
-    expected = endless.original_model.generate(SOME, attention_mask=torch.ones_like(SOME), max_new_tokens=9, do_sample=False)
+    expected = endless.original_model.generate(
+        SOME, attention_mask=torch.ones_like(SOME), max_new_tokens=9, do_sample=False
+    )
     assert torch.equal(endless.generate(SOME, max_new_tokens=9, **GREEDY), expected)
     assert torch.equal(endless.generate(SOME[0], max_new_tokens=9, **GREEDY), expected[:1])
     assert torch.equal(endless.generate(SOME.tolist(), max_new_tokens=9, **GREEDY), expected)
@@ -122,14 +124,16 @@ def test_the_cache_of_a_generation_is_that_of_the_finished_sequence(endless, cac
     assert list(cache) == list(expected)
     for name in expected:
         torch.testing.assert_close(cache[name], expected[name], atol=2e-5, rtol=1e-4, msg=name)
-    _, some = endless.generate(SOME, max_new_tokens=2, return_cache=True, names_filter="hook_embed", device="meta", **GREEDY)
+    _, some = endless.generate(
+        SOME, max_new_tokens=2, return_cache=True, names_filter="hook_embed", device="meta", **GREEDY
+    )
     assert list(some) == ["hook_embed"] and some["hook_embed"].is_meta
     assert torch_hooks(endless.original_model) == 0
 
 
 def test_the_cache_of_padded_prompts(embedded):
     texts = ["Mary", "Mary and John went"]
-    made, cache, prompt = embedded.generate(
+    made, cache, _ = embedded.generate(
         texts, max_new_tokens=5, return_cache=True, return_input_tokens=True, return_type="tokens", stop_at_eos=False,
         **GREEDY,
     )  # fmt: skip
@@ -223,7 +227,9 @@ def test_what_is_returned(endless):
     assert endless.generate(SOME, return_type=None, **GREEDY) is None
     beams = endless.generate(SOME, max_new_tokens=3, num_beams=2, **GREEDY)
     assert beams.shape == (2, 8)
-    native = endless.hf_generate(SOME, max_new_tokens=2, return_dict_in_generate=True, output_scores=True, do_sample=False)
+    native = endless.hf_generate(
+        SOME, max_new_tokens=2, return_dict_in_generate=True, output_scores=True, do_sample=False
+    )
     assert len(native.scores) == 2
 
 
@@ -236,7 +242,7 @@ def test_embeddings_as_a_prompt(endless):
 def test_the_context_limit(endless):
     full = torch.full((1, 38), 3)
     assert endless.generate(full, max_new_tokens=2, **GREEDY).shape == (1, 40)
-    with pytest.raises(ValueError, match="has 38 tokens and max_new_tokens=3; .* context of 40: there is room for 2"):
+    with pytest.raises(ValueError, match=r"has 38 tokens and max_new_tokens=3; .* context of 40: there is room for 2"):
         endless.generate(full, max_new_tokens=3, **GREEDY)
 
 
@@ -284,7 +290,14 @@ def test_the_progress_bar_counts_tokens(endless, capsys):
 
 def test_encoder_decoder():
     config = T5Config(
-        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=61, decoder_start_token_id=0, dropout_rate=0.0
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=61,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
     )
     torch.manual_seed(0)
     model = never_ending(T5ForConditionalGeneration(config).eval())
@@ -316,7 +329,9 @@ def test_a_sliding_window_whose_cache_forgets():
 
 def test_a_state_of_fixed_size():
     torch.manual_seed(0)
-    bridge = TransformerBridge(never_ending(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61)).eval()))
+    bridge = TransformerBridge(
+        never_ending(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61)).eval())
+    )
     expected = bridge.generate(SOME, max_new_tokens=5, **GREEDY)
     made, cache = bridge.generate(SOME, max_new_tokens=5, cache_implementation="static", return_cache=True, **GREEDY)
     assert torch.equal(made, expected)

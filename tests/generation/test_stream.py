@@ -26,7 +26,9 @@ def test_several_rows(embedded, side):
     options = {"max_new_tokens": 8, "padding_side": side, **GREEDY}
     pieces = list(embedded.generate_stream(texts, **options))
     assert ["".join(piece[i] for piece in pieces) for i in range(3)] == embedded.generate(texts, **options)
-    tokens = torch.cat(list(embedded.generate_stream(texts, return_type="tokens", **(options | {"padding_side": "left"}))), -1)
+    tokens = torch.cat(
+        list(embedded.generate_stream(texts, return_type="tokens", **(options | {"padding_side": "left"}))), -1
+    )
     assert torch.equal(tokens, embedded.generate(texts, return_type="tokens", **(options | {"padding_side": "left"})))
 
 

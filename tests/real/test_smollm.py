@@ -11,7 +11,9 @@ GREEDY = {"do_sample": False, "verbose": False}
 def test_it_is_the_model(smollm):
     tokens = smollm.to_tokens("The capital of France is", prepend_bos=False)
     assert torch.equal(smollm(tokens), smollm.original_model(tokens).logits)
-    assert smollm.generate("The capital of France is", max_new_tokens=2, prepend_bos=False, **GREEDY).endswith(" Paris.")
+    assert smollm.generate("The capital of France is", max_new_tokens=2, prepend_bos=False, **GREEDY).endswith(
+        " Paris."
+    )
 
 
 def test_verified(smollm):

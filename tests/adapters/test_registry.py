@@ -1,0 +1,113 @@
+"""Adapters from other packages, through entry points, and models that have no adapter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from adapters import UnsupportedModelError, anatomy, register, supported
+from adapters.families.llama import llama
+from adapters.registry import _REGISTRY
+from bridge import TransformerBridge
+from tests.adapters.test_verify_all import tiny
+
+ADAPTER = """
+from adapters import register
+from adapters.families.llama import llama_like
+
+
+@register("StableLmPreTrainedModel")
+def mine(config):
+    return llama_like(config, facts={"extra": {"from": "another package"}})
+"""
+
+USE = """
+from adapters import UnsupportedModelError, anatomy, supported
+from transformers import StableLmConfig, StableLmModel
+
+print("StableLmPreTrainedModel" in supported())
+config = StableLmConfig(
+    vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, max_position_embeddings=8,
+)
+print(anatomy(StableLmModel(config)).cfg.extra)
+"""
+
+FAILS_TWICE = """
+from adapters import supported
+
+for attempt in range(2):
+    try:
+        supported()
+    except Exception as error:
+        print(type(error).__name__, error, *error.__notes__)
+"""
+
+
+def install(folder: Path, package: str, code: str | None, target: str) -> None:
+    """Writes an installed distribution with one entry point."""
+    if code is not None:
+        (folder / f"{package}.py").write_text(code)
+    info = folder / f"{package}-0.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 0.3\n")
+    (info / "entry_points.txt").write_text(f"[transformer_bridge.adapters]\nstable_lm = {target}\n")
+
+
+def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter that finds the folder's distributions beside our own."""
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), root]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("target", ["my_adapters", "my_adapters:mine"])
+def test_another_package_brings_an_adapter(tmp_path: Path, target: str) -> None:
+    install(tmp_path, "my_adapters", ADAPTER, target)
+    done = python(tmp_path, USE)
+    assert done.stdout.splitlines() == ["True", "{'from': 'another package'}"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "target", "error"),
+    [
+        (None, "nowhere", "ModuleNotFoundError No module named 'nowhere'"),
+        (ADAPTER, "broken:absent", "AttributeError module 'broken' has no attribute 'absent'"),
+        ("1 / 0", "broken", "ZeroDivisionError division by zero"),
+    ],
+)
+def test_an_adapter_that_cannot_be_imported_is_named(tmp_path: Path, code: str | None, target: str, error: str) -> None:
+    install(tmp_path, "broken", code, target)
+    done = python(tmp_path, FAILS_TWICE)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and lines[0] == lines[1], done.stderr  # it is not forgotten after the first time
+    assert lines[0].startswith(error)
+    assert f"importing the adapter 'stable_lm' ({target}), which broken 0.3 declares" in lines[0]
+    assert "transformer_bridge.adapters" in lines[0]
+
+
+def test_a_model_without_an_adapter_is_refused() -> None:
+    class LlamoPreTrainedModel(nn.Module):
+        pass
+
+    with pytest.raises(UnsupportedModelError, match=r"no adapter for LlamoPreTrainedModel\. The nearest are Llama"):
+        anatomy(LlamoPreTrainedModel())
+
+
+def test_a_subclass_and_a_newly_registered_class_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama-gqa")
+
+    class MyLlama(type(model)):  # type: ignore[misc]
+        pass
+
+    model.__class__ = MyLlama
+    assert TransformerBridge(model).cfg.original_architecture == "MyLlama"
+    assert "MyLlama" not in supported()
+    monkeypatch.setitem(_REGISTRY, "MyLlama", None)  # so that it is taken back afterwards
+    assert register("MyLlama")(llama) is llama
+    assert "MyLlama" in supported() and anatomy(model).block_paths == ["model.layers.0", "model.layers.1"]
