@@ -48,11 +48,14 @@ class MoE:
         path: the module, relative to the block.
         router: the module, relative to `path`, that chooses among the experts: in its forward it computes one softmax,
             over all experts, for each of the ``(batch pos)`` rows.
+        experts: the module, relative to `path`, that holds the experts' weights, ``gate_up_proj`` and ``down_proj``,
+            one expert after the other along the first axis.
         weights_key, indices_key: which elements of its output are the chosen experts' weights and indices.
     """
 
     path: str
     router: str
+    experts: str = "experts"
     weights_key: int = 1
     indices_key: int = 2
 
@@ -250,7 +253,7 @@ def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, 
             add_norm("ln1_post", module, block.norm)
             add(f"{prefix}.hook_attn_out", Site(module, "output"))
     if block.mlp:
-        points.extend(_mlp_points(block, path, prefix, index, stack, ln1_site))
+        points.extend(_mlp_points(block, path, prefix, index, cfg, stack, ln1_site))
         if block.ln2_post:
             module = join(path, block.ln2_post)
             add_norm("ln2_post", module, block.norm)
@@ -260,7 +263,9 @@ def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, 
     return points
 
 
-def _mlp_points(block: Block, path: str, prefix: str, index: int, stack: str, ln1_site: Site | None) -> list[Point]:
+def _mlp_points(
+    block: Block, path: str, prefix: str, index: int, cfg: Any, stack: str, ln1_site: Site | None
+) -> list[Point]:
     """The hook points from the residual stream before the MLP to its output."""
     mlp = block.mlp
     assert mlp is not None
@@ -308,6 +313,12 @@ def _mlp_points(block: Block, path: str, prefix: str, index: int, stack: str, ln
         chosen = "batch pos experts_per_token"
         add("mlp.hook_topk_weights", Site(router, "output", mlp.weights_key), axes=chosen, group="extra", **routed)
         add("mlp.hook_expert_indices", Site(router, "output", mlp.indices_key), axes=chosen, **routed)
+        experts = join(module, mlp.experts)
+        for e in range(cfg.num_experts):
+            for part in ("gate", "pre", "post"):
+                site = Site(experts, "experts", f"{e}.{part}")
+                # Its rows are of no batch: in caches only when named.
+                add(f"mlp.experts.{e}.hook_{part}", site, axes="row d_mlp", group="extra")
         out = Site(module, "output")
     else:
         up_site = Site(join(module, mlp.up.path), "output")

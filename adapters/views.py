@@ -37,11 +37,18 @@ class Call:
         return self.args[0] if self.args else self.kwargs["hidden_states"]
 
 
+def split(x: Tensor, n: int) -> Tensor:
+    """``... (n d) -> ... n d``, a view. (`Tensor.unflatten` does the same through several layers of Python.)"""
+    return x.view(*x.shape[:-1], n, x.shape[-1] // n)
+
+
 class View:
     """The identity: the site's tensor is the activation."""
 
     #: True where `get` returns the site's own tensor.
     identity: bool = True
+    #: True where `get` and `put` look at the call.
+    contextual: bool = False
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False
 
@@ -82,6 +89,7 @@ class Derived(View):
     """A view whose activation is computed, not a part of the site's tensor."""
 
     identity = False
+    contextual = True
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +100,7 @@ class Heads(View):
     identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return x.unflatten(-1, (self.n_heads, -1))
+        return split(x, self.n_heads)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new.flatten(-2)
@@ -119,7 +127,7 @@ def columns(start: int, stop: int, n_heads: int | None = None) -> Part:
 
     def select(x: Tensor) -> Tensor:
         part = x[..., start:stop]
-        return part if n_heads is None else part.unflatten(-1, (n_heads, -1))
+        return part if n_heads is None else split(part, n_heads)
 
     return Part(select)
 
@@ -188,6 +196,7 @@ class WithoutLastColumn(View):
 
     def __init__(self, inner: View) -> None:
         self.inner = inner
+        self.contextual = inner.contextual
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return self.inner.get(x[..., :-1], call)
@@ -233,6 +242,7 @@ class Through(View):
     def __init__(self, inner: View, outer: View) -> None:
         self.inner, self.outer = inner, outer
         self.writes_through = inner.writes_through
+        self.contextual = inner.contextual or outer.contextual
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         act = self.outer.get(self.inner.get(x, call), call)

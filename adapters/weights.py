@@ -147,7 +147,7 @@ class Weights:
     def add_experts(self, name: str, path: str, moe: MoE) -> None:
         """The router and each expert, oriented as the linear layers that HookedTransformer keeps them in."""
         self.getters[f"{name}.W_gate.weight"] = self.parameter(join(path, moe.path, moe.router))
-        experts = join(path, moe.path, "experts")
+        experts = join(path, moe.path, moe.experts)
         d_mlp = self.cfg.d_mlp
 
         def part(name: str, index: int, rows: slice) -> Get:

@@ -50,9 +50,7 @@ def main() -> None:
             tokens, attention_mask=mask, **options
         )
         ours = lambda bridge=bridge, tokens=tokens, quiet=quiet: bridge.generate(tokens, **quiet)
-        cached = lambda bridge=bridge, tokens=tokens, quiet=quiet: bridge.generate(
-            tokens, return_cache=True, **quiet
-        )
+        cached = lambda bridge=bridge, tokens=tokens, quiet=quiet: bridge.generate(tokens, return_cache=True, **quiet)
         assert torch.equal(plain(), ours())
         jobs = {
             "hf.generate": plain,

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.import_utils import is_torch_flex_attn_available
 
+from bridge.hook_point import STATE
+
 
 def additive_mask(
     implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
@@ -34,7 +36,7 @@ def additive_mask(
     if isinstance(mask, Tensor) and mask.ndim == 4:
         return _as_additive(mask, query)
     if implementation == "sdpa":
-        return _as_additive(_causal(module, query, key, kwargs), query) if mask is None else _unreadable(mask)
+        return causal_additive(module, query, key, kwargs) if mask is None else _unreadable(mask)
     if "flash" in implementation:
         allowed = _causal(module, query, key, kwargs, align_end=True)
         if mask is not None:
@@ -87,3 +89,12 @@ def _causal(
     if window is not None:
         allowed &= columns > rows - window
     return allowed[None, None]
+
+
+def causal_additive(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """The additive mask of a causal module that scaled-dot-product attention gave none, the same for all layers."""
+    wanted = (query.shape[2], key.shape[2], query.dtype, query.device, kwargs.get("is_causal"))
+    wanted = (*wanted, getattr(module, "is_causal", True))
+    if STATE.mask is None or STATE.mask[0] != wanted:
+        STATE.mask = (wanted, _as_additive(_causal(module, query, key, kwargs), query))
+    return STATE.mask[1]

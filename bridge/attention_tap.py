@@ -90,12 +90,13 @@ class Tap:
     def wanted(self, *channels: str) -> bool:
         """Whether this thread listens on any of the channels."""
         owner, start = STATE.owner, STATE.start_at
-        return any(
-            listener.owner is owner and (start is None or point.point.depth >= start)
-            for channel in channels
-            for point in self.points.get(channel, ())
-            for listener in point.listeners
-        )
+        for channel in channels:
+            for point in self.points.get(channel, ()):
+                if start is None or point.point.depth >= start:
+                    for listener in point.listeners:
+                        if listener.owner is owner:
+                            return True
+        return False
 
     def fire(self, channel: str, x: Tensor, call: Call) -> Tensor:
         for point in self.points.get(channel, ()):
@@ -113,10 +114,11 @@ class InterfaceTap(Tap):
         self.base = loaded_implementation(self.config)
         self.eager = own_eager_attention(type(self.module))  # type: ignore[arg-type]
         _TAPS[self.module] = self
-        self.module.config = _tapped_copy(self.config, self.base)
+        # Past `nn.Module.__setattr__`, which looks for parameters in everything.
+        self.module.__dict__["config"] = _tapped_copy(self.config, self.base)
 
     def detach(self) -> None:
-        self.module.config = self.config
+        self.module.__dict__["config"] = self.config
         del _TAPS[self.module]
 
     def __call__(
@@ -135,27 +137,30 @@ class InterfaceTap(Tap):
 
 
 _TAPS: weakref.WeakKeyDictionary[nn.Module, InterfaceTap] = weakref.WeakKeyDictionary()
-_last_copy: tuple[Any, Any] = (None, None)
+_last_copy: tuple[Any, Any, str] = (None, None, "")
 
 
 def _tapped_copy(config: Any, base: str) -> Any:
     """A configuration that differs in the attention implementation alone; one for all modules that share theirs."""
     global _last_copy
-    source, tapped = _last_copy
-    if source is None or source() is not config or tapped() is None or tapped().transformer_bridge_base != base:
+    source, copied_to, for_base = _last_copy
+    tapped = copied_to() if source is not None and source() is config and for_base == base else None
+    if tapped is None:
         copied = copy.copy(config)
         # The setter would reach into sub-configurations that the copy shares with the model's own.
         copied._attn_implementation_internal = TAPPED
         copied.transformer_bridge_base = base
-        _last_copy = (weakref.ref(config), weakref.ref(copied))
+        _last_copy = (weakref.ref(config), weakref.ref(copied), base)
         return copied
-    return tapped()
+    return tapped
 
 
 def loaded_implementation(config: Any) -> str:
     """The attention implementation that a model was loaded with, also where it is a copy of a tapped one."""
-    implementation = config._attn_implementation or "eager"
-    return config.transformer_bridge_base if implementation == TAPPED else implementation
+    # Straight from its dictionary: a configuration's own attribute access takes microseconds.
+    fields = object.__getattribute__(config, "__dict__")
+    implementation = fields.get("_attn_implementation_internal") or "eager"
+    return fields["transformer_bridge_base"] if implementation == TAPPED else implementation
 
 
 def untap(model: nn.Module) -> None:

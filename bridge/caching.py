@@ -55,17 +55,19 @@ class Recorder:
     @contextmanager
     def attached(self, wiring: Wiring) -> Iterator[None]:
         """Listens, for this thread's runs inside the ``with`` statement."""
-        mine = (Listener("read", self._read, STATE.owner), Listener("edge", self._edge, STATE.owner))
+        read = self._keep if self.index is None and self.device is None else self._read
+        mine = (Listener("read", read, STATE.owner), Listener("edge", self._edge, STATE.owner))
         try:
-            with wiring.lock:
-                for hook in self.points:
-                    for listener in mine[: 1 + self.gradients]:
-                        wiring.add(hook, listener)
+            wiring.listen(self.points, mine[: 1 + self.gradients])
             yield
         finally:
-            with wiring.lock:
-                for hook in self.points:
-                    wiring.remove(hook, mine)
+            wiring.forget(self.points, mine)
+
+    def _keep(self, act: Tensor, hook: HookPoint) -> None:
+        """`_read` where nothing is cut or moved: this runs hundreds of times in one run."""
+        self.values[hook.name] = act.detach() if act.requires_grad else act
+        if not act.is_inference():
+            self._versions[hook.name] = (act, act._version)
 
     def _read(self, act: Tensor, hook: HookPoint) -> None:
         value = act.detach() if act.requires_grad else act

@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from adapters.points import Point
 from adapters.views import Call
-
-if TYPE_CHECKING:
-    from bridge.wiring import Wiring
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
 HookFunction = Callable[..., Tensor | None]
@@ -28,6 +25,7 @@ class ThreadState(threading.local):
         self.sources: dict[Any, Any] = {}
         self.followed: dict[HookPoint, Tensor] = {}
         self.branched: dict[str, Tensor] = {}
+        self.mask: tuple[Any, Tensor | None] | None = None
         self.step: int | None = None
         self.start_at: int | None = None
         self.skipping: frozenset[nn.Module] = frozenset()
@@ -38,6 +36,7 @@ class ThreadState(threading.local):
         self.sources.clear()
         self.followed.clear()
         self.branched.clear()
+        self.mask = None
 
 
 STATE = ThreadState()
@@ -90,7 +89,7 @@ class HookPoint:
 
     __slots__ = ("_wiring", "ctx", "home", "listeners", "name", "order", "point", "sources", "view")
 
-    def __init__(self, point: Point, order: int, wiring: Wiring) -> None:
+    def __init__(self, point: Point, order: int, wiring: Any) -> None:
         self.name = point.name
         self.point = point
         self.view = point.view

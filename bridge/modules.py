@@ -35,5 +35,6 @@ class Finder:
         """The module that stands there now."""
         found: Any = self.root
         for part in self.parts:
-            found = found._modules.get(part) or getattr(found, part)
+            child = found._modules.get(part)
+            found = getattr(found, part) if child is None else child
         return found

@@ -15,16 +15,16 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 
 from adapters import Architecture
-from adapters.paths import base_path, join
+from adapters.paths import base_path, has_module, join
 from weight_processing import fold_value_biases
 
 
 class IntoNorm(ConversionOps):
     """Writes biases behind a layer norm's readers as a bias of the norm, which any such model can hold.
 
-    The normalised value ``n`` sums to zero, so that with a norm bias of ones
-    ``(n + 1) @ (W + c) == n @ W + (sum over d_model of W) + d_model * c`` for a row ``c`` added to all of ``W``. Columns
-    of a folded ``W`` sum to zero; ``c = b / d_model`` makes the bias ``b``. Folding the norm again gives ``W`` and ``b``.
+    The normalised value ``n`` sums to zero: with a norm bias of ones, and a row ``c`` added to each row of ``W``,
+    ``(n + 1) @ (W + c) == n @ W + (sum over d_model of W) + d_model * c``. Columns of a folded ``W`` sum to zero, and
+    ``c = b / d_model`` makes the bias ``b``. Folding the norm again gives ``W`` and ``b`` back.
 
     Before that, an output bias that came from value biases is written as these.
 
@@ -76,8 +76,8 @@ class IntoNorm(ConversionOps):
         size = max(float(b_O.abs().max()), float(W_O.abs().max()), 1e-12)
         if float((fold_value_biases(b_V, W_O) - b_O).abs().max()) > 64 * torch.finfo(found[weight].dtype).eps * size:
             raise ValueError(
-                f"{bias} has changed since the value biases were folded into it, and the model's class has no place for "
-                "it: it can be kept with torch.save(model.state_dict(), ...), not by save_pretrained"
+                f"{bias} has changed since the value biases were folded into it, and the model's class has no place "
+                "for it: keep it with torch.save(model.state_dict(), ...), not with save_pretrained"
             )
         found[value] = (found[value].double().unflatten(0, b_V.shape) + b_V).flatten()
 
@@ -162,7 +162,9 @@ class Carried:
         known = getattr(self.core, "_weight_conversions", None)
         if known is None:
             # What transformers falls back on for a model that was not loaded.
-            known = [c for c in get_model_conversion_mapping(self.core, add_legacy=False) if type(c) is not PrefixChange]
+            known = [
+                c for c in get_model_conversion_mapping(self.core, add_legacy=False) if type(c) is not PrefixChange
+            ]
         kept = [conversion for conversion in known if not isinstance(conversion, InFile)]
         self.core._weight_conversions = [*kept, *map(InFile, operations)]
 
@@ -181,6 +183,8 @@ def untie(core: Any, architecture: Architecture) -> bool:
     Returns:
         Whether it did share it.
     """
+    if not has_module(core, architecture.unembed):
+        return False
     embed = core.get_submodule(join(base_path(core), architecture.embed))
     unembed = core.get_submodule(architecture.unembed)
     if unembed.weight is not embed.weight:

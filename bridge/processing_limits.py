@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adapters import MoE
 from bridge.processing_parts import Parts
@@ -58,13 +58,15 @@ class Limits:
                 return str(error)
             if weight.dtype not in _TYPES:
                 return f"{name} is of type {weight.dtype}"
+            if weight.is_inference():
+                return f"{name} was made under torch.inference_mode and cannot be written to outside of it"
             if weight.untyped_storage().data_ptr() not in stored:
                 return f"{name} is computed from the model's parameters: writing to it would change nothing"
         return ""
 
     def _structure(self) -> str:
         if others := self.parts.undeclared():
-            return f"the adapter does not say what {', '.join(others[:3])} read{'s' * (len(others) == 1)} and write"
+            return f"the adapter does not say what these parameters read and write: {', '.join(others[:3])}"
         count = Counter(id(p) for _, p in self.core.named_parameters(remove_duplicate=False))
         tied = id(self.parts.weights.module(self.a.embed).weight)
         twice = [name for name, p in self.core.named_parameters() if count[id(p)] > 1 and id(p) != tied]
@@ -79,11 +81,17 @@ class Limits:
         if not self.parts.weights.has("." + self.a.unembed):
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
         for norm in self.parts.norms:
+            if not norm.readers:
+                return f"nothing is known to read {norm.name}"
             bias = self.parts.affine(norm)[1]
             if bias is None or not bool(bias.any()):
                 continue
+            if not norm.kind.centered:
+                return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
             if norm.gated:
-                return f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
+                return (
+                    f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
+                )
             if any(reader.bias is None for reader in norm.readers):
                 return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
         if isinstance(block.mlp, MoE) and cfg.num_experts is None:
@@ -126,8 +134,8 @@ class Limits:
 
     def _refactor_factored_attn_matrices(self) -> str:
         cfg, attn = self.cfg, self.block.attn
-        if reason := self._fold_value_biases():
-            return reason
+        if attn is None or (reason := self._fold_value_biases()):
+            return reason if attn else "it has no attention"
         if attn.rotary or cfg.positional_embedding_type == "rotary":
             return "queries and keys are rotated by their positions, between which the product would have to be taken"
         if self.block.qk_norm:
@@ -141,13 +149,24 @@ class Limits:
         return ""
 
 
-def plain_values(parts: Parts, step: str) -> bool:
-    """Whether the parameters are as a transform leaves them, where that can be seen at a glance."""
+def is_as_left(parts: Parts, step: str) -> bool:
+    """Whether the parameters look as a transform leaves them: by all the norms and biases, by samples of matrices."""
     if step == "fold_ln":
-        return all(parts.is_plain(norm) for norm in parts.norms)
+        seen = [norm.readers[0].weight()[..., :64] for norm in parts.norms if norm.kind.centered]
+        return all(parts.is_plain(norm) for norm in parts.norms) and all(_sums_to_zero(W, -2) for W in seen)
+    if step == "center_writing_weights":
+        return all(_sums_to_zero(get()[:64], -1) for get in parts.writers.values() if get().ndim > 1)
+    if step == "center_unembed":
+        return _sums_to_zero(parts.get("unembed.W_U")()[:8], -1)
+    at = [f"{name}.{parts.attn.name}" for name, _ in parts.blocks]
     if step == "fold_value_biases":
-        values = (parts.find(f"{name}.{parts.block.attn.name}", "b_V") for name, _ in parts.blocks)
-        return not any(bool(parts.get(name)().any()) for name in values)
-    return True
+        return not any(bool(parts.get(parts.find(name, "b_V"))().any()) for name in at)
+    W_O = [parts.get(f"{name}.W_O")()[0].float() for name in at]
+    return all(torch.allclose(W @ W.T, torch.eye(len(W), device=W.device), atol=0.05) for W in W_O)
 
 
+def _sums_to_zero(x: Tensor, dim: int) -> bool:
+    """Whether the means are far below those of independent numbers of this size."""
+    x = x.detach().float()
+    means, size = x.mean(dim).square().mean().sqrt(), x.square().mean().sqrt()
+    return bool(means <= 0.1 * size / x.shape[dim] ** 0.5)

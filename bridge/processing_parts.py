@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters import MLP, MoE, Weights
+from adapters import MLP, Attention, MoE, Weights
 from adapters.norms import LAYER_NORM, NormKind
 from adapters.paths import join
 
@@ -62,17 +62,24 @@ class Parts:
     Attributes:
         norms: the norms before attention, MLP and unembedding.
         writers: for each canonical name, a matrix or bias that writes to the residual stream, ``[*rows d_model]``.
-        blocks: each block's prefix and the path of its output projection.
+        piece: how many elements are worked on at a time: few beside the model, and few enough for processor caches.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self.cfg, self.architecture = weights, weights.cfg, weights.architecture
         self.block = self.architecture.block
+        self.piece = max(4096, min(self.cfg.n_params // 64, 1 << 17))
         self.norms = list(self._norms())
         self.writers = dict(self._writers())
 
     @property
+    def attn(self) -> Attention:
+        assert self.block.attn
+        return self.block.attn
+
+    @property
     def blocks(self) -> Iterator[tuple[str, str]]:
+        """Each block's canonical prefix and its path."""
         for i in range(self.cfg.n_layers):
             yield f"blocks.{i}", join(self.architecture.blocks, str(i))
 
@@ -108,7 +115,7 @@ class Parts:
                     at = f"{name}.mlp"
                     out = Reader(f"{at}.W_out", self.get(f"{at}.W_out"), self.get(f"{at}.b_out"), down)
                     yield Norm(f"{at}.ln", join(path, block.mlp.path, block.mlp.ln), LAYER_NORM, (out,))
-        if self.final_kind and "unembed.W_U" in self.weights.getters:
+        if self.architecture.final_norm and self.final_kind and "unembed.W_U" in self.weights.getters:
             unembed = "." + self.architecture.unembed
             reader = Reader("unembed.W_U", self.get("unembed.W_U"), self.get("unembed.b_U"), unembed)
             yield Norm("ln_final", self.architecture.final_norm, self.final_kind, (reader,))
@@ -160,13 +167,11 @@ class Parts:
 
     def output(self, path: str) -> str:
         """The path of a block's output projection."""
-        assert self.block.attn
-        return join(path, self.block.attn.path, self.block.attn.o)
+        return join(path, self.attn.path, self.attn.o)
 
     def value(self, path: str) -> str:
         """The path of the projection that makes a block's values."""
-        assert self.block.attn
-        return join(path, self.block.attn.path, self.block.attn.v.path)
+        return join(path, self.attn.path, self.attn.v.path)
 
     def has_bias(self, path: str) -> bool:
         return getattr(self.weights.module(path), "bias", None) is not None
@@ -184,7 +189,8 @@ class Parts:
 
     def undeclared(self) -> list[str]:
         """Parameters of which the adapter does not say what they do: they may read or write what is to be changed."""
-        a, block, known = self.architecture, self.block, set()
+        a, block = self.architecture, self.block
+        known: set[int] = set()
         outside = (a.embed, a.pos_embed, a.embed_norm, a.final_norm, "." + a.unembed)
         paths = [path for path in outside if path and self.weights.has(path)]
         for _, path in self.blocks:
@@ -196,7 +202,9 @@ class Parts:
             if isinstance(block.mlp, MLP):
                 gate = block.mlp.gate.path if block.mlp.gate else None
                 paths += [
-                    join(path, block.mlp.path, at) for at in (block.mlp.up.path, gate, block.mlp.down, block.mlp.ln) if at
+                    join(path, block.mlp.path, at)
+                    for at in (block.mlp.up.path, gate, block.mlp.down, block.mlp.ln)
+                    if at
                 ]
             elif isinstance(block.mlp, MoE):
                 paths += [join(path, block.mlp.path, at) for at in (block.mlp.router, "experts")]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from adapters.paths import join
 from bridge.processing_files import Carried
 from bridge.processing_parts import Norm, Parts, Reader, ensure_bias
 from weight_processing import (
@@ -25,10 +26,9 @@ def precise(x: Tensor) -> Tensor:
     return x.to(torch.float32 if half or x.device.type == "mps" else torch.float64)
 
 
-def _pieces(parts: Parts, x: Tensor, dim: int, least: int = 0) -> Iterator[Tensor]:
-    """Views of a matrix, small beside the model (and kept in the processor's caches), cut along an axis."""
-    size = max(4096, min(parts.cfg.n_params // 64, max(least, 1 << 17)))
-    return iter(x.split(max(1, size * x.shape[dim] // x.numel()), dim))
+def _pieces(parts: Parts, x: Tensor, dim: int) -> Iterator[Tensor]:
+    """Views of a matrix, cut along an axis."""
+    return iter(x.split(max(1, parts.piece * x.shape[dim] // x.numel()), dim))
 
 
 def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Tensor | None) -> None:
@@ -47,6 +47,7 @@ def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Te
 
 
 def do_fold_ln(parts: Parts, carried: Carried) -> None:
+    """Folds every norm into all its readers, and leaves it with ones and zeros."""
     for norm in parts.norms:
         w, b = (None if x is None else precise(x) for x in parts.affine(norm))
         b = None if b is None or not bool(b.any()) else b
@@ -62,23 +63,28 @@ def do_fold_ln(parts: Parts, carried: Carried) -> None:
 
 
 def do_center_writing_weights(parts: Parts, carried: Carried) -> None:
+    """Centres all that writes to the residual stream."""
     for get in parts.writers.values():
         for piece in _pieces(parts, get(), 0) if get().ndim > 1 else [get()]:
             piece.copy_(center_writing_weights(precise(piece)))
 
 
 def do_center_unembed(parts: Parts, carried: Carried) -> None:
-    # A piece is some columns of the stored matrix: wide enough that whole lines of memory are read.
-    for piece in _pieces(parts, parts.get("unembed.W_U")(), 0, 1 << 22):
-        piece.copy_(center_unembed(precise(piece)))
+    """Centres the unembedding and its bias."""
+    W_U = parts.get("unembed.W_U")()
+    pieces = list(_pieces(parts, W_U, 1))  # the stored matrix has the vocabulary first: these lie together in memory
+    total = torch.stack([precise(piece).sum(1, keepdim=True) for piece in pieces]).sum(0)
+    for piece in pieces:
+        piece.copy_(center_unembed(precise(piece), total / W_U.shape[1]))
     if parts.has_bias("." + parts.architecture.unembed):
         bias = parts.get("unembed.b_U")()
         bias.copy_(center_unembed(precise(bias)))
 
 
 def do_fold_value_biases(parts: Parts, carried: Carried) -> None:
+    """Folds the value biases of every block into its output bias."""
     for name, path in parts.blocks:
-        at = f"{name}.{parts.block.attn.name}"
+        at = f"{name}.{parts.attn.name}"
         b_V = parts.get(parts.find(at, "b_V"))()
         if not bool(b_V.any()):
             continue
@@ -96,17 +102,18 @@ def do_fold_value_biases(parts: Parts, carried: Carried) -> None:
 
 
 def do_refactor(parts: Parts, carried: Carried) -> None:
+    """Folds the value biases, and chooses other factors for every head."""
     do_fold_value_biases(parts, carried)
     for name, path in parts.blocks:
-        at = f"{name}.{parts.block.attn.name}"
-        attn = parts.block.attn
+        at = f"{name}.{parts.attn.name}"
+        attn = parts.attn
         names = ("W_Q", "b_Q", "W_K", "b_K")
         views = [parts.get(f"{at}.{part}")() for part in names]
         new = refactor_query_key(*map(precise, views))
         for part, view, value in zip(names, views, new, strict=True):
             projection = attn.q if part.endswith("Q") else attn.k
             # Where there is no bias its row of the matrix was zero, and is zero.
-            if part.startswith("W") or parts.has_bias(".".join(filter(None, (path, attn.path, projection.path)))):
+            if part.startswith("W") or parts.has_bias(join(path, attn.path, projection.path)):
                 view.copy_(value)
         W_V, W_O = (parts.get(f"{at}.{part}")() for part in ("W_V", "W_O"))
         for view, value in zip((W_V, W_O), refactor_value_output(precise(W_V), precise(W_O)), strict=True):
@@ -132,5 +139,5 @@ def written(parts: Parts, step: str) -> dict[str, Callable[[], Tensor]]:
     if step == "center_unembed":
         return {"unembed.W_U": parts.get("unembed.W_U")}
     letters = ("W_V", "W_O") if step == "fold_value_biases" else ("W_Q", "W_K", "W_V", "W_O")
-    names = [parts.find(f"{name}.{parts.block.attn.name}", w) for name, _ in parts.blocks for w in letters]
+    names = [parts.find(f"{name}.{parts.attn.name}", w) for name, _ in parts.blocks for w in letters]
     return {name: parts.get(name) for name in names}

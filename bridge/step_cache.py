@@ -47,15 +47,11 @@ class StepRecorder:
 
         handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         try:
-            with wiring.lock:
-                for hook in self.points:
-                    wiring.add(hook, listener)
+            wiring.listen(self.points, (listener,))
             yield
         finally:
             handle.remove()
-            with wiring.lock:
-                for hook in self.points:
-                    wiring.remove(hook, (listener,))
+            wiring.forget(self.points, (listener,))
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = ("decoder_input_ids", "decoder_inputs_embeds") if self.pos == "decoder_pos" else ()

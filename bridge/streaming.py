@@ -13,8 +13,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.generation import BaseStreamer
 
-from bridge.generation import Prompt, Steps, generating
+from bridge.generation import Prompt, generating
 from bridge.hook_point import STATE
+from bridge.stepping import Steps
 
 _END = object()
 

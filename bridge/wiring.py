@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,14 @@ from torch import Tensor, nn
 
 from adapters.points import Follower, Point, Site
 from adapters.views import Branch, Call
-from bridge.attention_tap import TAPS, Tap, untap
+from bridge.attention_tap import Tap, untap
+from bridge.experts_tap import TAPS
 from bridge.hook_point import STATE, Handle, HookPoint, Listener
 from bridge.modules import Finder, first_parameter
+
+
+#: For views that do not look at the call.
+_NO_CALL = Call(nn.Identity(), (), {})
 
 
 class SiteHook:
@@ -37,18 +42,16 @@ class SiteHook:
 
     def update(self) -> None:
         """Attaches or detaches the torch hook, as it is needed now."""
-        if self.points or self.watchers or self.readers:
-            if self.handle is None:
-                assert self.find is not None
-                module = self.find.module
-                if self.site.kind == "input":
-                    self.handle = module.register_forward_pre_hook(self.on_input, with_kwargs=True)
-                else:
-                    self.handle = module.register_forward_hook(self.on_output)
-        elif self.handle is not None:
+        if not (self.points or self.watchers or self.readers):
             self.handle.remove()
             self.handle = None
             STATE.sources.pop(self, None)
+        elif self.handle is None:
+            module = self.find.module  # type: ignore[union-attr]
+            if self.site.kind == "input":
+                self.handle = module.register_forward_pre_hook(self.on_input, with_kwargs=True)
+            else:
+                self.handle = module.register_forward_hook(self.on_output)
 
     # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,6 +62,8 @@ class SiteHook:
 
     def see(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Runs the points in turn, and keeps the tensor for those who need it elsewhere."""
+        if not self.watchers and not self.readers and not torch.is_grad_enabled():
+            return self._fire(x, module, args, kwargs)
         for reader in self.readers:
             x = self._own_copy(reader, x, module, args, kwargs)
         readers = self._separate_readers()
@@ -74,11 +79,12 @@ class SiteHook:
         return x
 
     def _fire(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        call = Call(module, args, kwargs)
-        start = STATE.start_at
+        call, start = _NO_CALL, STATE.start_at
         for point in self.points:
             if start is not None and point.point.depth < start:
                 continue  # before the layer that this run starts at
+            if call is _NO_CALL and (point.view.contextual or point.sources):
+                call = Call(module, args, kwargs)
             if point.sources:
                 if all(listener.owner is not STATE.owner for listener in point.listeners):
                     continue  # attached by another thread, perhaps after this run had passed the sources
@@ -178,6 +184,28 @@ class Wiring:
             if not left:
                 self._disconnect(point)
 
+    def listen(self, points: Iterable[HookPoint], listeners: Sequence[Listener]) -> None:
+        """Attaches the same listeners to many points (see `add`)."""
+        with self.lock:
+            for point in points:
+                for listener in listeners:
+                    if listener.kind == "read":  # a cache, which leads to nothing else
+                        if not point.listeners:
+                            self._connect(point)
+                        point.listeners = (*point.listeners, listener)
+                    else:
+                        self.add(point, listener)
+
+    def forget(self, points: Iterable[HookPoint], listeners: Sequence[Listener]) -> None:
+        """Removes what `listen` attached."""
+        with self.lock:
+            for point in points:
+                if len(point.listeners) == 1 and point.listeners[0] is listeners[0]:
+                    point.listeners = ()
+                    self._disconnect(point)
+                else:
+                    self.remove(point, listeners)
+
     def _connect(self, point: HookPoint) -> None:
         site = point.point.site
         if site.kind in TAPS:
@@ -193,7 +221,8 @@ class Wiring:
             home.points = (*others, point)
             if others and others[-1].order > point.order:
                 home.points = tuple(sorted(home.points, key=lambda p: p.order))
-            home.update()
+            if home.handle is None:
+                home.update()
         if point.point.sources:
             point.sources = tuple(self._site(source) for source in point.point.sources)
             for source in point.sources:
@@ -208,7 +237,8 @@ class Wiring:
         else:
             home = point.home
             home.points = tuple(p for p in home.points if p is not point) if len(home.points) > 1 else ()
-            home.update()
+            if not home.points:
+                home.update()
         for source in point.sources:
             source.watchers -= 1
             source.update()

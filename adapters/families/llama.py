@@ -13,9 +13,10 @@ from adapters.norms import RMS_NORM
 from adapters.registry import register
 
 _NOTHING: Mapping[str, Any] = {}
+_SAME_SHAPE = ("Cwm", "Llama", "Ministral", "Mistral", "SeedOss", "SmolLM3")
 
 
-@register("LlamaPreTrainedModel", "MistralPreTrainedModel")
+@register(*(f"{name}PreTrainedModel" for name in _SAME_SHAPE))
 def llama(config: Any) -> Architecture:
     return Architecture(
         embed="embed_tokens",

@@ -41,9 +41,7 @@ def t5(config: Any) -> Architecture:
         block=encoder.block,
         final_norm=encoder.final_norm,
         unembed="lm_head",
-        no_layer_runs=(
-            "its first layer makes the position bias that all others use, and its decoder needs the encoder's output"
-        ),
+        no_layer_runs="all layers use its first layer's position bias, and its decoder needs the encoder's output",
         points=encoder_decoder_points,
         weights=encoder_decoder_weights,
         facts={

@@ -14,10 +14,10 @@ GREEDY = {"do_sample": False, "verbose": False}
 
 def test_pieces_join(embedded):
     prompt = "When Mary and John went to the store, John gave a drink to"
-    pieces = list(embedded.generate_stream(prompt, max_new_tokens=10, **GREEDY))
+    pieces = list(embedded.generate_stream(prompt, max_new_tokens=10, stop_at_eos=False, **GREEDY))
     assert pieces[0] == prompt
     assert len(pieces) > 3
-    assert "".join(pieces) == embedded.generate(prompt, max_new_tokens=10, **GREEDY)
+    assert "".join(pieces) == embedded.generate(prompt, max_new_tokens=10, stop_at_eos=False, **GREEDY)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
