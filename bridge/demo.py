@@ -71,12 +71,11 @@ def report(bridge: Any, prompt: str) -> Iterable[str]:
 
 
 def population(bridge: Any, n: int = 100) -> Iterable[str]:
-    """The same heads over many held-out prompts of the shipped model, against other heads."""
+    """Which heads matter over many held-out prompts of the shipped model: each one's direct part, and its ablation."""
     from bridge.embedded import prompts
 
-    chosen = prompts("ioi", n, seed=1)
     by_length: dict[int, list[Any]] = {}
-    for p in chosen:
+    for p in prompts("ioi", n, seed=1):
         by_length.setdefault(bridge.to_tokens(p.text).shape[1], []).append(p)
     batches = [
         (
@@ -87,18 +86,29 @@ def population(bridge: Any, n: int = 100) -> Iterable[str]:
         for group in by_length.values()
     ]
     direct = torch.cat([head_contributions(bridge, *batch) for batch in batches]).mean(0)
-    top, rest = strongest(direct, 3), strongest(direct.abs() * -1, 3)
-    yield f"\nOver {n} indirect-object prompts that were not in training"
-    rows = []
-    for label, heads in (("none", []), (f"strongest: {name(top)}", top), (f"weakest: {name(rest)}", rest)):
+
+    def effect(heads: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        """The mean difference and the share of right answers, with some heads ablated."""
         right, total = 0, 0.0
         for tokens, answers, others in batches:
             logits = ablated(bridge, tokens, heads)
-            rows_ = torch.arange(len(answers))
-            total += (logits[rows_, answers] - logits[rows_, others]).sum().item()
+            rows = torch.arange(len(answers))
+            total += (logits[rows, answers] - logits[rows, others]).sum().item()
             right += int((logits.argmax(-1) == answers).sum())
-        rows.append([label, f"{total / n:+.2f}", f"{right / n:.0%}"])
-    yield from table(["ablated heads", "mean difference", "right"], rows)
+        return total / n, right / n
+
+    every = [(layer, head) for layer in range(direct.shape[0]) for head in range(direct.shape[1])]
+    effects = {head: effect([head]) for head in every}
+    matter = sorted(every, key=lambda head: effects[head][0])[:5]
+    rows = [["none", "", *_figures(effect([]))]]
+    rows += [[name([head]), f"{direct[head]:+.2f}", *_figures(effects[head])] for head in matter]
+    rows.append(["all five", "", *_figures(effect(matter))])
+    yield f"\nOver {n} indirect-object prompts that were not in training: the five heads whose ablation matters most"
+    yield from table(["ablated", "direct", "difference", "right"], rows)
+
+
+def _figures(effect: tuple[float, float]) -> tuple[str, str]:
+    return f"{effect[0]:+.2f}", f"{effect[1]:.0%}"
 
 
 def strongest(direct: Tensor, n: int) -> list[tuple[int, int]]:

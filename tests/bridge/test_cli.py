@@ -12,12 +12,11 @@ def test_demo(capsys):
     assert "Prediction: ' Mary', then ' John'" in out
     assert "Logit lens at the last position" in out
     assert "Ablating the heads that contribute most" in out
-    lines = [line.split() for line in out.splitlines()]
-    none = next(words for words in lines if words[:1] == ["none"])
-    strongest = next(words for words in lines if words[:1] == ["strongest:"])
-    weakest = next(words for words in lines if words[:1] == ["weakest:"])
-    assert float(strongest[-2]) < float(none[-2]) - 0.5
-    assert abs(float(weakest[-2]) - float(none[-2])) < float(none[-2]) - float(strongest[-2])
+    over = out[out.index("Over 100") :].splitlines()
+    rows = {line.split()[0]: line.split() for line in over[3:]}
+    none, strongest, five = float(rows["none"][1]), float(over[4].split()[2]), float(rows["all"][2])
+    assert rows["none"][2] == "100%"
+    assert five < strongest < none - 1  # the heads really carry it, and together they carry more
 
 
 def test_demo_on_a_prompt(capsys):
