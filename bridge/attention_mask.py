@@ -93,8 +93,8 @@ def _causal(
 
 def causal_additive(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     """The additive mask of a causal module that scaled-dot-product attention gave none, the same for all layers."""
-    wanted = (query.shape[2], key.shape[2], query.dtype, query.device, kwargs.get("is_causal"))
-    wanted = (*wanted, getattr(module, "is_causal", True))
+    said = (kwargs.get("is_causal"), getattr(module, "is_causal", True))
+    wanted = (query.shape[2], key.shape[2], query.dtype, query.device, *said)
     if STATE.mask is None or STATE.mask[0] != wanted:
         STATE.mask = (wanted, _as_additive(_causal(module, query, key, kwargs), query))
     return STATE.mask[1]

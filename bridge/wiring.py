@@ -16,7 +16,6 @@ from bridge.experts_tap import TAPS
 from bridge.hook_point import STATE, Handle, HookPoint, Listener
 from bridge.modules import Finder, first_parameter
 
-
 #: For views that do not look at the call.
 _NO_CALL = Call(nn.Identity(), (), {})
 

@@ -43,6 +43,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "phi3-gqa": {"n_key_value_heads": 2, "rotary_dim": 4, "rotary_base": 200.0, "window_size": 4, **RMS, "eps": 1e-5},
     "qwen3-mha-bias": {"use_qk_norm": True, "default_prepend_bos": False, "use_local_attn": False, **RMS},
+    "cwm-gqa": {"window_size": 3, "attn_types": ["local", "global"], **RMS, "eps": 1e-5},
+    "ministral-gqa": {"use_local_attn": True, "window_size": 3, "attn_types": ["local", "global"], **RMS},
+    "seed_oss-gqa": {"d_head": 6, "attn_scale": 6**0.5, "use_local_attn": False, **RMS},
+    "smollm3-gqa": {"n_key_value_heads": 2, "rotary_dim": 8, "rotary_base": 2e6, **RMS},
+    "helium-gqa": {"rotary_adjacent_pairs": True, "rotary_base": 1e5, **RMS, "eps": 1e-8},
+    "ernie4_5-gqa": {"rotary_adjacent_pairs": True, "rotary_base": 5e5, **RMS, "eps": 1e-5},
     "opt-no-bias": {"act_fn": "relu", "positional_embedding_type": "standard", "d_mlp": 28, **NORMED},
 }  # fmt: skip
 
@@ -91,6 +97,8 @@ BLOOM = {"hidden_size": 32, "n_layer": 1, "n_head": 4}
         ("OPT", SMALL_OPT | {"do_layer_norm_before": False}, "do_layer_norm_before"),
         ("OPT", SMALL_OPT | {"word_embed_proj_dim": 16}, "word_embed_proj_dim"),
         ("Bloom", BLOOM | {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact"),
+        ("Bert", {"is_decoder": True, "add_cross_attention": True}, "add_cross_attention"),
+        ("Bert", {"chunk_size_feed_forward": 2}, "chunk_size_feed_forward"),
         ("Bloom", BLOOM | {"apply_residual_connection_post_layernorm": True}, "connection_post_layernorm"),
     ],
 )

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bridge import TransformerBridge
 from tests.adapters.by_hand.families import by_hand, tiny
 from tests.adapters.by_hand.transformer import Run
+from tests.conftest import torch_hooks
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(4))
 
@@ -58,3 +60,70 @@ def test_a_token_can_be_sent_elsewhere_alone(mixtral: TransformerBridge) -> None
     moved = (after[points[1]] - before[points[1]]).abs().amax(-1) > 1e-6
     assert moved.nonzero().tolist() == [[0, 3]]
     assert before[points[0]].shape == (2, 7, 2)
+
+
+def test_each_expert_shows_what_it_computes_of_the_tokens_that_it_was_sent(mixtral: TransformerBridge) -> None:
+    """The values, effects and gradients are in by_hand/test_by_hand.py; this is for every implementation."""
+    names = [f"blocks.1.mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("gate", "pre", "post")]
+    chosen = "blocks.1.mlp.hook_expert_indices"
+    right = Run(by_hand("mixtral-gqa", mixtral.original_model), TOKENS).seen
+    with torch.no_grad():
+        plain = mixtral(TOKENS)
+        logits, cache = mixtral.run_with_cache(TOKENS, names_filter=[*names, chosen])
+        assert torch.equal(mixtral(TOKENS), plain)
+    torch.testing.assert_close(logits, plain, atol=1e-5, rtol=1e-4)
+    for name in names:
+        torch.testing.assert_close(cache[name].double(), right[name][0].detach(), atol=1e-4, rtol=1e-3)
+    rows = [len(cache[name]) for name in names[::3]]
+    assert rows == [(cache[chosen] == e).sum() for e in range(4)] and sum(rows) == 2 * TOKENS.numel()
+
+
+def test_an_expert_without_tokens_has_no_rows() -> None:
+    bridge = TransformerBridge(tiny("mixtral-gqa"))
+    names = [f"blocks.0.mlp.experts.{e}.hook_post" for e in range(4)]
+
+    def send_all_to_two(indices: Tensor, hook: object) -> Tensor:
+        return torch.tensor([1, 3]).expand_as(indices)
+
+    hooks = [("blocks.0.mlp.hook_expert_indices", send_all_to_two)]
+    with torch.no_grad(), bridge.hooks(fwd_hooks=hooks):
+        _, cache = bridge.run_with_cache(TOKENS, names_filter=names)
+    n = TOKENS.numel()
+    assert [list(cache[name].shape) for name in names] == [[0, 28], [n, 28], [0, 28], [n, 28]]
+
+
+def test_only_the_layer_that_is_asked_for_runs_its_experts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge = TransformerBridge(tiny("mixtral-gqa"))
+    grouped, ran = ALL_EXPERTS_FUNCTIONS["grouped_mm"], []
+
+    def watched(module: torch.nn.Module, *args: Tensor) -> Tensor:
+        ran.append(module)
+        return grouped(module, *args)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", watched)
+    bridge.original_model.set_experts_implementation("grouped_mm")
+    layers = [layer.mlp.experts for layer in bridge.original_model.model.layers]
+    with torch.no_grad():
+        bridge(TOKENS)
+        assert ran == layers
+        ran.clear()
+        bridge.run_with_cache(TOKENS, names_filter="blocks.0.mlp.experts.2.hook_pre")
+        assert ran == layers[1:]
+        ran.clear()
+        bridge.run_with_cache(TOKENS)  # they have no batch axis, and are there only when named
+        assert ran == layers
+    assert torch_hooks(bridge.original_model) == 0
+
+
+def test_experts_behind_someone_elses_forward() -> None:
+    bridge = TransformerBridge(tiny("mixtral-gqa"))
+    bridge.original_model.set_experts_implementation("grouped_mm")
+    experts = bridge.original_model.model.layers[0].mlp.experts
+    own, calls, config = experts.forward, [], experts.config
+    experts.forward = lambda *args: calls.append(len(args)) or own(*args)
+    name = "blocks.0.mlp.experts.1.hook_post"
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(TOKENS, names_filter=name)
+    right = Run(by_hand("mixtral-gqa", bridge.original_model), TOKENS).seen[name][0]
+    torch.testing.assert_close(cache[name].double(), right.detach(), atol=1e-4, rtol=1e-3)
+    assert calls == [3] and experts.config is config and "forward" in experts.__dict__

@@ -19,6 +19,7 @@ TAPPED = [
     ("gptj", "blocks.1.attn.hook_pattern"),
     ("gpt_neo", "blocks.0.attn.hook_attn_scores"),
     ("mixtral-gqa", "blocks.1.mlp.hook_expert_weights"),
+    ("mixtral-gqa", "blocks.1.mlp.experts.2.hook_post"),
 ]
 
 

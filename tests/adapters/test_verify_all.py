@@ -96,6 +96,15 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-untied": ("bert", UNTIED),
     "t5-gated-untied": ("t5", UNTIED | {"feed_forward_proj": "gated-gelu"}),
 }
+#: Families beyond the eighteen that have Llama's shape.
+ALIKE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "cwm-gqa": ("CwmForCausalLM", "CwmConfig", SIZES | GQA | WIDE | WINDOW),
+    "ministral-gqa": ("MinistralForCausalLM", "MinistralConfig", SIZES | GQA | WIDE | WINDOW),
+    "seed_oss-gqa": ("SeedOssForCausalLM", "SeedOssConfig", SIZES | GQA | WIDE),
+    "smollm3-gqa": ("SmolLM3ForCausalLM", "SmolLM3Config", SIZES | GQA | {"no_rope_layers": [1, 0]}),
+    "helium-gqa": ("HeliumForCausalLM", "HeliumConfig", SIZES | GQA | {"head_dim": 8}),
+    "ernie4_5-gqa": ("Ernie4_5ForCausalLM", "Ernie4_5Config", SIZES | GQA | WIDE),
+}
 #: Other heads, and none.
 CLASSES = {
     "gpt2": ("GPT2Model", "GPT2ForSequenceClassification"),
@@ -108,7 +117,7 @@ CLASSES = {
 def tiny(case: str, cls: str | None = None, **more: Any) -> PreTrainedModel:
     """The model of a case with random weights, none of them left at a trivial value, in evaluation mode."""
     usual, changes = OTHER.get(case, (case, {}))
-    usual_cls, config_cls, fields = USUAL[usual]
+    usual_cls, config_cls, fields = (USUAL | ALIKE)[usual]
     config = getattr(transformers, config_cls)(**fields | changes)
     with torch.random.fork_rng():
         torch.manual_seed(len(case))
@@ -151,6 +160,27 @@ def test_verified_with_other_options(case: str) -> None:
 @pytest.mark.parametrize(("case", "cls"), [(case, cls) for case, classes in CLASSES.items() for cls in classes])
 def test_verified_with_other_heads(case: str, cls: str) -> None:
     holds(tiny(case, cls))
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_verified_because_they_have_llamas_shape(case: str) -> None:
+    model = tiny(case)
+    holds(model)
+    tokens = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        _, cache = TransformerBridge(model).run_with_cache(tokens)
+        model.set_attn_implementation("eager")
+        own = model(tokens, output_attentions=True, output_hidden_states=True)
+    for layer in range(2):
+        torch.testing.assert_close(cache["pattern", layer], own.attentions[layer])
+        torch.testing.assert_close(cache["resid_pre", layer], own.hidden_states[layer])
+
+
+def test_a_layer_without_rotation_says_so() -> None:
+    with torch.no_grad():
+        _, cache = TransformerBridge(tiny("smollm3-gqa")).run_with_cache(torch.arange(3, 9)[None])
+    rotated = [not torch.equal(cache["q", layer, "attn"], cache["rot_q", layer, "attn"]) for layer in range(2)]
+    assert rotated == [True, False]
 
 
 @pytest.mark.parametrize("case", EAGER_ONLY)

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from bridge import TransformerBridge
-from tests.adapters.test_reference import DATA, FAMILIES, bridge_of
+from tests.adapters.test_reference import bridge_of
 from tests.adapters.test_verify_all import USUAL, tiny
+from tests.reference import DATA, FAMILIES
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(4))
 #: The reference of BERT has no weights.

@@ -26,9 +26,10 @@ NEO = {
 }  # fmt: skip
 OPT = {name: value for name, value in SIZES.items() if name != "intermediate_size"} | {"ffn_dim": 28}
 ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 1e5}, "sliding_attention": {"rope_theta": 100.0}}
-GEMMA3 = SIZES | {
-    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 3, "query_pre_attn_scalar": 5,
-    "layer_types": ["sliding_attention", "full_attention"],
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOWED = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 3, "layer_types": LAYERS}
+GEMMA3 = WINDOWED | {
+    "query_pre_attn_scalar": 5,
     "rope_parameters": {kind: {"rope_type": "default", **values} for kind, values in ROPE.items()},
 }  # fmt: skip
 
@@ -65,6 +66,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.5}},
     ),
     "qwen3-mha-bias": ("Qwen3", SIZES | {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True}),
+    "cwm-gqa": ("Cwm", WINDOWED | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
+    "ministral-gqa": ("Ministral", WINDOWED),
+    "seed_oss-gqa": ("SeedOss", SIZES | {"num_key_value_heads": 2, "head_dim": 6}),
+    "smollm3-gqa": ("SmolLM3", SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "no_rope_layers": [1, 1]}),
+    "helium-gqa": ("Helium", SIZES | {"num_key_value_heads": 2, "head_dim": 8}),
+    "ernie4_5-gqa": ("Ernie4_5", SIZES | {"num_key_value_heads": 2, "head_dim": 8, "use_bias": True}),
     "opt-no-bias": ("OPT", OPT | {"enable_bias": False, "word_embed_proj_dim": 32, "dropout": 0.0}),
 }
 
@@ -107,7 +114,8 @@ def by_hand(case: str, hf: PreTrainedModel) -> Model:
         model.centered, model.eps = False, config.rms_norm_eps
         model.act = new_gelu if "Gemma" in family else F.silu
         if "Gemma" not in family and getattr(config, "sliding_window", None):
-            model.windows = [config.sliding_window] * 2
+            kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 2
+            model.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     if family in ("Gemma2", "Gemma3"):
         model.scale, model.windows = math.sqrt(config.query_pre_attn_scalar), [3, None]
         model.logit_cap = config.final_logit_softcapping or 0.0
@@ -116,6 +124,7 @@ def by_hand(case: str, hf: PreTrainedModel) -> Model:
     elif not model.centered:
         dims = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1.0))
         model.rotary = (dims, [config.rope_parameters["rope_theta"]] * 2)
+    model.adjacent |= family in ("Helium", "Ernie4_5")
     if family == "Mixtral":
         model.experts = config.num_experts_per_tok
     return model
@@ -209,7 +218,7 @@ def opt(sort: Sorter) -> None:
 
 
 def llama(sort: Sorter) -> None:
-    """Gemma, Mixtral, Phi-3 and Qwen too."""
+    """All that have its shape, and Gemma, Mixtral, Phi-3 and Qwen."""
     weights = sort.weights
     table = weights["model.embed_tokens.weight"]
     sort.linear["embed"] = table * (math.sqrt(table.shape[1]) if sort.offset else 1.0), 0.0

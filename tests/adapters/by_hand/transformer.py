@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 #: A weight (``[d_out, d_in]``; heads apart where there are heads) and a bias, or 0.
@@ -169,13 +168,16 @@ class Run:
         best, chosen = everyone.topk(self.model.experts, dim=-1)
         weights = self.hook(f"{name}.hook_topk_weights", best / best.sum(-1, keepdim=True))
         chosen = self.hook(f"{name}.hook_expert_indices", chosen)
-        outputs = []
+        rows, share = x.flatten(0, 1), weights.flatten(0, 1)
+        ranks, out = chosen.flatten(0, 1).T, torch.zeros_like(rows)
         for expert in range(logits.shape[-1]):
             at = f"{name}.experts.{expert}"
-            post = self.model.act(self.apply(f"{at}.gate", x)) * self.apply(f"{at}.in", x)
-            outputs.append(self.apply(f"{at}.out", post))
-        share = F.one_hot(chosen, logits.shape[-1]).to(x.dtype) * weights.unsqueeze(-1)
-        return torch.einsum("bpke,bpem->bpm", share, torch.stack(outputs, dim=2))
+            rank, row = torch.where(ranks == expert)
+            gate = self.hook(f"{at}.hook_gate", self.apply(f"{at}.gate", rows[row]))
+            pre = self.hook(f"{at}.hook_pre", self.apply(f"{at}.in", rows[row]))
+            made = self.apply(f"{at}.out", self.hook(f"{at}.hook_post", self.model.act(gate) * pre))
+            out = out.index_add(0, row, made * share[row, rank].unsqueeze(-1))
+        return out.view_as(x)
 
     def run(self, tokens: Tensor) -> Tensor:
         model = self.model
