@@ -75,7 +75,7 @@ class ProcessingMethods(WeightMethods):
             >>> bridge = TransformerBridge.boot_embedded()
             >>> bridge.process_weights()
             >>> bool(bridge.W_U.mean(-1).abs().max() < 1e-5), bridge.cfg.normalization_type
-            (True, 'LNPre')
+            (True, 'RMSPre')
         """
         given: dict[str, Choice] = {
             "fold_ln": fold_ln,

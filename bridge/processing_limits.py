@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters import MoE
 from bridge.processing_parts import Parts
 from bridge.processing_steps import written
 
@@ -73,7 +72,7 @@ class Limits:
         return f"{twice[0]} is used in more than one place" if twice else ""
 
     def _fold_ln(self) -> str:
-        block, cfg = self.block, self.cfg
+        block = self.block
         if block.norm.identity:
             return "it has no norms"
         if block.qk_shift:
@@ -94,8 +93,6 @@ class Limits:
                 )
             if any(reader.bias is None for reader in norm.readers):
                 return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
-        if isinstance(block.mlp, MoE) and cfg.num_experts is None:
-            return "the number of experts is not known"
         return ""
 
     def _center_writing_weights(self) -> str:

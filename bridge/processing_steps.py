@@ -55,11 +55,11 @@ def do_fold_ln(parts: Parts, carried: Carried) -> None:
             if b is not None and not parts.has_bias(reader.holder):
                 carried.add_reader(norm.path, reader.holder)
             _fold_into(parts, reader, norm, w, b)
-        module = parts.weights.module(norm.path)
-        if isinstance(module.weight, Tensor):
-            module.weight.fill_(1.0 - norm.kind.offset)
-        if isinstance(getattr(module, "bias", None), Tensor):
-            module.bias.zero_()  # type: ignore[operator, union-attr]
+        weight, bias = (getattr(parts.weights.module(norm.path), name, None) for name in ("weight", "bias"))
+        if weight is not None:
+            weight.fill_(1.0 - norm.kind.offset)
+        if bias is not None:
+            bias.zero_()
 
 
 def do_center_writing_weights(parts: Parts, carried: Carried) -> None:

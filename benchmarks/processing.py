@@ -1,0 +1,125 @@
+"""What processing weights costs: time, memory on top of the model, and the speed of the processed model.
+
+    python benchmarks/processing.py [--dtype float32] [--rounds N]
+
+Memory is what tensors that torch makes meanwhile hold at most, as a part of the model's own parameters; an unembedding
+that was tied and has become a matrix of its own is counted apart. The forward ratio is of two models done in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from bridge import TransformerBridge
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "GPT-2 small": (GPT2LMHeadModel, GPT2Config()),
+    "Llama, 8 layers, d1024, grouped": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+            intermediate_size=2816, vocab_size=32000, max_position_embeddings=2048,
+        ),
+    ),
+}  # fmt: skip
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes that tensors made while it is active hold together.
+
+    Args:
+        model: its own parameters do not count.
+
+    Attributes:
+        peak, now: in bytes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = self.now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.alive = {at: entry for at, entry in self.alive.items() if not entry[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.now = sum(size for _, size in self.alive.values())
+        self.peak = max(self.peak, self.now)
+        return result
+
+
+def bytes_of(model: nn.Module) -> int:
+    """What a model's parameters hold."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def extra_memory(model: Any) -> tuple[float, float]:
+    """What processing takes beside the model, and what of it an untied unembedding keeps, as parts of the model."""
+    size = bytes_of(model)
+    bridge = TransformerBridge(model)
+    with Memory(model) as memory:
+        bridge.process_weights(check=False)
+    untied = bytes_of(model) - size
+    return (memory.peak - untied) / size, untied / size
+
+
+def measure(name: str, dtype: torch.dtype, rounds: int) -> None:
+    cls, config = MODELS[name]
+    torch.manual_seed(0)
+    raw = cls(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in raw.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    times: dict[str, list[float]] = {"process": [], "check": []}
+    for _ in range(3):
+        for label in times:
+            bridge = TransformerBridge(copy.deepcopy(raw))
+            start = time.perf_counter()
+            bridge.process_weights(check=label == "check")
+            times[label].append(time.perf_counter() - start)
+    print(f"\n{name} ({bridge.cfg.n_params / 1e6:.0f} M parameters, {dtype})")
+    print(f"  process_weights(check=False)  {min(times['process']):6.2f} s")
+    print(f"  process_weights()             {min(times['check']):6.2f} s")
+    extra, untied = extra_memory(copy.deepcopy(raw))
+    print(f"  memory while processing       {extra:6.3f} of the model's, beside {untied:.3f} for an untied unembedding")
+    tokens = torch.randint(0, config.vocab_size, (1, 128))
+    forwards: list[list[float]] = [[], []]
+    with torch.no_grad():
+        for _ in range(rounds + 1):
+            for model, found in zip((raw, bridge.original_model), forwards, strict=True):
+                start = time.perf_counter()
+                model(tokens)
+                found.append(time.perf_counter() - start)
+    before, after = (statistics.median(found[1:]) for found in forwards)
+    print(f"  forward, processed / raw      {after / before:6.3f} ({before * 1e3:.1f} ms raw, 128 tokens)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    for name in MODELS:
+        measure(name, getattr(torch, arguments.dtype), arguments.rounds)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What cannot be done is known before a weight is written: left out by default, an error by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2ForSequenceClassification, GPT2Model
+
+from bridge import NativeConfig, TransformerBridge
+from bridge.native import NativeModel
+from bridge.processing import ProcessingError
+from tests.reference import DATA
+from tests.weight_processing.models import copies, log_probs, same, tiny
+
+ALL = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
+
+
+def left_out(bridge: TransformerBridge, *names: str, match: str) -> None:
+    """By default these are left out for this reason, the others are done; by name each is an error."""
+    model = bridge.original_model
+    values, tied = copies(model), bridge.cfg.tie_word_embeddings
+    for name in names:
+        with pytest.raises(ProcessingError, match=rf"{name}=True cannot be done for .*{match}.*Nothing was changed"):
+            bridge.process_weights(**{name: True})
+    assert same(model, values)
+    assert bridge.cfg.tie_word_embeddings == tied
+    assert bridge.cfg.processed == {}
+    bridge.process_weights()
+    for name in ALL:
+        state = bridge.cfg.processed[name]
+        assert (
+            (state.startswith("left out: ") and match.replace("\\", "") in state) if name in names else state == "done"
+        )
+    if set(names) == set(ALL):
+        assert same(model, values)
+
+
+def native(**fields: Any) -> TransformerBridge:
+    values = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_vocab": 61, "n_ctx": 20, "act_fn": "gelu"} | fields
+    model = NativeModel(NativeConfig(**values)).eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return TransformerBridge(model)
+
+
+def test_rms_norms_and_soft_caps() -> None:
+    left_out(TransformerBridge(tiny("llama")), "center_writing_weights", match="RMS norms")
+    bridge = TransformerBridge(tiny("gemma2-mha-bias"))
+    with pytest.raises(ProcessingError, match="soft cap of 2"):
+        bridge.process_weights(center_unembed=True)
+    bridge.process_weights()
+    assert "soft cap of 2" in bridge.cfg.processed["center_unembed"]
+
+
+@pytest.mark.parametrize("by_name", [{}, {"center_unembed": True}])
+def test_encoders(by_name: dict[str, bool]) -> None:
+    bridge = TransformerBridge.boot_transformers(str(DATA / "bert"))
+    if not by_name:
+        left_out(bridge, *ALL, match="not one stack of blocks")
+    with pytest.raises(ProcessingError, match="HookedTransformer has no processing for it either"):
+        bridge.enable_compatibility_mode(center_unembed=True)
+
+
+def test_t5() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(d_model=16, d_kv=4, num_heads=4, d_ff=20, num_layers=2, vocab_size=61, decoder_start_token_id=0)
+    left_out(TransformerBridge(T5ForConditionalGeneration(config)), *ALL, match="not one stack of blocks")
+
+
+def test_meta_device() -> None:
+    bridge = TransformerBridge.boot_transformers(str(DATA / "gpt2"), load_weights=False)
+    bridge.process_weights()
+    assert "device meta" in bridge.cfg.processed["fold_ln"]
+    with pytest.raises(ProcessingError, match="device meta"):
+        bridge.process_weights(fold_ln=True)
+
+
+def test_quantised() -> None:
+    model = tiny("llama")
+    model.is_quantized = True
+    left_out(TransformerBridge(model), *ALL, match="quantised")
+
+    class Int8(nn.Linear):
+        pass
+
+    model = tiny("gpt2")
+    model.lm_head.__class__ = Int8
+    left_out(TransformerBridge(model), "fold_ln", "center_unembed", match="lm_head is a Int8")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora() -> None:
+    import peft
+
+    model = peft.get_peft_model(tiny("qwen2"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)).eval()
+    bridge = TransformerBridge(model)
+    values, before = copies(model), log_probs(model)
+    for name in ("fold_ln", "fold_value_biases"):
+        with pytest.raises(ProcessingError, match="merge_and_unload"):
+            bridge.process_weights(**{name: True})
+    assert same(model, values)
+    bridge.process_weights()
+    assert [name for name, state in bridge.cfg.processed.items() if state == "done"] == ["center_unembed"]
+    torch.testing.assert_close(log_probs(model), before, atol=2e-5, rtol=1e-5)
+    merged = TransformerBridge(model.merge_and_unload())
+    merged.process_weights(fold_ln=True, fold_value_biases=True)
+    torch.testing.assert_close(log_probs(merged.original_model), before, atol=2e-5, rtol=1e-5)
+
+
+def test_attention_sinks() -> None:
+    bridge = TransformerBridge(tiny("qwen2"))
+    block = bridge.architecture.block
+    sunk = replace(block, attn=replace(block.attn, sink=True))
+    bridge.__dict__["architecture"] = replace(bridge.architecture, block=sunk)
+    with pytest.raises(ProcessingError, match="do not sum to one"):
+        bridge.process_weights(fold_value_biases=True)
+
+
+def test_what_the_adapter_does_not_declare() -> None:
+    model = tiny("llama")
+    model.model.layers[1].mlp.shared_expert = nn.Linear(32, 32)
+    match = r"does not say what these parameters read and write: model\.layers\.1\.mlp\.shared_expert\.weight"
+    bridge = TransformerBridge(model)
+    values = copies(model)
+    for name in ("fold_ln", "center_unembed", "fold_value_biases"):
+        with pytest.raises(ProcessingError, match=match):
+            bridge.process_weights(**{name: True})
+    assert same(model, values)
+    classifier = GPT2ForSequenceClassification(tiny("gpt2").config)
+    bridge = TransformerBridge(classifier)
+    with pytest.raises(ProcessingError, match="no output layer"):
+        bridge.process_weights(fold_ln=True)
+    with pytest.raises(ProcessingError, match=r"read and write: score\.weight"):
+        bridge.process_weights(center_writing_weights=True)
+
+
+def test_parameters_in_two_places() -> None:
+    model = tiny("gpt2")
+    model.transformer.h[1].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
+    left_out(TransformerBridge(model), *ALL, match="used in more than one place")
+
+
+def test_without_an_output_layer() -> None:
+    model = GPT2Model(tiny("gpt2").config).eval()
+    left_out(TransformerBridge(model), "fold_ln", "center_unembed", match="has no output layer")
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "match"),
+    [
+        ({"normalization_type": None}, ("fold_ln",), "no norms"),
+        ({"gated_mlp": True, "act_fn": "silu"}, ("fold_ln",), "feeds a gated MLP"),
+        ({"final_rms": True}, ("center_writing_weights",), "RMS norms"),
+        ({"normalization_type": "RMS"}, ("center_writing_weights",), "RMS norms"),
+    ],
+)
+def test_native(fields: dict[str, Any], names: tuple[str, ...], match: str) -> None:
+    bridge = native(**fields)
+    if fields.get("normalization_type", "") is None:
+        with pytest.raises(ProcessingError, match="without a norm"):
+            bridge.process_weights(center_writing_weights=True)
+        bridge.process_weights(center_writing_weights=False)
+        assert "no norms" in bridge.cfg.processed["fold_ln"]
+    else:
+        left_out(bridge, *names, match=match)
+
+
+def test_shortformer() -> None:
+    bridge = native(positional_embedding_type="shortformer")
+    for name in ("fold_ln", "center_writing_weights"):
+        with pytest.raises(ProcessingError, match="position embeddings"):
+            bridge.process_weights(**{name: True})
+    bridge.process_weights()
+    assert bridge.cfg.processed["center_unembed"] == "done"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"act_fn": "solu_ln"},
+        {"normalization_type": "LNPre", "act_fn": "solu_ln"},
+        {"normalization_type": "RMSPre"},
+        {"normalization_type": "RMS", "gated_mlp": True, "act_fn": "silu"},
+        {"attn_only": True, "act_fn": None},
+        {"parallel_attn_mlp": True, "positional_embedding_type": "rotary", "n_key_value_heads": 1},
+        {"attention_dir": "bidirectional"},
+        {"d_head": 20, "d_vocab_out": 7},
+    ],
+)
+def test_native_models_keep_their_function(fields: dict[str, Any]) -> None:
+    bridge = native(**fields)
+    before = log_probs(bridge.original_model)
+    bridge.process_weights(fold_ln=True, center_unembed=True, fold_value_biases=True, check="each")
+    torch.testing.assert_close(log_probs(bridge.original_model), before, atol=2e-5, rtol=1e-5)
+    values = copies(bridge.original_model)
+    bridge.process_weights()
+    assert same(bridge.original_model, values)
+
+
+REFACTOR: list[tuple[Callable[[], TransformerBridge], str]] = [
+    (lambda: TransformerBridge(tiny("gpt_neox")), "rotated by their positions"),
+    (lambda: native(n_key_value_heads=1), "2 query heads share 1 heads"),
+    (lambda: native(d_head=20), "d_head=20 is more than d_model=16"),
+    (lambda: TransformerBridge(tiny("opt-no-bias")), "no bias to take up"),
+]
+
+
+@pytest.mark.parametrize(("make", "match"), REFACTOR)
+def test_refactoring(make: Callable[[], TransformerBridge], match: str) -> None:
+    bridge = make()
+    values = copies(bridge.original_model)
+    with pytest.raises(ProcessingError, match=match):
+        bridge.process_weights(refactor_factored_attn_matrices=True)
+    assert same(bridge.original_model, values)
+
+
+def test_wrong_arguments() -> None:
+    bridge = TransformerBridge(tiny("gpt2"))
+    with pytest.raises(TypeError, match="fold_ln is 'yes'; it must be True or False"):
+        bridge.process_weights(fold_ln="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="check is 'all'; it must be True, False or 'each'"):
+        bridge.process_weights(check="all")  # type: ignore[arg-type]
