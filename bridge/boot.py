@@ -93,6 +93,12 @@ class BootMethods:
             config = AutoConfig.from_pretrained(repository, **where)
             _override(config, dict(hf_config_overrides or {}) | _context(config, n_ctx))
             loader = model_class or _class_for(config)
+            if max_memory is not None and device_map is None and n_devices is None:
+                raise ValueError("max_memory says how to spread a model: it needs device_map or n_devices")
+            if device_map is not None and n_devices is not None:
+                raise ValueError("device_map and n_devices both say how to spread the model")
+            if device is not None and not load_weights:
+                raise ValueError(f"a model without weights is on no device, so device={device!r} cannot be had")
             if device is not None and (device_map is not None or n_devices is not None):
                 raise ValueError("device puts the whole model in one place; device_map and n_devices spread it")
             kwargs: dict[str, Any] = {"config": config, **where}

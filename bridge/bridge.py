@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adapters import Anatomy, Weights, anatomy
 from adapters.config import ModelConfig
+from bridge.analysis import AnalysisMethods
 from bridge.boot import BootMethods
 from bridge.component import Tree
 from bridge.generation import GenerationMethods
@@ -24,7 +25,14 @@ from bridge.wiring import Wiring, strip
 
 
 class TransformerBridge(
-    RunMethods, GenerationMethods, StreamMethods, TokenMethods, ProcessingMethods, BootMethods, nn.Module
+    RunMethods,
+    GenerationMethods,
+    StreamMethods,
+    TokenMethods,
+    ProcessingMethods,
+    AnalysisMethods,
+    BootMethods,
+    nn.Module,
 ):
     """Wraps a Hugging Face model without changing it.
 
@@ -56,6 +64,11 @@ class TransformerBridge(
 
     def __init__(self, hf_model: nn.Module, tokenizer: Any = None) -> None:
         super().__init__()
+        if not isinstance(hf_model, nn.Module):
+            raise TypeError(
+                f"hf_model is {hf_model!r}, which is no model; "
+                "TransformerBridge.boot_transformers(name_or_path) loads one by name"
+            )
         found = anatomy(hf_model)
         self.original_model = hf_model
         self.tokenizer = tokenizer
@@ -123,6 +136,8 @@ class TransformerBridge(
         except AttributeError:
             if name.startswith("__") or "_tree" not in self.__dict__:
                 raise
+        if isinstance(getattr(type(self), name, None), property):
+            return object.__getattribute__(self, name)  # it is there, and says itself what it lacks
         return self.__dict__["_tree"].get("", name)
 
     def __dir__(self) -> list[str]:
@@ -142,6 +157,11 @@ class TransformerBridge(
         self.cfg._model = self.original_model
         strip(self.original_model)
         self._wire(anatomy(self.original_model))
+
+    def __copy__(self) -> TransformerBridge:
+        new = type(self)(self.original_model, self.tokenizer)
+        new.cfg = self.cfg
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformerBridge:
         new = type(self).__new__(type(self))
@@ -177,8 +197,15 @@ class TransformerBridge(
             UnknownHookError: a name that no hook point has.
             ValueError: a filter that matches nothing.
         """
-        points = [name] if isinstance(name, HookPoint) else self.names.select(name, self._is_heavy_on)
-        return [point.add_hook(hook, dir, is_permanent, level, prepend) for point in points]
+        handles: list[Handle] = []
+        try:
+            for point in self._chosen(name):
+                handles.append(point.add_hook(hook, dir, is_permanent, level, prepend))
+        except (TypeError, ValueError):
+            for handle in handles:
+                handle.remove()
+            raise
+        return handles
 
     def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFunction, dir: str = "fwd") -> list[Handle]:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
@@ -203,6 +230,8 @@ class TransformerBridge(
             including_permanent: permanent ones too.
             level: only those that were added at this level.
         """
+        if direction not in ("fwd", "bwd", "both"):
+            raise ValueError(f'direction is {direction!r}; it must be "fwd", "bwd" or "both"')
         if clear_contexts:
             self._clear_contexts()
         for point in self.wiring.points.values():

@@ -44,6 +44,7 @@ class Recorder:
         check: bool = True,
     ) -> None:
         self.points = points
+        self.pos_slice = pos_slice
         self.index = slice(pos_slice, (pos_slice + 1) or None) if isinstance(pos_slice, int) else pos_slice
         self.device = torch.device(device) if device is not None else None
         self.gradients = gradients
@@ -84,6 +85,8 @@ class Recorder:
         if axis is None or self.index is None:
             return value
         index = self.index if isinstance(self.index, slice) else torch.as_tensor(self.index, device=value.device)
+        if isinstance(self.pos_slice, int) and not -value.shape[axis] <= self.pos_slice < value.shape[axis]:
+            raise IndexError(f"pos_slice is {self.pos_slice}; {hook.name} has {value.shape[axis]} positions")
         picked = value[(slice(None),) * axis + (index,)]
         return picked.clone()  # so that the rest of the activation can be freed
 
@@ -105,6 +108,9 @@ class Recorder:
         if not loss.requires_grad:
             raise ValueError("incl_bwd needs gradients, and they are switched off (torch.no_grad?)")
         edges = list(self._edges.items())
+        if not edges:
+            names = ", ".join(hook.name for hook in self.points[:3])
+            raise ValueError(f"none of the chosen hook points has a gradient: {names}")
         gradients = torch.autograd.grad(loss, [edge for _, (edge, _) in edges], allow_unused=True)
         for (hook, (_, act)), gradient in zip(edges, gradients, strict=True):
             gradient = torch.zeros_like(act) if gradient is None else gradient

@@ -11,6 +11,8 @@ from torch import Tensor
 from bridge.lens import head_contributions, logit_lens
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
+#: Its right answer, and the likely mistake.
+ANSWERS = (" Mary", " John")
 
 
 def demo(model: str | None = None, prompt: str | None = None) -> None:
@@ -25,15 +27,21 @@ def demo(model: str | None = None, prompt: str | None = None) -> None:
     bridge = TransformerBridge.boot_transformers(model) if model else TransformerBridge.boot_embedded()
     bridge.eval()
     with torch.no_grad():
-        for line in report(bridge, prompt or PROMPT):
+        for line in report(bridge, prompt or PROMPT, ANSWERS if model is None and prompt is None else None):
             print(line)
         if model is None:
             for line in population(bridge):
                 print(line)
 
 
-def report(bridge: Any, prompt: str) -> Iterable[str]:
-    """The demonstration on one prompt, line by line."""
+def report(bridge: Any, prompt: str, answers: tuple[str, str] | None = None) -> Iterable[str]:
+    """The demonstration on one prompt, line by line.
+
+    Args:
+        bridge: the bridge.
+        prompt: the text.
+        answers: the right next token and a wrong one; None: the two that the model finds likeliest.
+    """
     cfg = bridge.cfg
     mlp = "no MLPs" if cfg.attn_only else f"d_mlp {cfg.d_mlp} ({cfg.act_fn})"
     yield (
@@ -44,9 +52,10 @@ def report(bridge: Any, prompt: str) -> Iterable[str]:
     tokens = bridge.to_tokens(prompt)
     yield f"\nPrompt: {prompt!r} ({tokens.shape[1]} tokens)"
     lens = logit_lens(bridge, tokens)[:, 0, -1].float()
-    answer, other = (int(token) for token in lens[-1].topk(2).indices)
-    good, bad = bridge.to_single_str_token(answer), bridge.to_single_str_token(other)
-    yield f"Prediction: {good!r}, then {bad!r}\n"
+    first, second = (bridge.to_single_str_token(int(token)) for token in lens[-1].topk(2).indices)
+    yield f"Prediction: {first!r}, then {second!r}\n"
+    good, bad = answers or (first, second)
+    answer, other = bridge.to_single_token(good), bridge.to_single_token(bad)
     yield "Logit lens at the last position (the five likeliest tokens after each layer)"
     yield from table(
         ["layer", f"p({good.strip()})", *(str(i) for i in range(1, 6))],

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adapters.views import Call
@@ -95,3 +96,14 @@ def _which(weight: Tensor, everyone: Tensor) -> int | None:
     start = weight.data_ptr() - everyone.data_ptr()
     expert = start // (everyone.stride(0) * everyone.element_size())
     return expert if weight.shape == everyone.shape[1:] and 0 <= expert < len(everyone) else None
+
+
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, dict[str, Tap]] = weakref.WeakKeyDictionary()
+
+
+def tap_on(kind: str, module: nn.Module) -> Tap:
+    """The tap of this kind on a module: one for all bridges around the model."""
+    taps = _ATTACHED.setdefault(module, {})
+    if kind not in taps:
+        taps[kind] = TAPS[kind](module)
+    return taps[kind]

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from bridge.cache import ActivationCache
 from bridge.hook_point import STATE
 from bridge.inputs import accepted_arguments, input_device
+from bridge.modules import uncompiled
 from bridge.names import NamesFilter, suggestion
 from bridge.runs import Input
 from bridge.step_cache import StepRecorder
@@ -130,13 +131,9 @@ class GenerationMethods:
             >>> bridge.generate(prompt, max_new_tokens=2, do_sample=False, verbose=False)[len(prompt):]
             ' Mary.'
         """
-        if return_type not in ("input", "str", "tokens", None):
-            raise ValueError(f'return_type is {return_type!r}; it must be "input", "str", "tokens" or None')
-        prompt, arguments = self._arguments(
-            input, max_new_tokens, stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, freq_penalty,
-            repetition_penalty, num_return_sequences, use_past_kv_cache, prepend_bos, padding_side, stop_strings,
-            stopping_criteria, more,
-        )  # fmt: skip
+        given = {name: value for name, value in locals().items() if name != "self"}
+        check_return_type(return_type)
+        prompt, arguments = self._arguments(given)
         as_text = return_type == "str" or (return_type == "input" and prompt.kind != "tokens")
         if as_text and not output_logits:
             _ = self.tokenizer_facts  # type: ignore[attr-defined]
@@ -147,7 +144,7 @@ class GenerationMethods:
             arguments |= {"output_logits": True, "return_dict_in_generate": True}
         bar = tqdm(total=max_new_tokens, desc="generating", unit="token", disable=not verbose)
         arguments["stopping_criteria"].append(Steps(bar))
-        with bar, generating(), recorder.attached(self.wiring, self.core) if recorder else _nothing():
+        with bar, self._generating(), recorder.attached(self.wiring, self.core) if recorder else _nothing():
             made = self.original_model.generate(**prompt.kwargs, **arguments)
         sequences = made["sequences"] if isinstance(made, ModelOutput) else made
         result: Any = None
@@ -180,45 +177,66 @@ class GenerationMethods:
         self._check_generates()
         prompt = self._prompt(input, prepend_bos, None, kwargs.pop("attention_mask", None))
         criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
-        with generating():
+        with self._generating():
             steps = Steps(tqdm(disable=True))
             return self.original_model.generate(**prompt.kwargs, stopping_criteria=[*criteria, steps], **kwargs)
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """A generation: a run of its own, whose steps are counted from 0."""
+        before = STATE.step
+        with STATE.fresh(), uncompiled(self.original_model) if self.wiring.listening else _nothing():
+            STATE.step = 0
+            try:
+                yield
+            finally:
+                STATE.step = before
 
     def _check_generates(self) -> None:
         if not hasattr(self.core, "generate") or not self.core.can_generate():
             raise TypeError(f"{type(self.core).__name__} does not generate text: transformers gives it no `generate`")
 
-    def _arguments(
-        self, input: Any, max_new_tokens: int, stop_at_eos: bool, eos_token_id: Any, do_sample: bool, top_k: Any,
-        top_p: Any, temperature: Any, freq_penalty: float, repetition_penalty: Any, num_return_sequences: int,
-        use_past_kv_cache: bool, prepend_bos: Any, padding_side: Any, stop_strings: Any, stopping_criteria: Any,
-        more: dict[str, Any],
-    ) -> tuple[Prompt, dict[str, Any]]:  # fmt: skip
-        """The prompt, and the arguments of the model's `generate` besides."""
+    def _arguments(self, given: dict[str, Any]) -> tuple[Prompt, dict[str, Any]]:
+        """The prompt, and the arguments of the model's `generate` besides, from those of ours."""
         self._check_generates()
+        more = dict(given["more"])
         self._check_known(more)
-        more = dict(more)
-        prompt = self._prompt(input, prepend_bos, padding_side, more.pop("attention_mask", None))
-        self._check_room(prompt, max_new_tokens)
-        arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **more}
-        own = {"top_k": top_k, "top_p": top_p, "temperature": temperature, "repetition_penalty": repetition_penalty}
-        arguments |= {name: value for name, value in own.items() if value is not None}
-        if num_return_sequences != 1:
-            arguments["num_return_sequences"] = num_return_sequences
-        if not use_past_kv_cache:
+        mask = more.pop("attention_mask", None)
+        prompt = self._prompt(given["input"], given["prepend_bos"], given["padding_side"], mask)
+        if prompt.tokens is not None and "attention_mask" not in prompt.kwargs:
+            prompt.kwargs["attention_mask"] = self._inferred_mask(prompt.tokens, given["eos_token_id"], more)
+        self._check_room(prompt, given["max_new_tokens"])
+        arguments: dict[str, Any] = {"max_new_tokens": given["max_new_tokens"], "do_sample": given["do_sample"], **more}
+        for name in ("top_k", "top_p", "temperature", "repetition_penalty"):
+            if given[name] is not None:
+                arguments[name] = given[name]
+        if given["num_return_sequences"] != 1:
+            arguments["num_return_sequences"] = given["num_return_sequences"]
+        if not given["use_past_kv_cache"]:
             arguments["use_cache"] = False
-        arguments |= self._ending(stop_at_eos, eos_token_id, more)
-        if freq_penalty:
+        arguments |= self._ending(given["stop_at_eos"], given["eos_token_id"], more)
+        if given["freq_penalty"]:
             processors = LogitsProcessorList(arguments.pop("logits_processor", None) or [])
-            arguments["logits_processor"] = LogitsProcessorList([*processors, FrequencyPenalty(freq_penalty)])
-        single = isinstance(stopping_criteria, StoppingCriteria)
-        arguments["stopping_criteria"] = StoppingCriteriaList(
-            [stopping_criteria] if single else list(stopping_criteria or [])
-        )
-        if stop_strings is not None:
+            arguments["logits_processor"] = LogitsProcessorList([*processors, FrequencyPenalty(given["freq_penalty"])])
+        criteria = given["stopping_criteria"]
+        single = isinstance(criteria, StoppingCriteria)
+        arguments["stopping_criteria"] = StoppingCriteriaList([criteria] if single else list(criteria or []))
+        if given["stop_strings"] is not None:
             tokenizer = self.tokenizer_facts.tokenizer  # type: ignore[attr-defined]
-            arguments["stopping_criteria"].append(StopStrings(stop_strings, tokenizer))
+            arguments["stopping_criteria"].append(StopStrings(given["stop_strings"], tokenizer))
         return prompt, arguments
+
+    def _inferred_mask(self, tokens: Tensor, eos_token_id: Any, more: dict[str, Any]) -> Tensor:
+        """What `generate` takes for padding in tokens without a mask: padding tokens, unless they also end a text.
+
+        It is said here because not stopping at EOS, which hides EOS from `generate`, must not make padding of it.
+        """
+        own = self.core.generation_config
+        pad = more.get("pad_token_id", own.pad_token_id)
+        eos = own.eos_token_id if eos_token_id is None else eos_token_id
+        endings = set(eos) if isinstance(eos, Sequence) else {eos}
+        padded = pad is not None and pad not in endings
+        return (tokens != pad).long() if padded else torch.ones_like(tokens)
 
     def _ending(self, stop_at_eos: bool, eos_token_id: Any, more: dict[str, Any]) -> dict[str, Any]:
         """What ends a row, and what fills it up afterwards."""
@@ -238,7 +256,7 @@ class GenerationMethods:
     def _check_known(self, more: dict[str, Any]) -> None:
         known = set(vars(GenerationConfig())) | set(inspect.signature(type(self.core).generate).parameters)
         known |= accepted_arguments(type(self.core).forward)
-        known -= {"self", "inputs", "kwargs", "generation_config"}
+        known -= {"self", "inputs", "kwargs", "generation_config", "input_ids", "inputs_embeds"}
         for name in more:
             if name not in known:
                 ours = inspect.signature(type(self).generate).parameters
@@ -323,15 +341,14 @@ class GenerationMethods:
         return torch.stack([torch.cat([row, fill]) for row, fill in zip(rows, fills, strict=True)])
 
 
-@contextmanager
-def generating() -> Iterator[None]:
-    """Counts steps from 0 while the ``with`` statement lasts."""
-    before, STATE.step = STATE.step, 0
-    try:
-        yield
-    finally:
-        STATE.step = before
-        STATE.forget()
+def check_return_type(return_type: Any) -> None:
+    """Refuses what `generate` cannot return.
+
+    Raises:
+        ValueError: it is none of the known ones.
+    """
+    if return_type not in ("input", "str", "tokens", None):
+        raise ValueError(f'return_type is {return_type!r}; it must be "input", "str", "tokens" or None')
 
 
 @contextmanager

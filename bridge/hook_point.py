@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -17,26 +19,53 @@ from adapters.views import Call
 HookFunction = Callable[..., Tensor | None]
 
 
+class Owner:
+    """Whose hooks are whose: a thread.
+
+    Args:
+        thread: the thread.
+    """
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self.thread = weakref.ref(thread)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread is over, so that nobody can run with its hooks any more."""
+        thread = self.thread()
+        return thread is None or not thread.is_alive()
+
+
 class ThreadState(threading.local):
     """What a thread's runs share: its identity, and what its current forward pass has seen so far."""
 
     def __init__(self) -> None:
-        self.owner = object()
+        self.owner = Owner(threading.current_thread())
+        self.step: int | None = None
+        self._renew()
+
+    def _renew(self) -> None:
+        #: Tells this run from those that its hooks may start.
+        self.run = object()
         self.sources: dict[Any, Any] = {}
         self.followed: dict[HookPoint, Tensor] = {}
         self.branched: dict[str, Tensor] = {}
         self.mask: tuple[Any, Tensor | None] | None = None
-        self.step: int | None = None
         self.start_at: int | None = None
         self.skipping: frozenset[nn.Module] = frozenset()
         self.entering: dict[nn.Module, Tensor] = {}
 
-    def forget(self) -> None:
-        """Lets go of what the last forward pass has seen."""
-        self.sources.clear()
-        self.followed.clear()
-        self.branched.clear()
-        self.mask = None
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        """A run of its own: it sees nothing of a run in whose hooks it was started, and leaves nothing to it."""
+        before = dict(self.__dict__)
+        self._renew()
+        try:
+            yield
+        finally:
+            step = self.step
+            self.__dict__.update(before)
+            self.step = step
 
 
 STATE = ThreadState()
@@ -48,15 +77,16 @@ class Listener:
 
     Attributes:
         kind: ``fwd`` and ``bwd`` are functions of the user; ``read`` only looks at the activation, ``edge`` is given
-            the activation that later computation uses, to ask for its gradient.
+            the activation that later computation uses, to ask for its gradient; ``follow`` takes over what was written
+            at another point.
         fn: called as ``fn(activation, hook=point)``.
         owner: the thread whose runs it belongs to.
         permanent, level: what `reset_hooks` asks for.
     """
 
-    kind: Literal["fwd", "bwd", "read", "edge"]
+    kind: Literal["fwd", "bwd", "read", "edge", "follow"]
     fn: Callable[..., Any]
-    owner: object
+    owner: Owner
     permanent: bool = False
     level: int | None = None
 
@@ -185,11 +215,12 @@ class HookPoint:
         """
         if dir not in ("fwd", "bwd", "both"):
             raise ValueError(f'dir is {dir!r}; it must be "fwd", "bwd" or "both"')
-        kinds = {"fwd": ("fwd", "read"), "bwd": ("bwd", "edge"), "both": ("fwd", "bwd", "read", "edge")}[dir]
+        # Only the user's own: what a running cache has attached goes with the cache.
+        kinds = ("fwd", "bwd") if dir == "both" else (dir,)
         mine = [
             listener
             for listener in self.listeners
-            if listener.owner is STATE.owner
+            if (listener.owner is STATE.owner or listener.owner.ended)
             and listener.kind in kinds
             and (including_permanent or not listener.permanent)
             and (level is None or listener.level == level)
@@ -204,25 +235,29 @@ class HookPoint:
         """Runs the hooks on a tensor as if the model had computed it here, and returns what they make of it."""
         return self.fire(x, Call(nn.Identity(), (x,), {}), identity=True)
 
-    def fire(self, x: Tensor, call: Call, identity: bool = False) -> Tensor:
-        """Shows the site's tensor to this thread's listeners, and returns what the site's tensor is to be."""
+    def fire(self, x: Tensor, call: Call, identity: bool = False, shield: bool = False) -> Tensor:
+        """Shows the site's tensor to this thread's listeners, and returns what the site's tensor is to be.
+
+        With `shield`, the tensor will be written to afterwards: what is kept of it has to be a copy.
+        """
         owner, listeners, view = STATE.owner, self.listeners, self.view
         if len(listeners) == 1 and listeners[0].kind == "read":  # a cache: nothing can change
             if listeners[0].owner is owner:
-                listeners[0].fn(x if identity else view.get(x, call), hook=self)
+                act = x if identity else view.get(x, call)
+                listeners[0].fn(act.clone() if shield else act, hook=self)
             return x
         mine = [listener for listener in listeners if listener.owner is owner]
         if not mine:
             return x
         act = x if identity else view.get(x, call)
-        edits = [listener for listener in mine if listener.kind == "fwd"]
-        if edits and view.writes_through:
+        edits = [listener for listener in mine if listener.kind in ("fwd", "follow")]
+        if shield or (edits and view.writes_through):
             act = act.clone()  # what others hold as the old value must not change under them
         changed, backward = False, []
         for listener in mine:
             if listener.kind == "read":
                 listener.fn(act, hook=self)
-            elif listener.kind == "fwd":
+            elif listener.kind in ("fwd", "follow"):
                 new = self._edit(listener, act)
                 if new is not None:
                     act, changed = new, True
@@ -257,7 +292,8 @@ class HookPoint:
         version = None if given.is_inference() else given._version
         new = listener.fn(given, hook=self)
         if new is None:
-            touched = version is None or given._version != version or given.requires_grad
+            # Writing back an untouched copy is exact, except where the activation is computed beside the model.
+            touched = not self.view.contextual or version is None or given._version != version or given.requires_grad
             return given if touched else None
         if not isinstance(new, Tensor):
             raise TypeError(
@@ -284,10 +320,19 @@ class HookPoint:
             return
 
         def on_gradient(gradient: Tensor) -> Tensor | None:
-            new = listener.fn(gradient, hook=self)
-            if isinstance(new, tuple):
+            given = gradient.clone()  # autograd may hand the same tensor to others
+            version = given._version
+            new = listener.fn(given, hook=self)
+            if isinstance(new, tuple) and len(new) == 1:
                 (new,) = new
-            if new is not None and new.shape != gradient.shape:
+            if new is None:
+                return given if given._version != version else None
+            if not isinstance(new, Tensor):
+                raise TypeError(
+                    f"the backward hook {_describe(listener.fn)} at {self.name} returned {type(new).__name__}; "
+                    "it must return a tensor or None"
+                )
+            if new.shape != gradient.shape:
                 raise ValueError(
                     f"the backward hook {_describe(listener.fn)} at {self.name} returned shape {list(new.shape)}; "
                     f"the gradient has shape {list(gradient.shape)} ({self.point.axes})"

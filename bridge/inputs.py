@@ -54,6 +54,8 @@ def check_arguments(model: Any, given: dict[str, Any], ours: Sequence[str]) -> N
     """
     known = accepted_arguments(type(model).forward)
     for name in given:
+        if name in ("input_ids", "inputs_embeds"):
+            raise TypeError(f"{name} is the input itself: pass it first, without a name")
         if name not in known:
             raise TypeError(
                 f"{name!r} is an argument of neither the bridge nor {type(model).__name__}."
@@ -105,16 +107,36 @@ def prepare(
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     _check_length(bridge, length, kwargs.get("past_key_values"))
     if mask is not None:
-        mask = mask.to(device)
-        kwargs["attention_mask"] = mask
+        mask = kwargs["attention_mask"] = _checked_mask(mask, kwargs, length).to(device)
+        if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
+            return Inputs(kwargs, tokens, None)
         if "position_ids" not in kwargs and "position_ids" in accepted_arguments(type(bridge.core).forward):
-            left_padded = mask.ndim == 2 and bool((mask[:, 0] == 0).any())
-            if left_padded:
-                positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-                kwargs["position_ids"] = positions[:, -length:]
+            gaps = (mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)
+            if gaps.any():  # there is padding before a token
+                kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        mask = mask[:, -length:]
     if bridge.core.config.is_encoder_decoder:
         return Inputs(kwargs, _decoder_tokens(bridge, kwargs), None)
     return Inputs(kwargs, tokens, mask)
+
+
+def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
+    """The mask as whole numbers.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it does not fit.
+    """
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is {type(mask).__name__}; it must be a tensor [batch, pos]")
+    if mask.ndim == 4:
+        return mask
+    given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+    past = kwargs.get("past_key_values")
+    wanted = [given.shape[0], length + (past.get_seq_length() if past is not None else 0)]
+    if list(mask.shape) != wanted:
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; it must have {wanted}, for every token so far")
+    return mask.long()
 
 
 def _decoder_tokens(bridge: Any, kwargs: dict[str, Any]) -> Tensor | None:

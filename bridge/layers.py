@@ -25,7 +25,7 @@ _LOCK = threading.RLock()
 
 
 class _Bypass:
-    """Stands in for a block's forward: for the threads that skip the block, it hands the residual stream on."""
+    """Stands in for a block's forward: for the runs that skip the block, it hands the residual stream on."""
 
     def __init__(self, block: nn.Module, key: int | None, length: int) -> None:
         self.block, self.key, self.length = block, key, length
@@ -46,7 +46,7 @@ class _Bypass:
 
 @contextmanager
 def skipping(blocks: list[nn.Module], residual: Tensor, key: int | None, length: int) -> Iterator[None]:
-    """Makes this thread's runs pass over the first blocks, and hand on a residual stream in their place.
+    """Makes this run pass over the first blocks, and hand on a residual stream in their place.
 
     Args:
         blocks: the blocks.
@@ -80,16 +80,16 @@ def skipping(blocks: list[nn.Module], residual: Tensor, key: int | None, length:
 
 @contextmanager
 def entering(block: nn.Module, residual: Tensor) -> Iterator[None]:
-    """Makes this thread's next run give `residual` to the first block, whatever the embeddings are.
+    """Makes this run give `residual` to the first block, whatever the embeddings are.
 
     Args:
         block: the first block.
         residual: ``[batch, pos, d_model]``.
     """
-    owner = STATE.owner
+    run = STATE.run
 
     def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if STATE.owner is not owner:
+        if STATE.run is not run:
             return None
         if args:
             return (residual, *args[1:]), kwargs
@@ -104,7 +104,7 @@ def entering(block: nn.Module, residual: Tensor) -> Iterator[None]:
 
 @contextmanager
 def starting_at(start: int) -> Iterator[None]:
-    """Hides what stands before a block from this thread's hooks."""
+    """Hides what stands before a block from this run's hooks."""
     before, STATE.start_at = STATE.start_at, start
     try:
         yield
@@ -114,22 +114,22 @@ def starting_at(start: int) -> Iterator[None]:
 
 @contextmanager
 def stopping(block: nn.Module, after: bool, key: int | None) -> Iterator[list[Tensor]]:
-    """Ends this thread's run before a block, or after it; the list then holds the residual stream there.
+    """Ends this run before a block, or after it; the list then holds the residual stream there.
 
     Args:
         block: the block.
         after: end after it, with its output, rather than before it, with its input.
         key: which element of its output is the residual stream (None: the output itself).
     """
-    owner = STATE.owner
+    run = STATE.run
     found: list[Tensor] = []
 
     def before_it(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if STATE.owner is owner:
+        if STATE.run is run:
             raise StopRun(args[0] if args else kwargs[first_parameter(type(module).forward)])
 
     def after_it(module: nn.Module, args: Any, output: Any) -> None:
-        if STATE.owner is owner:
+        if STATE.run is run:
             raise StopRun(output if isinstance(output, Tensor) else output[key or 0])
 
     if after:

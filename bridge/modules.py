@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -38,3 +40,13 @@ class Finder:
             child = found._modules.get(part)
             found = getattr(found, part) if child is None else child
         return found
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Runs a model that was compiled as it was written, since compiled code does not know hooks that come later."""
+    compiled = (
+        any(module._compiled_call_impl is not None for module in model.modules()) or "_orig_mod" in model._modules
+    )
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        yield

@@ -66,8 +66,8 @@ class Names:
         """The hook points that a filter chooses, in the order of the computation.
 
         Args:
-            names: see `NamesFilter`. A function is asked about every canonical name, and about aliases only where it
-                accepts no canonical name.
+            names: see `NamesFilter`. A function chooses among the points that an absent filter includes; only where it
+                accepts none of them is it asked about all others, and then about aliases.
             include_heavy: which of the heavy hook points an absent filter includes.
 
         Raises:
@@ -84,7 +84,9 @@ class Names:
         if isinstance(names, str):
             return [self.find(names)]
         if callable(names):
-            chosen = [hook for name, hook in self.points.items() if names(name)]
+            chosen = [hook for hook in self.select(None, include_heavy) if names(hook.name)]
+            if not chosen:
+                chosen = [hook for name, hook in self.points.items() if names(name)]
             if not chosen:
                 chosen = [self.points[name] for alias, name in self.aliases.items() if names(alias)]
             if not chosen:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bridge.hook_point import STATE
+from bridge.hook_point import STATE, Owner
 from bridge.processing_files import Carried, untie
 from bridge.processing_limits import Limits, is_as_left, no_processing
 from bridge.processing_parts import Parts
@@ -230,13 +231,13 @@ class ProcessingMethods(WeightMethods):
         shape = (2, min(16, self.cfg.n_ctx or 16))
         tokens = torch.randint(self.cfg.d_vocab, shape, generator=generator).to(self.cfg.device)
         modes = [(module, module.training) for module in self.core.modules()]
-        owner, STATE.owner = STATE.owner, object()  # the user's hooks are not for this run
+        # The user's hooks are not for this run.
+        owner, STATE.owner = STATE.owner, Owner(threading.current_thread())
         try:
             self.core.eval()
             output = self.core(tokens, use_cache=False)
         finally:
             STATE.owner = owner
-            STATE.forget()
             for module, training in modes:
                 module.training = training
         logits = getattr(output, "logits", None)

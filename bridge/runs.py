@@ -15,6 +15,7 @@ from bridge.cache import ActivationCache
 from bridge.hook_point import STATE, HookFunction, HookPoint, Listener
 from bridge.inputs import Inputs, check_arguments, prepare
 from bridge.loss import lm_loss
+from bridge.modules import uncompiled
 from bridge.names import Names, NamesFilter
 from bridge.wiring import Wiring
 
@@ -52,7 +53,7 @@ class RunMethods:
         loss_per_token: bool = False,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
-        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        attention_mask: Tensor | None = None,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         **model_kwargs: Any,
@@ -95,20 +96,35 @@ class RunMethods:
         start, stop = layers.check_layers(start_at_layer, stop_at_layer, self.cfg.n_layers)
         if self.no_layer_runs and (start is not None or stop is not None):
             raise ValueError(f"{self.cfg.model_name} cannot start or stop at a layer: {self.no_layer_runs}")
+        if stop is None:
+            self._check_result(return_type, start is not None, input, model_kwargs)
         with ExitStack() as stack:
+            stack.enter_context(STATE.fresh())
             if start is not None:
                 input = self._start(stack, input, start)
                 model_kwargs.setdefault("use_cache", False)
             inputs = prepare(self, input, prepend_bos, padding_side, attention_mask, model_kwargs)
-            if return_type in ("loss", "both") and stop is None and inputs.tokens is None:
-                raise ValueError("a loss needs tokens: embeddings or a residual stream do not say what comes next")
+            if self.wiring.listening or start is not None or stop is not None:
+                stack.enter_context(uncompiled(self.original_model))
             if stop is not None:
                 return self._stopped(inputs, stop)
-            try:
-                output = self.original_model(**inputs.kwargs)
-            finally:
-                STATE.forget()
+            output = self.original_model(**inputs.kwargs)
         return self._result(output, inputs, return_type, loss_per_token)
+
+    def _check_result(self, return_type: str | None, residual: bool, input: Any, model_kwargs: dict[str, Any]) -> None:
+        """Refuses what the run could not give, before it runs."""
+        if return_type not in ("loss", "both", "predictions") or "labels" in model_kwargs:
+            return
+        if "unembed.hook_out" not in self.wiring.points:
+            raise ValueError(
+                f"{type(self.core).__name__} has no unembedding and predicts no tokens, so there is no {return_type!r}"
+            )
+        if return_type == "predictions":
+            return
+        if residual or (isinstance(input, Tensor) and input.is_floating_point()):
+            raise ValueError("a loss needs tokens: embeddings or a residual stream do not say what comes next")
+        if self.cfg.attention_dir == "bidirectional" and not self.core.config.is_encoder_decoder:
+            raise ValueError("a model that reads in both directions has no next-token loss; pass labels")
 
     def _start(self, stack: ExitStack, input: Any, start: int) -> Tensor:
         d_model = self.cfg.d_model
@@ -129,10 +145,7 @@ class RunMethods:
         last = stop == self.cfg.n_layers
         block = self.original_model.get_submodule(self.block_paths[stop - last])
         with layers.stopping(block, last, self.block_output[0]) as found:
-            try:
-                self.original_model(**inputs.kwargs)
-            finally:
-                STATE.forget()
+            self.original_model(**inputs.kwargs)
         return found[0]
 
     def _result(self, output: Any, inputs: Inputs, return_type: str | None, loss_per_token: bool) -> Any:
@@ -145,12 +158,11 @@ class RunMethods:
             return logits, output.past_key_values
         if return_type == "predictions":
             return self._predictions(logits, inputs)
-        if self.cfg.attention_dir == "bidirectional":
-            raise ValueError(
-                "a model that reads in both directions has no next-token loss; pass labels and use its own"
-            )
-        assert inputs.tokens is not None
-        loss = lm_loss(logits, inputs.tokens, inputs.mask, loss_per_token)
+        if "labels" in inputs.kwargs:
+            loss = output.loss
+        else:
+            assert inputs.tokens is not None
+            loss = lm_loss(logits, inputs.tokens, inputs.mask, loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
 
     def _predictions(self, logits: Tensor, inputs: Inputs) -> str | list[str]:
@@ -188,7 +200,8 @@ class RunMethods:
                 No parameter's ``.grad`` is touched.
             pos_slice: which positions to keep (of the queries, for scores and patterns).
             device: where to keep them; None: where they are.
-            reset_hooks_end, clear_contexts: as for `run_with_hooks`; the cache's own hooks always go.
+            reset_hooks_end: False leaves the caching hooks in place: later runs fill the same cache, until `reset_hooks`.
+            clear_contexts: empty every hook point's `ctx` afterwards.
             forward_kwargs: as for `forward`.
 
         Returns:
@@ -220,6 +233,10 @@ class RunMethods:
         cache = ActivationCache(activations, self)
         if remove_batch_dim:
             cache.remove_batch_dim()
+        if not reset_hooks_end:
+            self.add_caching_hooks(  # type: ignore[attr-defined]
+                [hook.name for hook in points], incl_bwd, device, remove_batch_dim, cache.cache_dict, pos_slice
+            )
         if clear_contexts:
             self._clear_contexts()
         return output, cache if return_cache_object else cache.cache_dict
@@ -260,8 +277,13 @@ class RunMethods:
             >>> off = bridge.run_with_hooks("Mary", fwd_hooks=[("blocks.0.hook_mlp_out", lambda x, hook: x * 0)])
         """
         for names, _ in (*fwd_hooks, *bwd_hooks):
-            if not isinstance(names, HookPoint):
-                self._points(names, forward_kwargs)
+            self._points(self._own(names).name if isinstance(names, HookPoint) else names, forward_kwargs)
+        checkpointing = getattr(self.core, "is_activation_checkpointing", False) and self.core.training
+        if checkpointing and torch.is_grad_enabled() and (fwd_hooks or bwd_hooks) and reset_hooks_end:
+            raise RuntimeError(
+                "with activation checkpointing, backward runs the blocks again, when these hooks are gone: "
+                "use `with bridge.hooks(...)` around forward and backward, or switch checkpointing off"
+            )
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self.forward(input, **forward_kwargs)  # type: ignore[arg-type]
 
@@ -288,7 +310,7 @@ class RunMethods:
             (hook, fn, direction)
             for direction, specs in (("fwd", fwd_hooks), ("bwd", bwd_hooks))
             for names, fn in specs
-            for hook in ([names] if isinstance(names, HookPoint) else self.names.select(names, self._is_heavy_on))
+            for hook in self._chosen(names)
         ]
         handles = []
         try:
@@ -301,6 +323,21 @@ class RunMethods:
                     handle.remove()
             if clear_contexts:
                 self._clear_contexts()
+
+    def _own(self, hook: HookPoint) -> HookPoint:
+        """The hook point itself.
+
+        Raises:
+            ValueError: it belongs to another bridge.
+        """
+        if self.wiring.points.get(hook.name) is not hook:
+            raise ValueError(f"{hook!r} belongs to another bridge")
+        return hook
+
+    def _chosen(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
+        if isinstance(names, HookPoint):
+            return [self._own(names)]
+        return self.names.select(names, self._is_heavy_on)
 
     def _is_heavy_on(self, hook: HookPoint) -> bool:
         return bool(getattr(self.cfg, hook.point.flag or ""))
@@ -321,6 +358,8 @@ class RunMethods:
         if names is not None and not callable(names) and len(inside) < len(points):
             outside = next(hook for hook in points if hook not in inside)
             raise ValueError(f"{outside.name} does not run with start_at_layer={start}, stop_at_layer={stop}")
+        if not inside:
+            raise ValueError(f"none of the chosen hook points runs with start_at_layer={start}, stop_at_layer={stop}")
         return inside
 
     def _clear_contexts(self) -> None:

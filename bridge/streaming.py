@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import inspect
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.generation import BaseStreamer
 
-from bridge.generation import Prompt, generating
+from bridge.generation import Prompt, check_return_type
 from bridge.hook_point import STATE
 from bridge.stepping import Steps
 
@@ -21,13 +22,19 @@ _END = object()
 
 
 class QueueStreamer(BaseStreamer):
-    """Hands what transformers streams to another thread."""
+    """Hands what transformers streams to another thread, and waits until that asks for more.
+
+    The two never run at the same time: what the reader does with the bridge between two pieces is no part of the
+    generation.
+    """
 
     def __init__(self) -> None:
         self.queue: queue.Queue[Any] = queue.Queue()
+        self.asked = threading.Semaphore(0)
 
     def put(self, value: Tensor) -> None:
         self.queue.put(value)
+        self.asked.acquire()
 
     def end(self) -> None:
         """The loop is over; the worker says so once it has returned."""
@@ -83,37 +90,31 @@ class StreamMethods:
             >>> "".join(pieces) == bridge.generate("Mary and", max_new_tokens=3, do_sample=False, verbose=False)
             True
         """
-        prompt, options, as_text, bar = self._stream_arguments(input, dict(arguments))
-        return self._stream(prompt, options, as_text, bar)
+        return self._stream(*self._stream_arguments(input, dict(arguments)))
 
-    def _stream_arguments(self, input: Any, arguments: dict[str, Any]) -> tuple[Prompt, dict[str, Any], bool, Any]:
+    def _stream_arguments(self, input: Any, arguments: dict[str, Any]) -> tuple[Prompt, dict[str, Any], bool, bool]:
         """Everything that can be refused is refused here, before the first piece is asked for."""
         for name in ("return_cache", "return_input_tokens", "output_logits"):
             if arguments.pop(name, False):
                 raise ValueError(f"{name} is not for a stream; generate has it")
-        names = (
-            "max_new_tokens", "stop_at_eos", "eos_token_id", "do_sample", "top_k", "top_p", "temperature",
-            "freq_penalty", "repetition_penalty", "num_return_sequences", "use_past_kv_cache", "prepend_bos",
-            "padding_side", "stop_strings", "stopping_criteria",
-        )  # fmt: skip
-        defaults = {
-            "max_new_tokens": 10, "stop_at_eos": True, "do_sample": True, "freq_penalty": 0.0,
-            "num_return_sequences": 1, "use_past_kv_cache": True,
-        }  # fmt: skip
-        return_type, verbose = arguments.pop("return_type", "input"), arguments.pop("verbose", True)
         for name in ("names_filter", "device"):
-            arguments.pop(name, None)
-        taken = [arguments.pop(name, defaults.get(name)) for name in names]
-        prompt, options = self._arguments(input, *taken, arguments)  # type: ignore[attr-defined]
+            if arguments.get(name) is not None:
+                raise ValueError(f"{name} is of a cache, and a stream has none")
+        bound = inspect.signature(self.generate).bind(input, **arguments)  # type: ignore[attr-defined]
+        bound.apply_defaults()
+        given = bound.arguments
+        return_type, verbose = given["return_type"], given["verbose"]
+        check_return_type(return_type)
+        prompt, options = self._arguments(given)  # type: ignore[attr-defined]
         as_text = return_type == "str" or (return_type == "input" and prompt.kind != "tokens")
         if as_text:
             _ = self.tokenizer_facts  # type: ignore[attr-defined]
         elif prompt.to_the_right and any(prompt.padding):
             raise ValueError('a stream of tokens cannot be padded behind; use padding_side="left" or text')
-        bar = tqdm(total=options["max_new_tokens"], desc="generating", unit="token", disable=not verbose)
-        return prompt, options, as_text, bar
+        return prompt, options, as_text, verbose
 
-    def _stream(self, prompt: Prompt, options: dict[str, Any], as_text: bool, bar: Any) -> Iterator[Any]:
+    def _stream(self, prompt: Prompt, options: dict[str, Any], as_text: bool, verbose: bool) -> Iterator[Any]:
+        bar = tqdm(total=options["max_new_tokens"], desc="generating", unit="token", disable=not verbose)
         streamer, steps = QueueStreamer(), Steps(bar)
         options["stopping_criteria"].append(steps)
         owner = STATE.owner
@@ -124,7 +125,7 @@ class StreamMethods:
         def work() -> None:
             STATE.owner = owner  # hooks belong to the thread that generates, not to this helper of it
             try:
-                with generating():
+                with self._generating():  # type: ignore[attr-defined]
                     if autocast:
                         with torch.autocast(*autocast[0]):
                             self.original_model.generate(**prompt.kwargs, streamer=streamer, **options)
@@ -138,17 +139,24 @@ class StreamMethods:
         thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
         thread.start()
         try:
-            yield from self._pieces(streamer.queue, prompt, as_text)
+            yield from self._pieces(streamer, prompt, as_text)
         finally:
             steps.cancelled = True
-            thread.join()
+            streamer.asked.release()
+            while thread.is_alive():  # the step that was under way ends, and with it the generation
+                streamer.asked.release()
+                thread.join(0.01)
             bar.close()
 
-    def _pieces(self, incoming: queue.Queue[Any], prompt: Prompt, as_text: bool) -> Iterator[Any]:
+    def _pieces(self, streamer: QueueStreamer, prompt: Prompt, as_text: bool) -> Iterator[Any]:
         """The stream of tokens as pieces of what the user asked for."""
         rows: list[TextPieces] = []
+        first = True
         while True:
-            value = incoming.get()
+            if not first:
+                streamer.asked.release()
+            first = False
+            value = streamer.queue.get()
             if isinstance(value, BaseException):
                 raise value
             if value is _END:

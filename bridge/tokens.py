@@ -105,15 +105,23 @@ class TokenMethods:
             )
         if self._facts is None or self._facts.tokenizer is not self.tokenizer:
             self._facts = TokenizerFacts(self.tokenizer)
+            self.cfg.tokenizer_prepends_bos = self._facts.adds_bos
         return self._facts
 
-    def batch_of(self, texts: Sequence[str], prepend_bos: bool | None = None, padding_side: str | None = None) -> Batch:
+    def batch_of(
+        self,
+        texts: Sequence[str],
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        longest: int | None = None,
+    ) -> Batch:
         """Texts as token rows of one length, with the mask that says which tokens are padding.
 
         Args:
             texts: one or more.
             prepend_bos: start each with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
             padding_side: where shorter rows are padded; None: the tokenizer's own side.
+            longest: how many tokens a row may have; longer ones lose what is beyond (but for EOS or SEP at their end).
 
         Raises:
             ValueError: no tokenizer, no texts, BOS asked for where there is none, or an unknown side.
@@ -128,6 +136,10 @@ class TokenMethods:
             raise ValueError(f'padding_side is {side!r}; it must be "left" or "right"')
         keep_ending = self.cfg.attention_dir == "bidirectional"
         rows = [facts.encode(text, prepend_bos, keep_ending) for text in texts]
+        if longest is not None:
+            ending = facts.ending if keep_ending else []
+            cut = longest - len(ending)
+            rows = [row if len(row) <= longest else row[:cut] + ending for row in rows]
         if not all(rows):
             raise ValueError("an empty text gives no tokens at all without BOS; use prepend_bos=True, or leave it out")
         return facts.pad_rows(rows, side)
@@ -161,12 +173,13 @@ class TokenMethods:
             >>> bridge.to_tokens("Mary and John").shape
             torch.Size([1, 4])
         """
-        tokens = self.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side).tokens
-        if truncate and self.cfg.n_ctx is not None:
-            tokens = tokens[:, : self.cfg.n_ctx]
+        if isinstance(input, Tensor):
+            raise TypeError("to_tokens takes text; these are tokens already")
+        longest = self.cfg.n_ctx if truncate else None
+        tokens = self.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side, longest).tokens
         return tokens.to(self.cfg.device) if move_to_device else tokens
 
-    def to_string(self, tokens: Int[Tensor, ...] | Sequence[int] | int) -> str | list[str]:
+    def to_string(self, tokens: Int[Tensor, "..."] | Sequence[int] | int) -> str | list[str]:
         """Tokens as text: one string for one row, a list for a batch.
 
         Args:
@@ -186,7 +199,7 @@ class TokenMethods:
 
     def to_str_tokens(
         self,
-        input: str | Sequence[str] | Int[Tensor, ...],
+        input: Any,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
     ) -> list[str] | list[list[str]]:
@@ -202,6 +215,8 @@ class TokenMethods:
             >>> bridge.to_str_tokens("Mary and John")
             ['<bos>', 'Mary', ' and', ' John']
         """
+        if not isinstance(input, str | Tensor) and len(input) and not isinstance(input[0], str):
+            input = torch.as_tensor(input)
         if isinstance(input, Tensor):
             rows = input.reshape(1, -1) if input.ndim < 2 else input
             split = [[str(self.to_string(token)) for token in row] for row in rows.tolist()]
@@ -239,7 +254,7 @@ class TokenMethods:
     def get_token_position(
         self,
         single_token: str | int,
-        input: str | Int[Tensor, ...],
+        input: str | Int[Tensor, "..."],
         mode: str = "first",
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
@@ -262,6 +277,7 @@ class TokenMethods:
             10
         """
         tokens = self.to_tokens(input, prepend_bos, padding_side, False) if isinstance(input, str) else input
+        tokens = torch.as_tensor(tokens)
         if tokens.ndim == 2:
             if len(tokens) != 1:
                 raise ValueError(f"a position is of one row of tokens, not of {len(tokens)}")

@@ -51,9 +51,12 @@ class WeightMethods:
         Raises:
             AttributeError: the blocks do not have it.
         """
-        stack = "blocks" if f"blocks.0.{part}.b_O" in self.weights.getters or part == "mlp" else "encoder"
+        stack = "blocks" if any(key.startswith("blocks.0.") for key in self.weights.getters) else "encoder"
         tree = self._tree  # type: ignore[attr-defined]
-        return torch.stack([tree.get(f"{stack}.{i}.{part}", name) for i in range(self.cfg.n_layers)])
+        found = [tree.get(f"{stack}.{i}.{part}", name) for i in range(self.cfg.n_layers)]
+        if not all(isinstance(weight, Tensor) for weight in found):
+            raise AttributeError(f"{self.cfg.model_name} has several {name} in each block: see tl_named_parameters()")
+        return torch.stack(found)
 
     def _one(self, *names: str) -> Tensor:
         for name in names:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adapters.points import Follower, Point, Site
 from adapters.views import Branch, Call
 from bridge.attention_tap import Tap, untap
-from bridge.experts_tap import TAPS
+from bridge.experts_tap import TAPS, tap_on
 from bridge.hook_point import STATE, Handle, HookPoint, Listener
 from bridge.modules import Finder, first_parameter
 
@@ -79,7 +79,8 @@ class SiteHook:
 
     def _fire(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         call, start = _NO_CALL, STATE.start_at
-        for point in self.points:
+        last = self._last_writer() if len(self.points) > 1 else -1
+        for index, point in enumerate(self.points):
             if start is not None and point.point.depth < start:
                 continue  # before the layer that this run starts at
             if call is _NO_CALL and (point.view.contextual or point.sources):
@@ -88,8 +89,18 @@ class SiteHook:
                 if all(listener.owner is not STATE.owner for listener in point.listeners):
                     continue  # attached by another thread, perhaps after this run had passed the sources
                 call.sources = tuple(STATE.sources[source] for source in point.sources)
-            x = point.fire(x, call)
+            x = point.fire(x, call, shield=index < last)
         return x
+
+    def _last_writer(self) -> int:
+        """The place of the last point here that this run writes through, or -1."""
+        owner, last = STATE.owner, -1
+        for index, point in enumerate(self.points):
+            if point.view.writes_through and any(
+                listener.owner is owner and listener.kind != "read" for listener in point.listeners
+            ):
+                last = index
+        return last
 
     def _own_copy(
         self, reader: HookPoint, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -148,11 +159,17 @@ class Wiring:
         self.points: dict[str, HookPoint] = {}
         self.lock = threading.RLock()
         self._sites: dict[Site, SiteHook] = {}
-        self._taps: dict[str, Tap] = {}
+        self._taps: dict[HookPoint, Tap] = {}
         self._following: dict[tuple[HookPoint, object], list[Any]] = {}
+        self._connected = 0
         self._blocks: dict[tuple[str, int], list[HookPoint]] = {}
         for order, point in enumerate(points):
             self.points[point.name] = HookPoint(point, order, self)
+
+    @property
+    def listening(self) -> bool:
+        """Whether anyone listens to anything."""
+        return self._connected > 0
 
     def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> Handle:
         """Attaches a listener, and the torch hook it needs if nobody needed it yet.
@@ -206,11 +223,11 @@ class Wiring:
                     self.remove(point, listeners)
 
     def _connect(self, point: HookPoint) -> None:
+        self._connected += 1
         site = point.point.site
         if site.kind in TAPS:
-            tap = self._taps.get(site.path)
-            if tap is None:
-                tap = self._taps[site.path] = TAPS[site.kind](Finder(self.model, site.path).module)
+            tap = tap_on(site.kind, Finder(self.model, site.path).module)
+            self._taps[point] = tap
             tap.connect(str(site.key), point)
         else:
             home = point.home
@@ -229,10 +246,10 @@ class Wiring:
                 source.update()
 
     def _disconnect(self, point: HookPoint) -> None:
+        self._connected -= 1
         site = point.point.site
         if site.kind in TAPS:
-            if self._taps[site.path].disconnect(str(site.key), point):
-                del self._taps[site.path]
+            self._taps.pop(point).disconnect(str(site.key), point)
         else:
             home = point.home
             home.points = tuple(p for p in home.points if p is not point) if len(home.points) > 1 else ()
@@ -255,7 +272,7 @@ class Wiring:
         if not (point.point.followers or branches) or key in self._following:
             return
         handles: list[Any] = [
-            self.add(self.points[f.name], Listener("fwd", self._follow(point, f), listener.owner), prepend=True)
+            self.add(self.points[f.name], Listener("follow", self._follow(point, f), listener.owner), prepend=True)
             for f in point.point.followers
         ]
         sites = [self.points[name].point.site for name in branches]
@@ -289,7 +306,7 @@ class Wiring:
         """
         gradient = listener.kind in ("bwd", "edge")
         if point.point.branches and gradient:
-            clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge"})
+            clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow"})
         elif _own_inputs(point) and listener.kind != "read":
             clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
         else:

@@ -9,7 +9,8 @@ from tests.conftest import tiny
 def test_demo(capsys):
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
-    assert "Prediction: ' Mary', then ' John'" in out
+    assert "Prediction: ' Mary', then " in out
+    assert "logit(Mary) - logit(John)" in out
     assert "Logit lens at the last position" in out
     assert "Ablating the heads that contribute most" in out
     over = out[out.index("Over 100") :].splitlines()

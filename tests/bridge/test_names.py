@@ -106,6 +106,13 @@ def test_cache_keys(bridge, tokens):
         (("pos_embed",), "hook_pos_embed"),
         (("blocks.0.hook_resid_pre",), "blocks.0.hook_resid_pre"),
         (("q_input", 1), "blocks.1.hook_q_input"),
+        (("k6",), "blocks.6.attn.hook_k"),
+        (("scale4ln1",), "blocks.4.ln1.hook_scale"),
+        (("pre5",), "blocks.5.mlp.hook_pre"),
+        (("attn12",), "blocks.12.attn.hook_pattern"),
+        (("query", 1), "blocks.1.attn.hook_q"),
+        (("mlp_post", 1), "blocks.1.mlp.hook_post"),
+        (("attn_logits", 1), "blocks.1.attn.hook_attn_scores"),
     ],
 )
 def test_act_name(short, full):

@@ -45,8 +45,8 @@ def test_after_any_run_and_any_failure_the_model_is_as_it_was(data):
                 TOKENS, names_filter=points, incl_bwd=backward, return_type="loss", stop_at_layer=stop
             )
     except (Deliberate, ValueError, RuntimeError) as error:
-        if isinstance(error, ValueError):  # a hook point after the layer at which the run stops
-            assert stop is not None
+        if isinstance(error, ValueError):  # a hook point that does not run with this layer, or one without a gradient
+            assert stop is not None or points == ["embed.hook_in"] * len(points) or "cannot be had" in str(error)
         if isinstance(error, RuntimeError):
             assert backward
     assert torch_hooks(bridge.original_model) == 0

@@ -249,3 +249,13 @@ def test_headless_and_other_heads(tokens):
     bridge = TransformerBridge(model)
     assert torch.equal(bridge(tokens), model(tokens).logits)
     assert "unembed.hook_in" not in bridge.hook_dict
+
+
+def test_caching_hooks_can_be_left_in_place(bridge, tokens):
+    _, cache = bridge.run_with_cache(tokens, names_filter="blocks.1.hook_resid_pre", reset_hooks_end=False)
+    first = cache["resid_pre", 1].clone()
+    bridge(tokens + 1)
+    assert not torch.equal(cache["resid_pre", 1], first)
+    assert torch.equal(cache["resid_pre", 1], bridge(tokens + 1, stop_at_layer=1))
+    bridge.reset_hooks()
+    assert torch_hooks(bridge.original_model) == 0

@@ -1,0 +1,171 @@
+"""Prompts for the shipped model whose right next token is known, and none of which is in its training text.
+
+What is held out: for "ioi" the pair of names, which no English training text brings together; for "fact" the
+sentence (the fact itself is trained, in other phrasings); for "repeats" the list.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bridge.embedded import words
+from bridge.embedded.facts import FACTS, clozes
+from bridge.embedded.grammar import context, random_list
+from bridge.embedded.holdout import pair_held_out
+
+KINDS: tuple[str, ...] = ("ioi", "fact", "repeats")
+"""The kinds of prompts there are."""
+
+SHORTEST_LIST, LONGEST_LIST = 5, 20
+"""How many words the lists of "repeats" prompts have."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text and the token that comes next.
+
+    `answer` and `wrong` are written exactly as they come next after `text`, with the space before the word, and are
+    one token each of the shipped tokenizer.
+
+    Attributes:
+        text: the prompt.
+        answer: the right next token.
+        wrong: a likely mistake: for "ioi" the name of the one who gives, for "fact" the answer of another fact of
+            the same relation, for "repeats" None.
+        kind: which kind of prompt it is: "ioi", "fact" or "repeats".
+
+    Example:
+        >>> from bridge.embedded import Prompt
+        >>> Prompt("When Mary and John left, John waved to", " Mary", " John", "ioi").answer
+        ' Mary'
+    """
+
+    text: str
+    answer: str
+    wrong: str | None
+    kind: str
+
+
+def prompts(kind: str, n: int, seed: int = 0) -> list[Prompt]:
+    """Return `n` different prompts of one kind.
+
+    The first prompts of a longer list with the same seed are the same ones. Prompts of one IOI template without a
+    sentence before it have the same number of tokens; otherwise lengths differ.
+
+    Args:
+        kind: "ioi" (indirect object identification: "When Mary and John went to the store, John gave a drink to";
+            both orders of the names occur), "fact" ("The capital of France is") or "repeats" (a random list of 5 to
+            20 different words and then its repeat up to some word after the first; it starts with a space, so that
+            both times the words are the same tokens).
+        n: how many prompts.
+        seed: which prompts; the same seed gives the same ones.
+
+    Raises:
+        ValueError: `kind` is unknown, or `n` is not a whole number from 0 to as many as there are.
+
+    Example:
+        >>> from bridge.embedded import prompts
+        >>> prompt = prompts("ioi", 10, seed=1)[0]
+        >>> prompt.answer in prompt.text and prompt.wrong in f" {prompt.text}"
+        True
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; it can be one of {', '.join(map(repr, KINDS))}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise ValueError(f"n is {n!r}; it has to be a whole number, 0 or more")
+    if kind != "repeats" and n > (most := count(kind)):
+        raise ValueError(f"n is {n}; there are {most} different {kind!r} prompts, so ask for {most} at most")
+    rng = random.Random(seed)
+    make = {"ioi": _ioi, "fact": _fact, "repeats": _repeats}[kind]
+    return list(itertools.islice(make(rng), n))
+
+
+def held_out_pairs() -> list[tuple[str, str]]:
+    """Return the pairs of names that no English training text brings together, in a fixed order.
+
+    Example:
+        >>> from bridge.embedded.prompts import held_out_pairs
+        >>> len(held_out_pairs()[0])
+        2
+    """
+    return [pair for pair in itertools.combinations(words.NAMES, 2) if pair_held_out(*pair)]
+
+
+def count(kind: str) -> int:
+    """Return how many different prompts of a kind there are.
+
+    Args:
+        kind: "ioi" (sentences before it not counted as a difference) or "fact".
+
+    Raises:
+        ValueError: another kind; of "repeats" there is no end.
+
+    Example:
+        >>> from bridge.embedded.prompts import count
+        >>> count("fact") > 1000
+        True
+    """
+    if kind == "ioi":
+        spaces = (held_out_pairs(), "ab", "sr", words.IOI_TEMPLATES, words.PLACES, words.OBJECTS)
+        size = 1
+        for space in spaces:
+            size *= len(space)
+        return size
+    if kind == "fact":
+        return sum(cloze.held_out for cloze in clozes()) * (1 + len(words.CONTEXTS))
+    raise ValueError(f"kind is {kind!r}; only 'ioi' and 'fact' prompts can be counted")
+
+
+def _without_repeats(rng: random.Random, size: int) -> Iterator[int]:
+    """Yield the numbers below `size` in random order, keeping only those that moved (a shuffle, lazily)."""
+    moved: dict[int, int] = {}
+    for i in range(size):
+        j = rng.randrange(i, size)
+        drawn = moved.get(j, j)
+        moved[j] = moved.get(i, i)
+        yield drawn
+
+
+def _ioi(rng: random.Random) -> Iterator[Prompt]:
+    pairs = held_out_pairs()
+    for index in _without_repeats(rng, count("ioi")):
+        index, pair = divmod(index, len(pairs))
+        index, swapped = divmod(index, 2)
+        index, first_gives = divmod(index, 2)
+        index, template = divmod(index, len(words.IOI_TEMPLATES))
+        thing, place = divmod(index, len(words.PLACES))
+        first, second = pairs[pair][::-1] if swapped else pairs[pair]
+        giver, receiver = (first, second) if first_gives else (second, first)
+        text = words.IOI_TEMPLATES[template].format(
+            a=first, b=second, s=giver, p=words.PLACES[place], o=words.OBJECTS[thing]
+        )
+        if rng.random() < 0.4:
+            third = rng.choice([name for name in words.NAMES if name not in (first, second)])
+            text = f"{context(rng, third)} {text}"
+        yield Prompt(text, f" {receiver}", f" {giver}", "ioi")
+
+
+def _fact(rng: random.Random) -> Iterator[Prompt]:
+    held = [cloze for cloze in clozes() if cloze.held_out]
+    befores = ("", *(f"{sentence} " for sentence in words.CONTEXTS))
+    for index in _without_repeats(rng, count("fact")):
+        before, which = divmod(index, len(held))
+        cloze = held[which]
+        others = [answer for _, answer in FACTS[cloze.relation] if answer != cloze.answer]
+        yield Prompt(befores[before] + cloze.text, f" {cloze.answer}", f" {rng.choice(others)}", "fact")
+
+
+def _repeats(rng: random.Random) -> Iterator[Prompt]:
+    seen: set[str] = set()
+    while True:
+        length = rng.randint(SHORTEST_LIST, LONGEST_LIST)
+        drawn = random_list(rng, length, held=True)
+        # At least one word of the repeat is shown: before it nothing says that a repeat begins.
+        shown = rng.randint(1, length - 1)
+        text = "".join(f" {word}" for word in [*drawn, *drawn[:shown]])
+        if text not in seen:
+            seen.add(text)
+            yield Prompt(text, f" {drawn[shown]}", None, "repeats")
