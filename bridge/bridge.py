@@ -62,7 +62,7 @@ class TransformerBridge(
 
     original_model: nn.Module
 
-    def __init__(self, hf_model: nn.Module, tokenizer: Any = None) -> None:
+    def __init__(self, hf_model: Any, tokenizer: Any = None) -> None:
         super().__init__()
         if not isinstance(hf_model, nn.Module):
             raise TypeError(

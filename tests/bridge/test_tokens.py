@@ -132,3 +132,9 @@ def test_no_tokenizer():
     bridge = TransformerBridge(tiny("gpt2"))
     with pytest.raises(ValueError, match="has no tokenizer"):
         bridge.to_tokens("a")
+
+
+def test_truncation_cuts_each_row_by_itself(bridge):
+    tokens = bridge.to_tokens(["a " * 60, "b c"], prepend_bos=False, padding_side="left")
+    assert tokens.shape == (2, 40)
+    assert tokens[1, -2:].tolist() == [7, 8]

@@ -338,3 +338,14 @@ def test_a_state_of_fixed_size():
     _, whole = bridge.run_with_cache(made[:, :-1])
     for name in whole:
         torch.testing.assert_close(cache[name], whole[name], atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_not_stopping_at_eos_makes_no_padding_of_it():
+    model = tiny("gpt2")
+    model.generation_config.eos_token_id = model.generation_config.bos_token_id = 0
+    model.generation_config.pad_token_id = None
+    bridge = TransformerBridge(model)
+    tokens = torch.tensor([[0, 5, 9, 3, 8]])
+    for stop in (True, False):
+        out = bridge.generate(tokens, max_new_tokens=1, stop_at_eos=stop, output_logits=True, **GREEDY)
+        torch.testing.assert_close(out.logits[0], bridge(tokens)[:, -1])

@@ -94,3 +94,18 @@ def test_hooks_of_other_threads_are_not_seen(embedded):
         mine = "".join(embedded.generate_stream("Mary", max_new_tokens=6, **GREEDY))
     assert results == [plain]
     assert mine != plain
+
+
+def test_what_the_reader_runs_between_two_pieces_is_no_part_of_the_stream(embedded):
+    prompt = "When Mary and John went to the store, John gave a drink to"
+    options = {"max_new_tokens": 12, "stop_at_eos": False, **GREEDY}
+    plain = embedded.generate(prompt, **options)
+    _, expected = embedded.run_with_cache("Mary and John")
+    pieces = []
+    for piece in embedded.generate_stream(prompt, **options):
+        pieces.append(piece)
+        _, cache = embedded.run_with_cache("Mary and John")
+        assert all(torch.equal(cache[name], expected[name]) for name in expected)
+        embedded.run_with_hooks("Mary", fwd_hooks=[("blocks.1.hook_resid_post", lambda x, hook: x * 0)])
+        embedded("Mary and John", stop_at_layer=2)
+    assert "".join(pieces) == plain
