@@ -67,6 +67,11 @@ class _NormView(Derived):
     kind: NormKind
     beside: bool = False
 
+    @property
+    def later(self) -> bool:  # type: ignore[override]
+        """A norm that is computed beside another module's call needs that call's sources now."""
+        return not self.beside
+
     def norm(self, call: Call) -> tuple[nn.Module, Tensor]:
         """The norm module and the tensor that entered it."""
         return call.sources[0] if self.beside else (call.module, call.input)
@@ -99,6 +104,11 @@ class NormScale(_NormView):
 
 class NormNormalized(_NormView):
     """The normalised value, ``[batch, pos, d_model]``."""
+
+    @property
+    def later(self) -> bool:  # type: ignore[override]
+        """A layer norm's is its own output, which is there."""
+        return not self.beside and not self.kind.centered
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         if self.kind.centered:

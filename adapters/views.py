@@ -42,6 +42,40 @@ def split(x: Tensor, n: int) -> Tensor:
     return x.view(*x.shape[:-1], n, x.shape[-1] // n)
 
 
+class Deferred:
+    """What a view would show, computed when it is asked for.
+
+    Args:
+        view: the view, with `later`.
+        x: the tensor at its site.
+        call: the call that it came from.
+    """
+
+    __slots__ = ("_seen", "call", "view", "x")
+
+    def __init__(self, view: View, x: Tensor, call: Call) -> None:
+        self.view, self.x, self.call = view, x, call
+        self._seen = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        tensors = (self.x, self.call.input) if self.view.contextual else (self.x,)
+        return tuple(tensor._version for tensor in tensors if not tensor.is_inference())
+
+    def value(self, name: str) -> Tensor:
+        """The activation.
+
+        Args:
+            name: of the hook point, for the error.
+
+        Raises:
+            RuntimeError: what it is computed from was changed in place since.
+        """
+        if self._versions() != self._seen:
+            raise RuntimeError(f"{name} cannot be computed any more: what it is made from was changed in place")
+        with torch.no_grad():
+            return self.view.get(self.x, self.call)
+
+
 class View:
     """The identity: the site's tensor is the activation."""
 
@@ -49,6 +83,8 @@ class View:
     identity: bool = True
     #: True where `get` and `put` look at the call.
     contextual: bool = False
+    #: True where `get` computes something from the site's tensor and the module's input alone: it can wait until asked.
+    later: bool = False
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False
 
@@ -157,6 +193,7 @@ class MaskedScores(View):
     """
 
     identity = False
+    later = True
 
     @staticmethod
     def masked(x: Tensor) -> Tensor:
@@ -176,6 +213,8 @@ class AlibiScores(MaskedScores):
     The two differ by a constant for each query, which the softmax does not see; a value that is read and written back
     differs by rounding. The module is given ``alibi``, ``[(batch head), 1, key_pos]``.
     """
+
+    later = False
 
     @staticmethod
     def at_query(x: Tensor, call: Call) -> Tensor:

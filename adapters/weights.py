@@ -42,7 +42,7 @@ class Weights:
         self.getters: dict[str, Get] = {}
         (architecture.weights or decoder_weights)(self)
 
-    def __getitem__(self, name: str) -> Float[Tensor, ...]:
+    def __getitem__(self, name: str) -> Float[Tensor, "..."]:
         return self.getters[name]()
 
     def module(self, path: str) -> nn.Module:

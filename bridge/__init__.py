@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bridge.bridge import TransformerBridge
     from bridge.cache import ActivationCache, act_name
+    from bridge.factored_matrix import FactoredMatrix
     from bridge.hook_point import HookPoint
     from bridge.names import UnknownHookError
     from bridge.native import NativeConfig
@@ -18,6 +19,7 @@ from bridge.version import __version__
 
 _HOME = {
     "ActivationCache": "bridge.cache",
+    "FactoredMatrix": "bridge.factored_matrix",
     "HookPoint": "bridge.hook_point",
     "NativeConfig": "bridge.native",
     "TransformerBridge": "bridge.bridge",
@@ -27,6 +29,7 @@ _HOME = {
 
 __all__ = [
     "ActivationCache",
+    "FactoredMatrix",
     "HookPoint",
     "NativeConfig",
     "TransformerBridge",

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adapters.views import Deferred
 from bridge.names import suggestion
+from bridge.needs import Index, pick, plain
+from bridge.residual import ResidualMethods
 
-_SHORT = {"attn": "pattern", "scores": "attn_scores"}
+_SHORT = {
+    "attn": "pattern", "scores": "attn_scores", "attn_logits": "attn_scores", "query": "q", "key": "k", "value": "v",
+    "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post",
+}  # fmt: skip
+_PARTS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
 _IN_ATTENTION = {
-    "q", "k", "v", "z", "result", "pattern", "attn_scores", "rot_q", "rot_k", "attn_logits",
+    "q", "k", "v", "z", "result", "pattern", "attn_scores", "rot_q", "rot_k",
 }  # fmt: skip
 _IN_MLP = {"pre", "post", "pre_linear", "mid"}
 
@@ -21,7 +29,8 @@ def act_name(name: str, layer: int | str | None = None, layer_type: str | None =
     """The full name of a hook point from its short one, as HookedTransformer's `get_act_name` gives it.
 
     Args:
-        name: a short name such as ``q``, ``resid_pre``, ``scale``; or already a full one.
+        name: a short name such as ``q``, ``resid_pre``, ``scale``; with the layer and the part in it, such as ``q3`` or
+            ``scale4ln1``; or already a full one.
         layer: the block, or None outside of the blocks.
         layer_type: the part of the block where the name does not say it: ``a`` or ``attn``, ``m`` or ``mlp``, or a
             norm such as ``ln1``.
@@ -32,15 +41,16 @@ def act_name(name: str, layer: int | str | None = None, layer_type: str | None =
 
     Example:
         >>> from bridge.cache import act_name
-        >>> act_name("q", 3), act_name("normalized", 2, "ln1"), act_name("embed")
-        ('blocks.3.attn.hook_q', 'blocks.2.ln1.hook_normalized', 'hook_embed')
+        >>> act_name("q", 3), act_name("normalized", 2, "ln1"), act_name("embed"), act_name("scale4ln1")
+        ('blocks.3.attn.hook_q', 'blocks.2.ln1.hook_normalized', 'hook_embed', 'blocks.4.ln1.hook_scale')
     """
     if ("." in name or name.startswith("hook_")) and layer is None and layer_type is None:
         return name
+    together = re.fullmatch(r"([a-z_]+)(\d+)(\w*)", name)
+    if together and layer is None and layer_type is None:
+        name, layer, layer_type = together.groups()
     name = _SHORT.get(name, name)
-    if name == "attn_logits":
-        name = "attn_scores"
-    part = {"a": "attn", "m": "mlp", "b": ""}.get(layer_type or "", layer_type or "")
+    part = _PARTS.get(layer_type or "", layer_type or "")
     if not part and name in _IN_ATTENTION:
         part = "attn"
     if not part and name in _IN_MLP:
@@ -53,11 +63,11 @@ def act_name(name: str, layer: int | str | None = None, layer_type: str | None =
     return ".".join([*pieces, f"hook_{name}"])
 
 
-class ActivationCache(Mapping[str, Tensor]):
+class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
     """The activations of one run.
 
-    Keys are canonical hook names; aliases and short forms are accepted: ``cache["q", 3]``,
-    ``cache["resid_post", -1]``, ``cache["scale", 0, "ln1"]``.
+    Keys are canonical hook names; aliases and short forms are accepted: ``cache["q", 3]``, ``cache["embed"]``,
+    ``cache["resid_post", -1]``, ``cache["scale", 0, "ln1"]`` (see `act_name`).
 
     Args:
         activations: by canonical name, each with a leading batch axis where the run had one.
@@ -72,30 +82,48 @@ class ActivationCache(Mapping[str, Tensor]):
         True
     """
 
-    def __init__(self, activations: dict[str, Tensor], model: Any, has_batch_dim: bool = True) -> None:
-        self.cache_dict = activations
+    def __init__(self, activations: dict[str, Any], model: Any, has_batch_dim: bool = True) -> None:
+        self._values: dict[str, Any] = activations
         self.model = model
         self.has_batch_dim = has_batch_dim
 
+    @property
+    def cache_dict(self) -> dict[str, Tensor]:
+        """All activations by canonical name, those that were put off computed now."""
+        for name, value in self._values.items():
+            if isinstance(value, Deferred):
+                self._values[name] = value.value(name)
+        return self._values
+
+    @cache_dict.setter
+    def cache_dict(self, activations: dict[str, Tensor]) -> None:
+        self._values = activations
+
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self.cache_dict
+        return self.__dict__.copy()
+
     def __repr__(self) -> str:
-        return f"ActivationCache with {len(self)} activations: {', '.join(list(self.cache_dict)[:4])}, ..."
+        return f"ActivationCache with {len(self)} activations: {', '.join(list(self._values)[:4])}, ..."
 
     def __len__(self) -> int:
-        return len(self.cache_dict)
+        return len(self._values)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.cache_dict)
+        return iter(self._values)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str | tuple) and self._canonical(key) in self.cache_dict
+        return isinstance(key, str | tuple) and self._canonical(key) in self._values
 
     def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
         name = self._canonical(key)
-        found = self.cache_dict.get(name)
+        found = self._values.get(name)
+        if isinstance(found, Deferred):
+            found = self._values[name] = found.value(name)
         if found is None:
             known = name.removesuffix("_grad") in self.model.hook_dict
             reason = "it was not asked for, or did not run" if known else "no hook point has this name"
-            raise KeyError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self.cache_dict)}")
+            raise KeyError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self._values)}")
         return found
 
     def _canonical(self, key: str | tuple[Any, ...]) -> str:
@@ -104,24 +132,83 @@ class ActivationCache(Mapping[str, Tensor]):
             if isinstance(layer, int) and layer < 0:
                 layer += self.model.cfg.n_layers
             key = act_name(name, layer, *part)
-        if key in self.cache_dict:
+        if key in self._values:
             return key
         name, grad = (key[:-5], "_grad") if key.endswith("_grad") else (key, "")
-        return self.model.names.aliases.get(name, name) + grad
+        full = self.model.names.aliases.get(name, name)
+        if full not in self.model.hook_dict and "." not in full:
+            full = act_name(full)
+            full = self.model.names.aliases.get(full, full)
+        return full + grad
+
+    def _has_rows(self, name: str) -> bool:
+        """Whether an activation's first axis counts something else than the batch (an expert's rows do)."""
+        hook = self.model.hook_dict.get(name.removesuffix("_grad"))
+        return hook is not None and not hook.point.axes.startswith("batch")
 
     def remove_batch_dim(self) -> ActivationCache:
         """Removes the batch axis of a run on one prompt, in place.
 
         Raises:
             ValueError: the batch holds more than one.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+            >>> cache.remove_batch_dim()["resid_pre", 0].shape
+            torch.Size([3, 128])
         """
         if self.has_batch_dim:
-            for name, value in self.cache_dict.items():
+            batched = {name: value for name, value in self.cache_dict.items() if not self._has_rows(name)}
+            for name, value in batched.items():
                 if value.shape[0] != 1:
                     raise ValueError(f"cannot remove a batch axis of {value.shape[0]}: {name} has {list(value.shape)}")
-            self.cache_dict = {name: value[0] for name, value in self.cache_dict.items()}
+            self.cache_dict |= {name: value[0] for name, value in batched.items()}
             self.has_batch_dim = False
         return self
+
+    def apply_slice_to_batch_dim(self, batch_slice: Index) -> ActivationCache:
+        """A cache of some rows of the batch.
+
+        Args:
+            batch_slice: an index (the batch axis goes), a tuple ``(start, stop)``, or a list of indices.
+
+        Returns:
+            A new cache, with views of the activations where that is possible.
+
+        Raises:
+            ValueError: there is no batch axis any more; or an activation has none (an expert's rows).
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache(["Mary and", "John and", "Mary or"])
+            >>> cache.apply_slice_to_batch_dim([0, 2])["resid_pre", 0].shape
+            torch.Size([2, 3, 128])
+        """
+        if not self.has_batch_dim:
+            raise ValueError("the batch axis was removed: there is nothing to slice")
+        index = plain(batch_slice)
+        for name in self._values:
+            if self._has_rows(name) and index is not None:
+                raise ValueError(f"{name} has rows of the whole batch together: cache without it to slice the batch")
+        kept = {name: pick(value, index, 0) for name, value in self.cache_dict.items()}
+        return ActivationCache(kept, self.model, has_batch_dim=not isinstance(index, int))
+
+    def toggle_autodiff(self, mode: bool = False) -> None:
+        """Switches gradients on or off for everything that this thread does with torch (`torch.set_grad_enabled`).
+
+        Args:
+            mode: whether they are recorded.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+            >>> cache.toggle_autodiff(True)
+            >>> torch.is_grad_enabled()
+            True
+        """
+        torch.set_grad_enabled(mode)
 
     def to(self, device: torch.device | str, move_model: bool = False) -> ActivationCache:
         """Moves the activations, in place.

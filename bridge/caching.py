@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from adapters.views import Deferred
 from bridge.hook_point import STATE, HookPoint, Listener
 from bridge.wiring import Wiring
 
@@ -49,23 +50,27 @@ class Recorder:
         self.device = torch.device(device) if device is not None else None
         self.gradients = gradients
         self.check = check
-        self.values: dict[str, Tensor] = {}
+        self.values: dict[str, Any] = {}
         self._versions: dict[str, tuple[Tensor, int]] = {}
         self._edges: dict[HookPoint, tuple[GradientEdge, Tensor]] = {}
 
     @contextmanager
     def attached(self, wiring: Wiring) -> Iterator[None]:
         """Listens, for this thread's runs inside the ``with`` statement."""
-        read = self._keep if self.index is None and self.device is None else self._read
-        mine = (Listener("read", read, STATE.owner), Listener("edge", self._edge, STATE.owner))
+        whole = self.index is None and self.device is None
+        read = Listener("read", self._keep if whole else self._read, STATE.owner, lazy=whole)
+        mine = (read, Listener("edge", self._edge, STATE.owner))
         try:
             wiring.listen(self.points, mine[: 1 + self.gradients])
             yield
         finally:
             wiring.forget(self.points, mine)
 
-    def _keep(self, act: Tensor, hook: HookPoint) -> None:
+    def _keep(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """`_read` where nothing is cut or moved: this runs hundreds of times in one run."""
+        if isinstance(act, Deferred):
+            self.values[hook.name] = act
+            return
         self.values[hook.name] = act.detach() if act.requires_grad else act
         if not act.is_inference():
             self._versions[hook.name] = (act, act._version)
@@ -118,8 +123,8 @@ class Recorder:
                 gradient = self._sliced(gradient, hook)
             self.values[f"{hook.name}_grad"] = gradient if self.device is None else gradient.to(self.device)
 
-    def finish(self, explicit: bool) -> dict[str, Tensor]:
-        """The activations, by canonical name.
+    def finish(self, explicit: bool) -> dict[str, Any]:
+        """The activations, by canonical name; some of them a `Deferred`.
 
         Args:
             explicit: the hook points were named one by one: each of them has to be there.

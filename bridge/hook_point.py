@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.points import Point
-from adapters.views import Call
+from adapters.views import Call, Deferred
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
 HookFunction = Callable[..., Tensor | None]
@@ -82,6 +82,7 @@ class Listener:
         fn: called as ``fn(activation, hook=point)``.
         owner: the thread whose runs it belongs to.
         permanent, level: what `reset_hooks` asks for.
+        lazy: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
     """
 
     kind: Literal["fwd", "bwd", "read", "edge", "follow"]
@@ -89,6 +90,7 @@ class Listener:
     owner: Owner
     permanent: bool = False
     level: int | None = None
+    lazy: bool = False
 
 
 class Handle:
@@ -243,6 +245,9 @@ class HookPoint:
         owner, listeners, view = STATE.owner, self.listeners, self.view
         if len(listeners) == 1 and listeners[0].kind == "read":  # a cache: nothing can change
             if listeners[0].owner is owner:
+                if view.later and listeners[0].lazy and not (shield or identity or torch.is_grad_enabled()):
+                    listeners[0].fn(Deferred(view, x, call), hook=self)
+                    return x
                 act = x if identity else view.get(x, call)
                 listeners[0].fn(act.clone() if shield else act, hook=self)
             return x

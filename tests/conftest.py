@@ -8,8 +8,11 @@ from jaxtyping import install_import_hook
 
 CHECKED = [
     "adapters.linear", "adapters.norms", "adapters.attention", "adapters.architecture", "adapters.verification",
-    "bridge.bridge", "bridge.cache", "bridge.caching", "bridge.demo", "bridge.layers", "bridge.lens", "bridge.loss",
-    "bridge.runs", "bridge.tokens", "weight_processing",
+    "bridge.analysis", "bridge.attribution", "bridge.bridge", "bridge.cache", "bridge.caching", "bridge.composition",
+    "bridge.decomposition", "bridge.demo", "bridge.factored_matrix", "bridge.layers", "bridge.lens", "bridge.loss",
+    "bridge.needs", "bridge.residual", "bridge.runs", "bridge.stream_norms", "bridge.tokens", "weight_processing",
+    "bridge.head_detector", "bridge.patch_activations", "bridge.patch_runs", "bridge.patch_setters", "bridge.patching",
+    "bridge.svd",
 ]  # fmt: skip
 install_import_hook(CHECKED, "beartype.beartype").__enter__()
 

@@ -1,0 +1,266 @@
+"""`HookedTransformerConfig`: the configuration of a `HookedTransformer` made from scratch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pprint
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from adapters.config import ModelConfig
+from bridge.legacy.devices import get_device
+from bridge.names import suggestion
+from bridge.native.config import ACT_FNS
+
+#: Fields for which a model made from scratch has no place, and the value that they may have.
+ONLY_LOADED: dict[str, Any] = {
+    "use_qk_norm": False, "use_local_attn": False, "post_embedding_ln": False, "rotary_base_local": None,
+    "rotary_adjacent_pairs": False, "load_in_4bit": False, "num_experts": None, "experts_per_token": None,
+    "relative_attention_max_distance": None, "relative_attention_num_buckets": None,
+    "use_normalization_before_and_after": False, "attn_scores_soft_cap": -1.0, "output_logits_soft_cap": -1.0,
+    "use_NTK_by_parts_rope": False, "n_devices": 1,
+}  # fmt: skip
+_THE_SAME = (
+    "n_layers", "d_model", "n_ctx", "d_head", "n_heads", "n_key_value_heads", "d_vocab", "d_vocab_out", "eps",
+    "attn_only", "gated_mlp", "parallel_attn_mlp", "normalization_type", "final_rms", "attention_dir",
+    "positional_embedding_type", "use_attn_scale", "scale_attn_by_inverse_layer_idx", "init_weights", "init_mode",
+    "initializer_range", "seed", "dtype", "device", "model_name", "tokenizer_name", "default_prepend_bos",
+    "use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in",
+)  # fmt: skip
+
+
+@dataclass(repr=False)
+class HookedTransformerConfig:
+    """What a `HookedTransformer` is made of: HookedTransformer's fields, defaults and checks.
+
+    `docs/migration.md` and `bridge.NativeConfig` explain the fields. What is left at -1 or None is worked out from the
+    others; a seed is set everywhere, as HookedTransformer does.
+
+    Raises:
+        ValueError: fields that contradict each other, or a value out of range.
+        TypeError: a field that does not exist, or is missing.
+
+    Example:
+        >>> from bridge.legacy import HookedTransformerConfig
+        >>> cfg = HookedTransformerConfig(n_layers=1, d_model=64, n_ctx=32, d_head=16, d_vocab=50, act_fn="relu")
+        >>> cfg.n_heads, cfg.d_mlp, cfg.d_vocab_out
+        (4, 256, 50)
+    """
+
+    n_layers: int
+    d_model: int
+    n_ctx: int
+    d_head: int
+    model_name: str = "custom"
+    n_heads: int = -1
+    d_mlp: int | None = None
+    act_fn: str | None = None
+    d_vocab: int = -1
+    eps: float = 1e-5
+    use_attn_result: bool = False
+    use_attn_scale: bool = True
+    attn_scale: float = -1.0
+    use_split_qkv_input: bool = False
+    use_hook_mlp_in: bool = False
+    use_attn_in: bool = False
+    use_qk_norm: bool = False
+    use_local_attn: bool = False
+    ungroup_grouped_query_attention: bool = False
+    original_architecture: str | None = None
+    from_checkpoint: bool = False
+    checkpoint_index: int | None = None
+    checkpoint_label_type: str | None = None
+    checkpoint_value: int | None = None
+    tokenizer_name: str | None = None
+    window_size: int | None = None
+    attn_types: list[Any] | None = None
+    init_mode: str = "gpt2"
+    normalization_type: str | None = "LN"
+    device: str | torch.device | None = None
+    n_devices: int = 1
+    attention_dir: str = "causal"
+    attn_only: bool = False
+    seed: int | None = None
+    initializer_range: float = -1.0
+    init_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    positional_embedding_type: str = "standard"
+    final_rms: bool = False
+    d_vocab_out: int = -1
+    parallel_attn_mlp: bool = False
+    rotary_dim: int | None = None
+    n_params: int | None = None
+    use_hook_tokens: bool = False
+    gated_mlp: bool = False
+    default_prepend_bos: bool = True
+    dtype: torch.dtype = torch.float32
+    tokenizer_prepends_bos: bool | None = None
+    n_key_value_heads: int | None = None
+    post_embedding_ln: bool = False
+    rotary_base: float = 10000
+    rotary_base_local: float | None = None
+    trust_remote_code: bool = False
+    rotary_adjacent_pairs: bool = False
+    load_in_4bit: bool = False
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    relative_attention_max_distance: int | None = None
+    relative_attention_num_buckets: int | None = None
+    decoder_start_token_id: int | None = None
+    tie_word_embeddings: bool = False
+    use_normalization_before_and_after: bool = False
+    attn_scores_soft_cap: float = -1.0
+    output_logits_soft_cap: float = -1.0
+    use_NTK_by_parts_rope: bool = False
+    NTK_by_parts_low_freq_factor: float = 1.0
+    NTK_by_parts_high_freq_factor: float = 4.0
+    NTK_by_parts_factor: float = 8.0
+    NTK_original_ctx_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.n_heads == -1:
+            self.n_heads = self.d_model // self.d_head
+            if self.d_model % self.d_head:
+                logging.warning(
+                    "d_model=%d is not divisible by d_head=%d: n_heads is %d", self.d_model, self.d_head, self.n_heads
+                )
+        self._check()
+        if self.seed is not None:
+            self.set_seed_everywhere(self.seed)
+        if self.d_mlp is None and not self.attn_only:
+            self.d_mlp = 4 * self.d_model
+        if self.initializer_range < 0:
+            self.initializer_range = 0.8 / math.sqrt(self.d_model) if self.init_mode == "gpt2" else 1.0
+        if self.d_vocab_out == -1:
+            self.d_vocab_out = self.d_vocab
+        if self.positional_embedding_type == "rotary" and self.rotary_dim is None:
+            self.rotary_dim = self.d_head
+        if self.use_attn_scale and self.attn_scale == -1.0:
+            self.attn_scale = math.sqrt(self.d_head)
+        if self.device is None:
+            self.device = str(get_device())
+        self.n_params = self._count()
+
+    def _check(self) -> None:
+        if self.use_local_attn and (self.window_size is None or self.attn_types is None):
+            raise ValueError("use_local_attn=True needs window_size and attn_types")
+        if not self.attn_only:
+            if self.act_fn is None:
+                raise ValueError("act_fn must be given, unless attn_only=True")
+            known = (*ACT_FNS, "xielu")
+            if self.act_fn not in known:
+                raise ValueError(
+                    f"act_fn is {self.act_fn!r}; it must be one of {', '.join(known)}.{suggestion(self.act_fn, known)}"
+                )
+        if (self.num_experts is None) != (self.experts_per_token is None):
+            raise ValueError("num_experts and experts_per_token go together: give both or neither")
+        if self.default_prepend_bos not in (True, False):
+            raise ValueError(f"default_prepend_bos is {self.default_prepend_bos!r}; it must be True or False")
+        if self.n_devices > 1 and torch.cuda.device_count() < self.n_devices:
+            raise ValueError(f"n_devices={self.n_devices}, but this machine has {torch.cuda.device_count()}")
+
+    def _count(self) -> int:
+        """The weights of attention and MLPs, without biases, norms and embeddings, as HookedTransformer counts."""
+        each = 4 * self.d_model * self.d_head * self.n_heads
+        if not self.attn_only:
+            assert self.d_mlp is not None
+            mlp = self.d_model * self.d_mlp * (2 + self.gated_mlp)
+            each += (mlp + self.d_model) * self.num_experts if self.num_experts else mlp
+        return self.n_layers * each
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any]) -> HookedTransformerConfig:
+        """A configuration from its fields.
+
+        Raises:
+            TypeError: a field that does not exist.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in config_dict:
+            if name not in known:
+                raise TypeError(f"{name!r} is no field of HookedTransformerConfig.{suggestion(name, known)}")
+        return cls(**config_dict)
+
+    @classmethod
+    def unwrap(cls, config: Mapping[str, Any] | HookedTransformerConfig | ModelConfig) -> HookedTransformerConfig:
+        """A configuration of what may be its fields, or a model's `cfg`.
+
+        Raises:
+            TypeError: it is none of these.
+        """
+        if isinstance(config, ModelConfig):
+            return cls.of_model(config)
+        if isinstance(config, Mapping):
+            return cls.from_dict(config)
+        if not isinstance(config, cls):
+            raise TypeError(
+                f"{type(config).__name__} is no configuration: give a HookedTransformerConfig or its fields"
+            )
+        return config
+
+    @classmethod
+    def of_model(cls, cfg: ModelConfig) -> HookedTransformerConfig:
+        """The facts about a model (`bridge.cfg`) as a HookedTransformerConfig.
+
+        Args:
+            cfg: a `ModelConfig`.
+        """
+        facts = cfg.to_dict()
+        names = {f.name for f in fields(cls)} - {"n_params", "seed"}
+        given = {name: value for name, value in facts.items() if name in names and value is not None}
+        # What a loaded model does not have, or says nothing of, has another sign here.
+        given["normalization_type"] = facts["normalization_type"]
+        given["n_ctx"] = facts["n_ctx"] or -1
+        given["device"] = str(facts["device"])
+        if given.get("act_fn") not in (*ACT_FNS, "xielu"):
+            given.pop("act_fn", None)
+            made = cls(**(given | {"act_fn": "gelu"}))
+            made.act_fn = facts["act_fn"]
+            return made
+        return cls(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as a dictionary."""
+        return dict(self.__dict__)
+
+    def is_layer_norm_activation(self) -> bool:
+        """Whether a layer norm follows the activation function."""
+        return self.act_fn is not None and self.act_fn.endswith("_ln")
+
+    def set_seed_everywhere(self, seed: int) -> None:
+        """Sets the seed of torch, Python and numpy."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+
+    def native(self) -> dict[str, Any]:
+        """The fields of a `NativeConfig` for the same model.
+
+        Raises:
+            ValueError: fields that only loaded models have are set, or `d_vocab` is not known.
+        """
+        for name, allowed in ONLY_LOADED.items():
+            if getattr(self, name) != allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for loaded models; one made from a configuration cannot have it"
+                )
+        if self.positional_embedding_type == "alibi":
+            raise ValueError("positional_embedding_type='alibi' is for loaded models")
+        if self.d_vocab == -1:
+            raise ValueError("d_vocab is needed, or a tokenizer that says it")
+        given = {name: getattr(self, name) for name in _THE_SAME}
+        given["d_mlp"] = None if self.attn_only else self.d_mlp
+        given["act_fn"] = None if self.attn_only else self.act_fn
+        given["attn_scale"] = float(self.attn_scale) if self.use_attn_scale else None
+        if self.positional_embedding_type == "rotary":
+            given |= {"rotary_dim": self.rotary_dim, "rotary_base": self.rotary_base}
+        return given
+
+    def __repr__(self) -> str:
+        return "HookedTransformerConfig:\n" + pprint.pformat(self.to_dict())

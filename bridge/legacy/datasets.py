@@ -1,0 +1,92 @@
+"""Texts into rows of tokens for training; data sets themselves are the package `datasets`' work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+#: The small data sets that HookedTransformer names, on the hub.
+_SMALL = {
+    "openwebtext": "stas/openwebtext-10k", "owt": "stas/openwebtext-10k", "pile": "NeelNanda/pile-10k",
+    "c4": "NeelNanda/c4-10k", "code": "NeelNanda/code-10k", "python": "NeelNanda/code-10k",
+    "c4_code": "NeelNanda/c4-code-20k", "c4-code": "NeelNanda/c4-code-20k", "wiki": "NeelNanda/wiki-10k",
+}  # fmt: skip
+
+
+def get_dataset(dataset_name: str, **kwargs: Any) -> Any:
+    """Always an error: no data set comes with this package, and it does not depend on `datasets`.
+
+    Raises:
+        ValueError: a name that HookedTransformer does not know either.
+        ImportError: with the call that loads it.
+    """
+    if dataset_name not in _SMALL:
+        raise ValueError(f"no data set is known as {dataset_name!r}; these are: {', '.join(_SMALL)}")
+    raise ImportError(
+        f"data sets are not loaded here; with the package datasets: "
+        f"datasets.load_dataset({_SMALL[dataset_name]!r}, split='train')"
+    )
+
+
+def keep_single_column(dataset: Any, col_name: str) -> Any:
+    """A data set (of the package `datasets`) without its other columns."""
+    return dataset.remove_columns([name for name in dataset.features if name != col_name])
+
+
+def tokenize_and_concatenate(
+    dataset: Any,
+    tokenizer: Any,
+    streaming: bool = False,
+    max_length: int = 1024,
+    column_name: str = "text",
+    add_bos_token: bool = True,
+    num_proc: int = 10,
+) -> Any:
+    """All texts of a data set one after another, with EOS between them, cut into rows of one length.
+
+    Each text is tokenized as a whole (HookedTransformer cuts the joined text into 20 pieces first, which splits words).
+    The rest of a batch that fills no row is left out, unless the batch has no full row: then EOS fills it up.
+
+    Args:
+        dataset: of the package `datasets`, with a column of texts.
+        tokenizer: with an EOS token; it is only read.
+        streaming: the data set is being streamed: no parallel work.
+        max_length: the length of a row.
+        column_name: the column with the texts.
+        add_bos_token: start each row with BOS.
+        num_proc: how many processes.
+
+    Returns:
+        The data set with the only column ``tokens``, as tensors.
+
+    Raises:
+        ValueError: the tokenizer has no EOS, or no BOS where one is to be added.
+    """
+    if tokenizer.eos_token_id is None or (add_bos_token and tokenizer.bos_token_id is None):
+        raise ValueError(f"{type(tokenizer).__name__} has no EOS token, or no BOS token while add_bos_token=True")
+    rows_of = _Rows(tokenizer, column_name, max_length, add_bos_token)
+    parallel = {} if streaming else {"num_proc": num_proc}
+    made = keep_single_column(dataset, column_name).map(rows_of, batched=True, remove_columns=[column_name], **parallel)
+    made.set_format(type="torch", columns=["tokens"])
+    return made
+
+
+class _Rows:
+    """What is done to each batch of texts."""
+
+    def __init__(self, tokenizer: Any, column: str, length: int, add_bos: bool) -> None:
+        self.tokenizer, self.column, self.length, self.add_bos = tokenizer, column, length, add_bos
+
+    def __call__(self, examples: Any) -> dict[str, np.ndarray]:
+        ids: list[int] = []
+        for i, text in enumerate(examples[self.column]):
+            ids += [self.tokenizer.eos_token_id] * (i > 0)
+            ids += self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        width = self.length - self.add_bos
+        if len(ids) < width:
+            ids += [self.tokenizer.eos_token_id] * (width - len(ids))
+        rows = np.array(ids[: len(ids) // width * width], dtype=np.int64).reshape(-1, width)
+        if self.add_bos:
+            rows = np.concatenate([np.full((len(rows), 1), self.tokenizer.bos_token_id), rows], axis=1)
+        return {"tokens": rows}

@@ -1,0 +1,202 @@
+"""Masks, losses and samples of tokens, as HookedTransformer's utils have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from bridge.loss import lm_loss
+
+
+def lm_cross_entropy_loss(
+    logits: Float[Tensor, "batch pos d_vocab"],
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Int[Tensor, "batch pos"] | None = None,
+    per_token: bool = False,
+) -> Float[Tensor, "..."]:
+    """The loss of predicting each next token, in nats.
+
+    Args:
+        logits: what a model predicts.
+        tokens: what stands there.
+        attention_mask: 0 for padding; predictions from it and of it do not count.
+        per_token: ``[batch, pos-1]`` in place of the mean.
+
+    Example:
+        >>> import torch
+        >>> from bridge.legacy.utils import lm_cross_entropy_loss
+        >>> lm_cross_entropy_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
+        tensor(4.)
+    """
+    return lm_loss(logits, tokens, attention_mask, per_token)
+
+
+def lm_accuracy(
+    logits: Float[Tensor, "batch pos d_vocab"], tokens: Int[Tensor, "batch pos"], per_token: bool = False
+) -> Float[Tensor, ""] | Bool[Tensor, "batch pos-1"]:
+    """How often the likeliest next token is the right one.
+
+    Args:
+        logits: what a model predicts.
+        tokens: what stands there.
+        per_token: whether it is, for each token, ``[batch, pos-1]``.
+    """
+    right = logits[:, :-1].argmax(-1) == tokens[:, 1:]
+    return right if per_token else right.sum() / right.numel()
+
+
+def sample_logits(
+    final_logits: Float[Tensor, "batch d_vocab"],
+    top_k: int | None = None,
+    top_p: float | None = None,
+    temperature: float = 1.0,
+    freq_penalty: float = 0.0,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+) -> Int[Tensor, " batch"]:
+    """Samples a token for each row.
+
+    Args:
+        final_logits: of the next token.
+        top_k: sample from the likeliest `top_k` only.
+        top_p: sample from the likeliest ones that together have this probability; not with `top_k`.
+        temperature: what logits are divided by; 0 takes the likeliest token.
+        freq_penalty: is subtracted for each time that a token stands in `tokens`.
+        tokens: the text so far.
+
+    Raises:
+        ValueError: a value out of range, or a penalty without tokens.
+
+    Example:
+        >>> import torch
+        >>> from bridge.legacy.utils import sample_logits
+        >>> sample_logits(torch.tensor([[0.0, 3.0, 1.0]]), temperature=0.0)
+        tensor([1])
+    """
+    if temperature == 0:
+        return final_logits.argmax(-1)
+    if top_k is not None and top_k <= 0:
+        raise ValueError(f"top_k is {top_k}; it must be more than 0")
+    if top_k is None and top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; it must be more than 0 and at most 1")
+    logits = final_logits / temperature
+    if freq_penalty:
+        if tokens is None or tokens.ndim != 2:
+            raise ValueError("freq_penalty needs the tokens so far, [batch, pos]")
+        tokens = tokens.to(logits.device)
+        logits = logits.scatter_add(-1, tokens, torch.full_like(tokens, -1, dtype=logits.dtype) * freq_penalty)
+    if top_k is not None:
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    elif top_p is not None:
+        best, order = logits.sort(descending=True)
+        before = best.softmax(-1).cumsum(-1) - best.softmax(-1)  # the probability of all that are likelier
+        logits = logits.masked_fill((before > top_p).scatter(-1, order, before > top_p), -torch.inf)
+    return torch.distributions.Categorical(logits=logits.float()).sample()
+
+
+def get_cumsum_along_dim(tensor: Tensor, dim: int, reverse: bool = False) -> Tensor:
+    """Sums along an axis from the start, or from the end."""
+    return tensor.flip(dim).cumsum(dim).flip(dim) if reverse else tensor.cumsum(dim)
+
+
+def get_attention_mask(tokenizer: Any, tokens: Int[Tensor, "batch pos"], prepend_bos: bool) -> Int[Tensor, "batch pos"]:
+    """1 for tokens and 0 for padding, which is looked for on the side on which the tokenizer pads.
+
+    Args:
+        tokenizer: says which token pads, and on which side; None: nothing is padding.
+        tokens: the rows.
+        prepend_bos: whether they start with BOS; where that is the padding token too, the last of those in front is it.
+    """
+    if tokenizer is None or tokenizer.pad_token_id is None:
+        return torch.ones_like(tokens)
+    right = tokenizer.padding_side == "right"
+    mask = (get_cumsum_along_dim((tokens != tokenizer.pad_token_id).long(), -1, right) > 0).to(tokens.dtype)
+    if not right and prepend_bos and tokenizer.bos_token_id == tokenizer.pad_token_id:
+        first = (mask == 0).sum(-1, keepdim=True) - 1
+        mask.scatter_(-1, first.clamp(min=0), 1)
+    return mask
+
+
+def get_offset_position_ids(
+    past_kv_pos_offset: int, attention_mask: Int[Tensor, "batch offset_pos"]
+) -> Int[Tensor, "batch pos"]:
+    """The position of each new token, counted from the first that is no padding.
+
+    Args:
+        past_kv_pos_offset: how many of the tokens are not new.
+        attention_mask: of all tokens.
+    """
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)[:, past_kv_pos_offset:]
+
+
+def report_on_prompt(
+    prompt: str,
+    answer: str | list[str],
+    model: Any,
+    prepend_space_to_answer: bool = True,
+    print_details: bool = True,
+    prepend_bos: bool | None = None,
+    top_k: int = 10,
+) -> None:
+    """Prints how well a model continues a prompt.
+
+    Args:
+        prompt: the text before the answer.
+        answer: what should follow; of several answers only the first token of each counts.
+        model: the model.
+        prepend_space_to_answer: write a space before an answer that has none.
+        print_details: print tokens and likeliest continuations too.
+        prepend_bos: start the prompt with BOS.
+        top_k: how many of these.
+
+    Example:
+        >>> from bridge.embedded import MODEL_DIR
+        >>> from bridge.legacy import HookedTransformer, utils
+        >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
+        >>> prompt = "When Mary and John went to the store, John gave a drink to"
+        >>> utils.test_prompt(prompt, "Mary", model, print_details=False)
+        Ranks of the answer tokens: [(' Mary', 0)]
+    """
+    answers = [answer] if isinstance(answer, str) else answer
+    if prepend_space_to_answer:
+        answers = [text if text.startswith(" ") else " " + text for text in answers]
+    several = len(answers) > 1
+    start = model.to_tokens(prompt, prepend_bos=prepend_bos)
+    rows = [model.to_tokens(text, prepend_bos=False)[0] for text in answers]
+    length = 1 if several else len(rows[0])
+    ends = torch.stack([row[:length] for row in rows])
+    tokens = torch.cat([start.expand(len(ends), -1), ends], dim=1)
+    with torch.no_grad():
+        logits = model(tokens)
+    if print_details:
+        print("Tokenized prompt:", model.to_str_tokens(prompt, prepend_bos=prepend_bos))
+        texts = [model.to_str_tokens(text, prepend_bos=False) for text in answers]
+        print(f"Tokenized answer{'s' if several else ''}:", texts if several else texts[0])
+    ranks = []
+    for step in range(length):
+        at = logits[:, start.shape[1] + step - 1]
+        probs, order = at.softmax(-1).sort(descending=True)
+        places = (order == ends[:, step, None]).int().argmax(-1)
+        names = [model.to_string(token) for token in ends[:, step, None]]
+        ranks.append(list(zip(names, places.tolist(), strict=True)))
+        if not print_details:
+            continue
+        print(f"Performance on answer token{'s' if several else ''}:")
+        for row, place in enumerate(places.tolist()):
+            print(
+                f"Rank: {place: <8} Logit: {float(at[row, ends[row, step]]):5.2f} "
+                f"Prob: {float(probs[row, place]):6.2%} Token: |{names[row]}|"
+            )
+        for place in range(min(top_k, at.shape[-1])):
+            token = order[0, place]
+            print(
+                f"Top {place}th token. Logit: {float(at[0, token]):5.2f} Prob: {float(probs[0, place]):6.2%} "
+                f"Token: |{model.to_string(token)}|"
+            )
+    print(f"Ranks of the answer tokens: {ranks if several else [rank[0] for rank in ranks]}")
+
+
+report_on_prompt.__test__ = False  # type: ignore[attr-defined]  # no test of pytest's, whatever it is imported as

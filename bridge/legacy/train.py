@@ -1,0 +1,116 @@
+"""A small training loop for language models, as HookedTransformer's `train` has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import optim
+from torch.utils.data import DataLoader, Dataset
+
+from bridge.legacy.devices import get_device
+
+
+@dataclass
+class HookedTransformerTrainConfig:
+    """How to train.
+
+    Attributes:
+        num_epochs, batch_size: how often to go through the data, and how many rows at a time.
+        lr, momentum, weight_decay, optimizer_name: of the optimizer: ``Adam``, ``AdamW`` or ``SGD``.
+        seed: of the order of the rows.
+        max_grad_norm: clip gradients to this norm.
+        device: where to train; None: the first accelerator, or the CPU.
+        warmup_steps: the first steps, over which the learning rate grows.
+        save_every, save_dir: save the state dict every so many steps, and where.
+        wandb, wandb_project_name: there is no connection to Weights and Biases: True is an error.
+        print_every: print the loss every so many steps; None: never.
+        max_steps: end an epoch after so many steps.
+    """
+
+    num_epochs: int
+    batch_size: int
+    lr: float = 1e-3
+    seed: int = 0
+    momentum: float = 0.0
+    max_grad_norm: float | None = None
+    weight_decay: float | None = None
+    optimizer_name: str = "Adam"
+    device: str | None = None
+    warmup_steps: int = 0
+    save_every: int | None = None
+    save_dir: str | None = None
+    wandb: bool = False
+    wandb_project_name: str | None = None
+    print_every: int | None = 50
+    max_steps: int | None = None
+
+
+def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any]) -> Any:
+    """Trains a model to predict next tokens.
+
+    Args:
+        model: a `HookedTransformer`, or any bridge with a next-token loss.
+        config: how.
+        dataset: rows such as ``{"tokens": tensor}``, with tokens ``[pos]`` of one length.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: an unknown optimizer, or `wandb`.
+
+    Example:
+        >>> import torch
+        >>> from bridge.legacy import HookedTransformer
+        >>> from bridge.legacy.train import HookedTransformerTrainConfig, train
+        >>> model = HookedTransformer({"n_layers": 1, "d_model": 8, "n_ctx": 4, "d_head": 4, "d_vocab": 5,
+        ...     "attn_only": True, "device": "cpu", "seed": 0})
+        >>> data = [{"tokens": torch.tensor([1, 2, 3, 4])}] * 8
+        >>> before = model([[1, 2, 3, 4]], return_type="loss")
+        >>> model = train(model, HookedTransformerTrainConfig(3, 4, lr=0.05, device="cpu", print_every=None), data)
+        >>> bool(model([[1, 2, 3, 4]], return_type="loss") < before)
+        True
+    """
+    if config.wandb:
+        raise ValueError("wandb=True: there is no connection to Weights and Biases; log from a loop of your own")
+    torch.manual_seed(config.seed)
+    device = torch.device(config.device or get_device())
+    model.to(device)
+    model.train()
+    optimizer = _optimizer(model, config)
+    warmup = max(config.warmup_steps, 1)
+    scheduler = optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, step / warmup) if config.warmup_steps else 1.0
+    )
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=config.batch_size, shuffle=True)
+    for epoch in range(1, config.num_epochs + 1):
+        for step, batch in enumerate(loader):
+            loss = model(batch["tokens"].to(device), return_type="loss")
+            loss.backward()
+            if config.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if config.print_every is not None and step % config.print_every == 0:
+                print(f"epoch {epoch}, step {step}: loss {loss.item():.4f}")
+            if config.save_every is not None and config.save_dir is not None and step % config.save_every == 0:
+                torch.save(model.state_dict(), Path(config.save_dir) / f"model_{step}.pt")
+            if config.max_steps is not None and step >= config.max_steps:
+                break
+    return model
+
+
+def _optimizer(model: Any, config: HookedTransformerTrainConfig) -> optim.Optimizer:
+    decay = config.weight_decay
+    if config.optimizer_name in ("Adam", "AdamW"):
+        # Adam's own weight decay is not what is meant by it; AdamW's is.
+        if decay is None:
+            return optim.Adam(model.parameters(), lr=config.lr)
+        return optim.AdamW(model.parameters(), lr=config.lr, weight_decay=decay)
+    if config.optimizer_name == "SGD":
+        return optim.SGD(model.parameters(), lr=config.lr, weight_decay=decay or 0.0, momentum=config.momentum)
+    raise ValueError(f"optimizer_name is {config.optimizer_name!r}; it must be Adam, AdamW or SGD")

@@ -1,0 +1,321 @@
+"""What HookedTransformer's `utils` offers, where it is not about the insides of TransformerLens."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from bridge.cache import act_name
+from bridge.composition import composition_scores
+from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
+from bridge.legacy.devices import get_device
+from bridge.legacy.slices import Slice, SliceInput
+from bridge.legacy.tokens import (
+    get_attention_mask,
+    get_cumsum_along_dim,
+    get_offset_position_ids,
+    lm_accuracy,
+    lm_cross_entropy_loss,
+    report_on_prompt,
+    sample_logits,
+)
+from bridge.names import suggestion
+
+__all__ = [
+    "ACTIVATION_FN_DICT",
+    "USE_DEFAULT_VALUE",
+    "LocallyOverridenDefaults",
+    "Slice",
+    "SliceInput",
+    "composition_scores",
+    "download_file_from_hf",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "get_act_name",
+    "get_attention_mask",
+    "get_corner",
+    "get_cumsum_along_dim",
+    "get_dataset",
+    "get_device",
+    "get_nested_attr",
+    "get_offset_position_ids",
+    "is_library_available",
+    "is_lower_triangular",
+    "is_square",
+    "keep_single_column",
+    "lm_accuracy",
+    "lm_cross_entropy_loss",
+    "override_or_use_default_value",
+    "print_gpu_mem",
+    "remove_batch_dim",
+    "repeat_along_head_dimension",
+    "sample_logits",
+    "select_compatible_kwargs",
+    "set_nested_attr",
+    "solu",
+    "test_prompt",
+    "to_numpy",
+    "tokenize_and_concatenate",
+    "transpose",
+]
+
+test_prompt = report_on_prompt
+
+#: Stands for "what the model's configuration says".
+USE_DEFAULT_VALUE = None
+
+_IN_ONE = re.compile(r"([a-z_]+?)(\d+)([a-z]\w*)?")
+_OLD = {"key": "k", "query": "q", "value": "v", "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post"}
+_PARTS = {"attention": "attn", "block": "b", "blocks": "b"}
+
+
+def get_act_name(name: str, layer: int | str | None = None, layer_type: str | None = None) -> str:
+    """The full name of a hook point from its short one.
+
+    Args:
+        name: such as ``"q"`` or ``"resid_pre"``, or with layer and part in it, such as ``"k6"`` or ``"scale4ln1"``.
+        layer: the block.
+        layer_type: the part of the block where the name does not say it: ``"attn"``, ``"mlp"``, ``"ln1"``, ...
+
+    Example:
+        >>> from bridge.legacy.utils import get_act_name
+        >>> get_act_name("k", 6), get_act_name("pre5"), get_act_name("normalized", 27, "ln2"), get_act_name("scale4ln1")
+        ('blocks.6.attn.hook_k', 'blocks.5.mlp.hook_pre', 'blocks.27.ln2.hook_normalized', 'blocks.4.ln1.hook_scale')
+    """
+    if ("." in name or name.startswith("hook_")) and layer is None and layer_type is None:
+        return name
+    if match := _IN_ONE.fullmatch(name):
+        name, layer, layer_type = match[1], match[2], match[3]
+    return act_name(_OLD.get(name, name), layer, _PARTS.get(layer_type or "", layer_type))
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """A tensor, list, tuple, number or array as an array.
+
+    Raises:
+        ValueError: it is none of these.
+
+    Example:
+        >>> import torch
+        >>> from bridge.legacy.utils import to_numpy
+        >>> to_numpy(torch.ones(2, requires_grad=True))
+        array([1., 1.], dtype=float32)
+    """
+    if isinstance(tensor, Tensor):
+        return tensor.detach().cpu().numpy()
+    if isinstance(tensor, np.ndarray | list | tuple | int | float | bool | str):
+        return np.asarray(tensor)
+    raise ValueError(f"there is no array of {type(tensor).__name__}")
+
+
+def get_corner(tensor: Any, n: int = 3) -> Any:
+    """The first `n` entries of each axis, of a tensor or a `FactoredMatrix`."""
+    corner = tensor[tuple(slice(n) for _ in range(tensor.ndim))]
+    return corner if isinstance(corner, Tensor) else corner.AB
+
+
+def remove_batch_dim(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The tensor without its first axis, where that has length 1."""
+    return tensor[0] if tensor.shape[0] == 1 else tensor
+
+
+def transpose(tensor: Float[Tensor, "... a b"]) -> Float[Tensor, "... b a"]:
+    """The tensor with its last two axes exchanged."""
+    return tensor.transpose(-1, -2)
+
+
+def is_square(x: Tensor) -> bool:
+    """Whether it is a square matrix."""
+    return x.ndim == 2 and x.shape[0] == x.shape[1]
+
+
+def is_lower_triangular(x: Tensor) -> bool:
+    """Whether it is a square matrix with nothing above its diagonal."""
+    return is_square(x) and x.equal(x.tril())
+
+
+def repeat_along_head_dimension(
+    tensor: Float[Tensor, "batch pos d_model"], n_heads: int, clone_tensor: bool = True
+) -> Float[Tensor, "batch pos n_heads d_model"]:
+    """A copy of the tensor for each head.
+
+    Args:
+        tensor: the residual stream.
+        n_heads: how many copies.
+        clone_tensor: False: all are the same memory.
+    """
+    repeated = tensor.unsqueeze(2).expand(-1, -1, n_heads, -1)
+    return repeated.clone() if clone_tensor else repeated
+
+
+def gelu_new(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GPT-2's approximation of GELU."""
+    return 0.5 * input * (1 + torch.tanh(math.sqrt(2 / math.pi) * (input + 0.044715 * input**3)))
+
+
+def gelu_fast(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The same approximation with a rounded constant (GPT-J)."""
+    return 0.5 * input * (1 + torch.tanh(input * 0.7978845608 * (1 + 0.044715 * input * input)))
+
+
+def gelu_pytorch_tanh(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The same approximation as torch computes it."""
+    return nn.functional.gelu(input, approximate="tanh")
+
+
+def solu(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """``x * softmax(x)``."""
+    return input * input.softmax(-1)
+
+
+#: Activation functions by their names in configurations.
+ACTIVATION_FN_DICT: dict[str, Callable[[Tensor], Tensor]] = {
+    "solu": solu, "solu_ln": solu, "gelu_new": gelu_new, "gelu_fast": gelu_fast, "silu": nn.functional.silu,
+    "relu": nn.functional.relu, "gelu": nn.functional.gelu, "gelu_pytorch_tanh": gelu_pytorch_tanh,
+}  # fmt: skip
+
+
+def override_or_use_default_value(default_flag: Any, override: Any = None) -> Any:
+    """The override, or the default where that is None."""
+    return default_flag if override is None else override
+
+
+def get_nested_attr(obj: Any, attr_str: str) -> Any:
+    """What a path such as ``"a.b.c"`` leads to."""
+    for name in attr_str.split("."):
+        obj = getattr(obj, name)
+    return obj
+
+
+def set_nested_attr(obj: Any, attr_str: str, value: Any) -> None:
+    """Sets what a path such as ``"a.b.c"`` leads to."""
+    *path, last = attr_str.split(".")
+    setattr(get_nested_attr(obj, ".".join(path)) if path else obj, last, value)
+
+
+class LocallyOverridenDefaults:
+    """Other defaults of a model inside a ``with`` statement.
+
+    Args:
+        model: a `HookedTransformer`.
+        overrides: ``prepend_bos`` and ``padding_side``; None leaves the default.
+
+    Raises:
+        ValueError: another name, or a value that it cannot have.
+
+    Example:
+        >>> from bridge.embedded import MODEL_DIR
+        >>> from bridge.legacy import HookedTransformer, utils
+        >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
+        >>> with utils.LocallyOverridenDefaults(model, prepend_bos=False):
+        ...     model.to_str_tokens("Mary and")
+        ['Mary', ' and']
+    """
+
+    _PLACES = {  # noqa: RUF012
+        "prepend_bos": ("cfg.default_prepend_bos", (None, True, False)),
+        "padding_side": ("tokenizer.padding_side", (None, "left", "right")),
+    }
+
+    def __init__(self, model: Any, **overrides: Any) -> None:
+        for name, value in overrides.items():
+            if name not in self._PLACES:
+                raise ValueError(f"{name!r} is no default of a model; {' and '.join(self._PLACES)} are")
+            if value not in self._PLACES[name][1]:
+                raise ValueError(f"{name} is {value!r}; it must be one of {self._PLACES[name][1]}")
+        self.model, self.overrides = model, overrides
+        self.before: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        for name, value in self.overrides.items():
+            path = self._PLACES[name][0]
+            if value is not None and (name != "padding_side" or self.model.tokenizer is not None):
+                self.before[path] = get_nested_attr(self.model, path)
+                set_nested_attr(self.model, path, value)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        while self.before:
+            set_nested_attr(self.model, *self.before.popitem())
+
+
+def is_library_available(name: str) -> bool:
+    """Whether a package can be imported."""
+    return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
+def select_compatible_kwargs(kwargs_dict: dict[str, Any], callable: Callable[..., Any]) -> dict[str, Any]:
+    """Those of the arguments that a function names."""
+    names = inspect.getfullargspec(callable)
+    return {name: value for name, value in kwargs_dict.items() if name in (*names.args, *names.kwonlyargs)}
+
+
+def print_gpu_mem(step_name: str = "") -> None:
+    """Prints how much memory is allocated on the GPU."""
+    print(f"{step_name} ~ {torch.cuda.memory_allocated() / 2**30:.2f} GiB allocated on GPU.")
+
+
+def download_file_from_hf(
+    repo_name: str,
+    file_name: str,
+    subfolder: str = ".",
+    cache_dir: str | None = None,
+    force_is_torch: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """A file of the hub: what a JSON or torch file holds, and the path of any other.
+
+    Unlike HookedTransformer's, torch files are read with ``weights_only=True``: nothing in them is run.
+
+    Args:
+        repo_name: the repository.
+        file_name, subfolder: the file in it.
+        cache_dir: where to keep it; None: where Hugging Face keeps files.
+        force_is_torch: it is a torch file whatever it is called.
+        kwargs: of `huggingface_hub.hf_hub_download`.
+    """
+    from huggingface_hub import hf_hub_download
+
+    path = hf_hub_download(
+        repo_name, file_name, subfolder=None if subfolder == "." else subfolder, cache_dir=cache_dir, **kwargs
+    )
+    if path.endswith(".pth") or force_is_torch:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    return json.loads(Path(path).read_text(encoding="utf-8")) if path.endswith(".json") else path
+
+
+_NOT_HERE = {
+    "CACHE_DIR": "huggingface_hub.constants.HF_HUB_CACHE is the folder",
+    "clear_huggingface_cache": "`hf cache prune` and `hf cache rm` do it",
+    "calc_fan_in_and_fan_out": "torch.nn.init does it",
+    "init_xavier_uniform_": "torch.nn.init.xavier_uniform_, on transposed weights",
+    "init_xavier_normal_": "torch.nn.init.xavier_normal_, on transposed weights",
+    "init_kaiming_uniform_": "torch.nn.init.kaiming_uniform_, on transposed weights",
+    "init_kaiming_normal_": "torch.nn.init.kaiming_normal_, on transposed weights",
+    "check_structure": "it was for debugging TransformerLens",
+    "warn_if_mps": "torch's own documentation says what its backends can do",
+    "get_tokenizer_with_bos": "prepend_bos means the same for every tokenizer, which is never changed",
+    "get_input_with_manually_prepended_bos": "to_tokens(text, prepend_bos=True)",
+    "get_tokens_with_bos_removed": "to_tokens(text, prepend_bos=False)",
+    "XIELU": "it is in the Hugging Face models that use it",
+    "xielu": "it is in the Hugging Face models that use it",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NOT_HERE:
+        raise AttributeError(f"bridge.legacy.utils has no {name}: {_NOT_HERE[name]}. See docs/migration.md")
+    raise AttributeError(f"module 'bridge.legacy.utils' has no attribute {name!r}.{suggestion(name, __all__)}")

@@ -1,0 +1,190 @@
+"""Activation patching: which activations of a clean run bring a corrupted run's answer back.
+
+Two prompts of the same length, of which one leads to another answer. The corrupted one is run again and again, each
+time with one activation replaced by what it was in the clean run, and a metric of the logits says how much that repairs
+(causal tracing of Meng et al. 2022, "Locating and Editing Factual Associations in GPT"; for single heads Wang et al.
+2022, "Interpretability in the Wild"). Names and arguments are those of ``transformer_lens.patching``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from bridge.cache import act_name
+from bridge.hook_point import HookPoint
+from bridge.inputs import as_tokens
+from bridge.names import suggestion
+from bridge.patch_runs import PatchedRuns
+
+#: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
+PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
+#: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number.
+Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]
+
+AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos")
+
+
+def generic_activation_patch(
+    model: Any,
+    corrupted_tokens: Int[Tensor, "..."],
+    clean_cache: Mapping[str, Tensor],
+    patching_metric: Metric,
+    patch_setter: PatchSetter,
+    activation_name: str,
+    index_axis_names: Sequence[str] | None = None,
+    index_df: Any = None,
+    return_index_df: bool = False,
+    *,
+    attention_mask: Int[Tensor, "batch pos"] | None = None,
+    patches_per_run: int = 1,
+    verbose: bool = True,
+) -> Any:
+    """Patches one piece of the clean run after another into the corrupted run, and measures each.
+
+    Runs start at the layer of their patch, from the corrupted residual stream, wherever that changes no result (see
+    `bridge.patch_runs.PatchedRuns`); a metric that asks for gradients gets them down to that layer.
+
+    Args:
+        model: the bridge.
+        corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``.
+        clean_cache: the activations of the clean run, with their batch axis.
+        patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
+        patch_setter: called as ``setter(corrupted_activation, index, clean_activation)``; those of
+            `bridge.patch_setters`, or one of your own.
+        activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``.
+        index_axis_names: what to go through, the layer first: all combinations of ``"layer"``, ``"pos"``, ``"head"``
+            (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``.
+        index_df: instead, a pandas data frame with an index in each row, the layer first.
+        return_index_df: also return the data frame of indices. This needs pandas.
+        attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
+        patches_per_run: how many patches of a layer to run as one batch: faster where the model is small for the
+            machine, with rounding of another batch size. Each is still given to the setter and the metric alone.
+        verbose: show a progress bar.
+
+    Returns:
+        The metric of each patch: a float32 tensor with an axis for each name (one axis for a data frame's rows), and
+        the data frame if it was asked for.
+
+    Raises:
+        ValueError: neither or both ways to give the indices, an unknown axis, a patch that does not fit, or a metric
+            that is no single number.
+        UnknownHookError: the model has no such activation in a layer.
+        KeyError: the clean cache does not hold it.
+        ImportError: a data frame is asked for and pandas is not installed.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.patch_setters import layer_pos_patch_setter
+        >>> from bridge.patching import generic_activation_patch
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> clean, corrupted = bridge.to_tokens(["Mary and", "John and"])[:, None]
+        >>> answer = bridge.to_single_token(" John")
+        >>> _, cache = bridge.run_with_cache(clean)
+        >>> metric = lambda logits: logits[0, -1, answer]
+        >>> generic_activation_patch(
+        ...     bridge, corrupted, cache, metric, layer_pos_patch_setter, "mlp_out", ("layer", "pos"), verbose=False
+        ... ).shape
+        torch.Size([4, 3])
+    """
+    if patches_per_run < 1:
+        raise ValueError(f"patches_per_run is {patches_per_run}; it must be 1 or more")
+    tokens = as_tokens(corrupted_tokens).to(model.cfg.device)
+    sizes: list[int] | None = None
+    if index_df is None:
+        if index_axis_names is None:
+            raise ValueError("give index_axis_names, or a data frame of indices as index_df")
+        sizes = [_size(model, tokens, activation_name, axis) for axis in index_axis_names]
+        rows = [list(row) for row in itertools.product(*map(range, sizes))]
+        frame = make_df_from_ranges(sizes, index_axis_names) if return_index_df else None
+    else:
+        if index_axis_names is not None:
+            raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
+        rows, frame = [[int(i) for i in row] for row in index_df.itertuples(index=False, name=None)], index_df
+    steps = _steps(model, clean_cache, activation_name, rows)
+    runs = PatchedRuns(model, tokens, [step.hook.point.depth for step in steps], attention_mask)
+    results: list[float] = []
+    with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
+        for hook, group in itertools.groupby(steps, key=lambda step: step.hook):
+            of_layer = list(group)
+            for at in range(0, len(of_layer), patches_per_run):
+                some = of_layer[at : at + patches_per_run]
+                for logits in runs.logits(hook, [step.patch(patch_setter) for step in some]):
+                    results.append(_number(patching_metric(logits)))
+                bar.update(len(some))
+    measured = torch.tensor(results, dtype=torch.float32, device=model.cfg.device)
+    if sizes is not None:
+        measured = measured.reshape(sizes)
+    return (measured, frame) if return_index_df else measured
+
+
+class _Step(NamedTuple):
+    """One patch: where, which piece, and what the activation was in the clean run."""
+
+    hook: HookPoint
+    place: list[int]
+    clean: Tensor
+
+    def patch(self, setter: PatchSetter) -> Callable[[Tensor], Tensor | None]:
+        """The function that patches the corrupted activation."""
+        return lambda activation: setter(activation, list(self.place), self.clean)
+
+
+def _steps(
+    model: Any, clean_cache: Mapping[str, Tensor], activation_name: str, rows: Sequence[list[int]]
+) -> list[_Step]:
+    clean: dict[HookPoint, Tensor] = {}  # taken once: a cache may compute what it holds when it is asked
+    steps = []
+    for row in rows:
+        hook = model.names.find(act_name(activation_name, row[0]))
+        if hook not in clean:
+            if hook.name not in clean_cache:
+                raise KeyError(
+                    f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it by default"
+                )
+            clean[hook] = clean_cache[hook.name]
+        steps.append(_Step(hook, row, clean[hook]))
+    return steps
+
+
+def _size(model: Any, tokens: Tensor, activation_name: str, axis: str) -> int:
+    """How many values an index axis has."""
+    if axis not in AXES:
+        raise ValueError(f"there is no index axis {axis!r}; there are {', '.join(AXES)}.{suggestion(axis, AXES)}")
+    if axis == "layer":
+        return model.cfg.n_layers
+    if axis.endswith("pos"):
+        return tokens.shape[1]
+    axes = model.names.find(act_name(activation_name, 0)).point.axes.split()
+    return model.cfg.n_kv_heads if "n_key_value_heads" in axes else model.cfg.n_heads
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(f"the metric returned a tensor of shape {list(value.shape)}; it must be a single number")
+    return float(value.item())
+
+
+def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> Any:
+    """A data frame of all combinations of indices, the last column running fastest.
+
+    Args:
+        column_max_ranges: for each column, how many values it has, from 0.
+        column_names: the columns.
+
+    Raises:
+        ImportError: pandas is not installed; it is not one of this package's dependencies.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError("data frames need pandas, which is not installed: pip install pandas") from error
+    return pandas.DataFrame(list(itertools.product(*map(range, column_max_ranges))), columns=list(column_names))

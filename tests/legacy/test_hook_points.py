@@ -1,0 +1,194 @@
+"""Hook points in modules of the user's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from bridge.legacy.hook_points import HookedRootModule, HookPoint, LensHandle
+from bridge.names import UnknownHookError
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.hook_q = HookPoint()
+
+    def forward(self, x):
+        return self.hook_q(self.linear(x))
+
+
+class Toy(HookedRootModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.hook_in = HookPoint()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.hook_out = HookPoint()
+        self.setup()
+
+    def forward(self, x, scale=1.0):
+        x = self.hook_in(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.hook_out(x * scale).sum()
+
+
+@pytest.fixture
+def toy():
+    return Toy()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
+
+
+def double(tensor, hook):
+    return tensor * 2
+
+
+def counts(module):
+    return {n: (len(p.fwd_hooks), len(p.bwd_hooks)) for n, p in module.hook_dict.items() if p.fwd_hooks or p.bwd_hooks}
+
+
+def test_setup_names_modules_and_hook_points(toy):
+    assert list(toy.hook_dict) == ["hook_in", "blocks.0.hook_q", "blocks.1.hook_q", "hook_out"]
+    assert toy.mod_dict["blocks.1.linear"] is toy.blocks[1].linear
+    assert toy.blocks[1].hook_q.name == "blocks.1.hook_q"
+    assert toy.blocks[1].hook_q.layer() == 1
+    assert list(toy.hook_points()) == list(toy.hook_dict.values())
+    with pytest.raises(ValueError, match="belongs to no layer"):
+        toy.hook_out.layer()
+
+
+def test_hook_points_of_bridges_are_instances(model):
+    assert isinstance(model.hook_dict["hook_embed"], HookPoint)
+    assert isinstance(HookPoint(), HookPoint)
+    assert not isinstance(nn.Identity(), HookPoint)
+    assert not isinstance(model.hook_dict["hook_embed"], type("Mine", (HookPoint,), {}))
+
+
+def test_hooks_change_what_follows(toy, x):
+    assert torch.allclose(toy.run_with_hooks(x, fwd_hooks=[("hook_out", double)]), 2 * toy(x))
+    assert torch.allclose(
+        toy.run_with_hooks(x, scale=3.0, fwd_hooks=[(lambda name: "out" in name, double)]), 6 * toy(x)
+    )
+    assert counts(toy) == {}
+
+
+def test_order_and_prepend(toy, x):
+    order = []
+    for name, prepend in (("a", False), ("b", False), ("c", True)):
+        toy.hook_in.add_hook(lambda t, hook, name=name: order.append(name), prepend=prepend)
+    toy(x)
+    assert order == ["c", "a", "b"]
+    assert all(isinstance(handle, LensHandle) for handle in toy.hook_in.fwd_hooks)
+
+
+def test_levels(toy):
+    toy.add_hook("hook_in", double)
+    with toy.hooks(fwd_hooks=[("hook_in", double)]):
+        assert toy.context_level == 1
+        assert [h.context_level for h in toy.hook_in.fwd_hooks] == [None, 1]
+        with toy.hooks(fwd_hooks=[("hook_in", double)], bwd_hooks=[("hook_out", double)]):
+            assert counts(toy) == {"hook_in": (3, 0), "hook_out": (0, 1)}
+        assert counts(toy) == {"hook_in": (2, 0)}
+    assert counts(toy) == {"hook_in": (1, 0)}
+    assert toy.context_level == 0
+    toy.reset_hooks()
+    assert counts(toy) == {}
+
+
+def test_a_context_that_keeps_its_hooks(toy):
+    with toy.hooks(fwd_hooks=[("hook_in", double)], reset_hooks_end=False):
+        pass
+    assert counts(toy) == {"hook_in": (1, 0)}
+    toy.remove_all_hook_fns("bwd")
+    assert counts(toy) == {"hook_in": (1, 0)}
+
+
+def test_hooks_go_after_an_error(toy, x):
+    def fail(tensor, hook):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        toy.run_with_hooks(x, fwd_hooks=[("blocks.0.hook_q", fail)])
+    assert counts(toy) == {}
+    assert toy.context_level == 0
+
+
+def test_permanent_hooks_stay(toy, x):
+    toy.add_perma_hook("hook_out", double)
+    toy.add_hook("hook_in", double)
+    toy.reset_hooks()
+    assert counts(toy) == {"hook_out": (1, 0)}
+    toy.run_with_hooks(x, fwd_hooks=[("hook_out", double)])
+    assert counts(toy) == {"hook_out": (1, 0)}
+    toy.reset_hooks(including_permanent=True)
+    assert counts(toy) == {}
+
+
+def test_contexts(toy):
+    toy.hook_in.ctx["seen"] = 1
+    toy.reset_hooks(clear_contexts=False)
+    assert toy.hook_in.ctx == {"seen": 1}
+    toy.reset_hooks()
+    assert toy.hook_in.ctx == {}
+
+
+def test_backward_hooks_see_and_change_gradients(toy, x):
+    _, cache = toy.run_with_cache(x, incl_bwd=True)
+    assert torch.equal(cache["hook_out_grad"], torch.ones(2, 3, 4))
+    expected = torch.ones(2, 3, 4) @ toy.blocks[1].linear.weight
+    assert torch.allclose(cache["blocks.0.hook_q_grad"], expected)
+    toy.zero_grad()
+    with toy.hooks(bwd_hooks=[("hook_out", lambda grad, hook: grad * 2)]):
+        toy(x).backward()
+    doubled = toy.blocks[0].linear.weight.grad.clone()
+    toy.zero_grad()
+    toy(x).backward()
+    assert torch.allclose(doubled, 2 * toy.blocks[0].linear.weight.grad)
+
+
+def test_caches(toy, x):
+    output, cache = toy.run_with_cache(x)
+    assert list(cache) == list(toy.hook_dict)
+    assert torch.equal(cache["hook_in"], x)
+    assert torch.equal(cache["hook_out"].sum(), output)
+    assert not cache["hook_out"].requires_grad
+    _, one = toy.run_with_cache(x[:1], names_filter="hook_in", remove_batch_dim=True)
+    assert {name: list(value.shape) for name, value in one.items()} == {"hook_in": [3, 4]}
+    _, some = toy.run_with_cache(x, names_filter=["hook_in", "hook_out"], pos_slice=-1)
+    assert {name: list(value.shape) for name, value in some.items()} == {"hook_in": [2, 1, 4], "hook_out": [2, 1, 4]}
+
+
+def test_caching_hooks_stay_until_reset(toy, x):
+    cache = toy.add_caching_hooks(names_filter=lambda name: name.startswith("blocks"))
+    toy(x)
+    first = cache["blocks.1.hook_q"]
+    toy(x + 1)
+    assert list(cache) == ["blocks.0.hook_q", "blocks.1.hook_q"]
+    assert not torch.equal(first, cache["blocks.1.hook_q"])
+    assert toy.is_caching
+    toy.reset_hooks()
+    assert not toy.is_caching
+    mine = {}
+    toy.cache_some(mine, lambda name: name == "hook_in")
+    toy(x)
+    assert list(mine) == ["hook_in"]
+
+
+def test_unknown_names_are_errors(toy, x):
+    for call in (
+        lambda: toy.add_hook("hook_inn", double),
+        lambda: toy.run_with_cache(x, names_filter=["hook_inn"]),
+        lambda: toy.run_with_hooks(x, fwd_hooks=[("hook_inn", double)]),
+    ):
+        with pytest.raises(UnknownHookError, match="Did you mean hook_in"):
+            call()
+    with pytest.raises(ValueError, match="dir is 'sideways'"):
+        toy.hook_in.add_hook(double, dir="sideways")
+    with pytest.raises(ValueError, match="dir is 'sideways'"):
+        toy.hook_in.remove_hooks("sideways")
+    assert counts(toy) == {}

@@ -1,0 +1,112 @@
+"""The names that a notebook imports, and the models' names."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import bridge.legacy as transformer_lens
+from bridge import ActivationCache, TransformerBridge
+from bridge.legacy.loading_from_pretrained import (
+    MODEL_ALIASES,
+    OFFICIAL_MODEL_NAMES,
+    get_official_model_name,
+    make_model_alias_map,
+)
+
+
+@pytest.mark.parametrize("name", transformer_lens.__all__)
+def test_every_name_is_there(name):
+    found = getattr(transformer_lens, name)
+    assert found is not None
+    assert name in dir(transformer_lens)
+
+
+@pytest.mark.parametrize(
+    "name", ["HookedTransformer", "HookedTransformerConfig", "HookedEncoder", "ActivationCache", "FactoredMatrix"]
+)
+def test_a_class_and_its_module_have_one_name(name):
+    module = importlib.import_module(f"bridge.legacy.{name}")
+    assert isinstance(getattr(transformer_lens, name), type)
+    assert getattr(module, name) is getattr(transformer_lens, name)
+
+
+def test_the_ways_to_import():
+    import bridge.legacy.utils as utils
+    from bridge.legacy import EasyTransformer, HookedTransformer, loading, patching
+    from bridge.legacy.HookedTransformer import HookedTransformer as again
+    from bridge.legacy.utils import get_act_name
+
+    assert HookedTransformer is again is EasyTransformer
+    assert issubclass(HookedTransformer, TransformerBridge)
+    assert transformer_lens.ActivationCache is ActivationCache
+    assert utils.get_act_name is get_act_name
+    assert loading.OFFICIAL_MODEL_NAMES is OFFICIAL_MODEL_NAMES
+    assert callable(patching.get_act_patch_resid_pre)
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, bridge.legacy; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["components", "evals", "HookedAudioEncoder", "lit", "factories"])
+def test_what_is_not_offered_says_why(name):
+    with pytest.raises(AttributeError, match=f"no {name}: .*docs/migration.md"):
+        getattr(transformer_lens, name)
+
+
+def test_a_misspelt_name_gets_a_suggestion():
+    with pytest.raises(AttributeError, match="Did you mean HookedTransformer"):
+        transformer_lens.HookedTransfomer  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("short", "hub"),
+    [
+        ("gpt2-small", "gpt2"),
+        ("GPT2", "gpt2"),
+        ("distillgpt2", "distilgpt2"),
+        ("opt-small", "facebook/opt-125m"),
+        ("gpt-neo-125m", "EleutherAI/gpt-neo-125M"),
+        ("gpt-j-6B", "EleutherAI/gpt-j-6B"),
+        ("pythia", "EleutherAI/pythia-70m"),
+        ("pythia-350m-deduped", "EleutherAI/pythia-410m-deduped"),
+        ("pythia-1.4b-deduped-v0", "EleutherAI/pythia-1.4b-deduped-v0"),
+        ("stanford-gpt2-small-a", "stanford-crfm/alias-gpt2-small-x21"),
+        ("stanford-gpt2-medium-c", "stanford-crfm/celebrimbor-gpt2-medium-x81"),
+        ("llama-7b", "huggyllama/llama-7b"),
+        ("Llama-2-7b-chat", "meta-llama/Llama-2-7b-chat-hf"),
+        ("tiny-stories-instruct-1L-21M", "roneneldan/TinyStories-Instuct-1Layer-21M"),
+        ("mistral-7b", "mistralai/Mistral-7B-v0.1"),
+        ("qwen1.5-0.5b-chat", "Qwen/Qwen1.5-0.5B-Chat"),
+        ("gemma-2-2b-it", "google/gemma-2-2b-it"),
+        ("gemma-2b", "google/gemma-2b"),
+        ("phi-3", "microsoft/Phi-3-mini-4k-instruct"),
+        ("stablelm-base-3b", "stabilityai/stablelm-base-alpha-3b"),
+        ("somebody/some-model", "somebody/some-model"),
+    ],
+)
+def test_model_names(short, hub):
+    assert get_official_model_name(short) == hub
+
+
+def test_each_name_is_of_one_model():
+    owners = [(name.lower(), hub) for hub, short in MODEL_ALIASES.items() for name in (hub, *short)]
+    assert dict(owners) == make_model_alias_map()
+    assert len({name for name, _ in owners}) == len(set(owners))
+    assert len(OFFICIAL_MODEL_NAMES) == len(set(OFFICIAL_MODEL_NAMES)) > 190
+
+
+@pytest.mark.parametrize(
+    "name", ["solu-1l", "attn-only-2l-demo", "gelu-4l", "NeelNanda/SoLU_1L512W_C4_Code", "redwood_attn_2l"]
+)
+def test_models_in_a_format_of_their_own(name):
+    with pytest.raises(ValueError, match="TransformerLens' own format"):
+        get_official_model_name(name)
+
+
+def test_an_unknown_model_gets_a_suggestion():
+    with pytest.raises(ValueError, match=r"no model is known as 'gpt2-smal'. Did you mean gpt2-small"):
+        get_official_model_name("gpt2-smal")

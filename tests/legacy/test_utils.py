@@ -1,0 +1,225 @@
+"""The functions of `utils`."""
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.legacy import utils
+from bridge.legacy.utils import Slice
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (("k", 6, "a"), "blocks.6.attn.hook_k"),
+        (("pre", 2), "blocks.2.mlp.hook_pre"),
+        (("embed",), "hook_embed"),
+        (("pos_embed",), "hook_pos_embed"),
+        (("normalized", 27, "ln2"), "blocks.27.ln2.hook_normalized"),
+        (("k6",), "blocks.6.attn.hook_k"),
+        (("scale4ln1",), "blocks.4.ln1.hook_scale"),
+        (("pre5",), "blocks.5.mlp.hook_pre"),
+        (("normalized",), "ln_final.hook_normalized"),
+        (("attn", 2), "blocks.2.attn.hook_pattern"),
+        (("attn_logits", 2), "blocks.2.attn.hook_attn_scores"),
+        (("attn_scores", 2), "blocks.2.attn.hook_attn_scores"),
+        (("query", 2), "blocks.2.attn.hook_q"),
+        (("mlp_post", 2), "blocks.2.mlp.hook_post"),
+        (("mlp_out", 2), "blocks.2.hook_mlp_out"),
+        (("attn_out", 2), "blocks.2.hook_attn_out"),
+        (("resid_pre", 0), "blocks.0.hook_resid_pre"),
+        (("hook_embed",), "hook_embed"),
+        (("blocks.1.attn.hook_q",), "blocks.1.attn.hook_q"),
+        (("q", 1, "attention"), "blocks.1.attn.hook_q"),
+    ],
+)
+def test_act_names(given, name):
+    assert utils.get_act_name(*given) == name
+
+
+def test_slices():
+    x = torch.arange(24).reshape(2, 12)
+    for given, right in (
+        (3, x[:, 3]), ((2, 5), x[:, 2:5]), ((None, 4), x[:, :4]), ((1, 9, 2), x[:, 1:9:2]), ((4,), x[:, :4]),
+        ([1, 3], x[:, [1, 3]]), (torch.tensor([1, 3]), x[:, [1, 3]]), (np.array([1, 3]), x[:, [1, 3]]), (None, x),
+        (slice(2, 4), x[:, 2:4]),
+    ):  # fmt: skip
+        assert torch.equal(Slice(given).apply(x, -1), right)
+        assert torch.equal(Slice(given).apply(x, 1), right)
+    assert torch.equal(Slice.unwrap(3).apply(x, 1), x[:, 3:4])
+    assert Slice.unwrap(kept := Slice(2)) is kept
+    assert Slice(2).indices().tolist() == [2]
+    assert Slice((2, 5)).indices(12).tolist() == [2, 3, 4]
+    assert Slice([-1]).indices(12).tolist() == [11]
+    with pytest.raises(ValueError, match="max_ctx is needed"):
+        Slice((2, 5)).indices()
+    with pytest.raises(ValueError, match="a slice cannot be 'x'"):
+        Slice("x")
+
+
+def test_sampling():
+    torch.manual_seed(0)
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(500, 1)
+    assert set(utils.sample_logits(logits).tolist()) == {0, 1, 2, 3}
+    assert set(utils.sample_logits(logits, top_k=2).tolist()) == {1, 3}
+    # Probabilities are .64, .24, .09, .03: two of them are needed for 0.7.
+    assert set(utils.sample_logits(logits, top_p=0.7).tolist()) == {1, 3}
+    assert set(utils.sample_logits(logits, top_p=0.1).tolist()) == {1}
+    assert set(utils.sample_logits(logits, temperature=0.0).tolist()) == {1}
+    tokens = torch.tensor([[1, 1, 3]]).repeat(500, 1)
+    assert set(utils.sample_logits(logits, freq_penalty=100.0, tokens=tokens).tolist()) == {0, 2}
+    assert logits[0].tolist() == [0, 3, 1, 2]
+    share = (utils.sample_logits(logits, temperature=100.0) == 0).float().mean()
+    assert 0.15 < share < 0.35
+    for bad in ({"top_k": 0}, {"top_p": 1.5}, {"freq_penalty": 1.0}):
+        with pytest.raises(ValueError, match=r"top_k is 0|top_p is 1\.5|needs the tokens"):
+            utils.sample_logits(logits, **bad)
+
+
+def test_losses():
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    right = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    assert torch.allclose(utils.lm_cross_entropy_loss(logits, tokens, per_token=True).flatten(), right)
+    assert torch.allclose(utils.lm_cross_entropy_loss(logits, tokens), right.mean())
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    counted = torch.cat([right[:2], right[4:]])
+    assert torch.allclose(utils.lm_cross_entropy_loss(logits, tokens, mask), counted.mean())
+    sure = torch.nn.functional.one_hot(tokens.roll(-1, 1), 7).float()
+    assert utils.lm_accuracy(sure, tokens) == 1
+    assert utils.lm_accuracy(-sure, tokens, per_token=True).sum() == 0
+
+
+def test_tensors():
+    x = torch.arange(6.0).reshape(2, 3)
+    assert torch.equal(utils.transpose(x), x.T)
+    assert torch.equal(utils.get_cumsum_along_dim(x, -1, reverse=True)[0], torch.tensor([3.0, 3.0, 2.0]))
+    assert torch.equal(utils.remove_batch_dim(x[None]), x)
+    assert utils.remove_batch_dim(x) is x
+    assert utils.is_square(x[:, :2])
+    assert not utils.is_square(x)
+    assert utils.is_lower_triangular(torch.ones(3, 3).tril())
+    assert not utils.is_lower_triangular(torch.ones(3, 3))
+    assert utils.repeat_along_head_dimension(x[None], 4).shape == (1, 2, 4, 3)
+    assert utils.get_corner(torch.ones(5, 5), 2).shape == (2, 2)
+    for given in (x, [1, 2], (1.0,), 3, True, np.ones(2), torch.nn.Parameter(x)):
+        assert isinstance(utils.to_numpy(given), np.ndarray)
+    with pytest.raises(ValueError, match="no array of dict"):
+        utils.to_numpy({})
+
+
+def test_activation_functions():
+    x = torch.linspace(-3, 3, 20)
+    right = torch.nn.functional.gelu(x, approximate="tanh")
+    for fn in (utils.gelu_new, utils.gelu_fast, utils.gelu_pytorch_tanh, utils.ACTIVATION_FN_DICT["gelu_new"]):
+        assert torch.allclose(fn(x), right, atol=1e-5)
+    assert torch.allclose(utils.solu(x), x * x.softmax(-1))
+
+
+def test_masks_and_positions():
+    class Tokenizer:
+        pad_token_id, bos_token_id, padding_side = 0, 0, "left"
+
+    rows = torch.tensor([[0, 0, 5, 0], [0, 6, 7, 8]])
+    mask = utils.get_attention_mask(Tokenizer, rows, prepend_bos=True)
+    assert mask.tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert utils.get_attention_mask(Tokenizer, rows, prepend_bos=False).tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
+    assert utils.get_attention_mask(None, rows, True).all()
+    Tokenizer.padding_side = "right"
+    assert utils.get_attention_mask(Tokenizer, rows, True).tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert utils.get_offset_position_ids(1, torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).tolist() == [
+        [0, 0, 1],
+        [1, 2, 3],
+    ]
+
+
+def test_defaults_and_attributes():
+    class Thing:
+        pass
+
+    thing = Thing()
+    thing.a = Thing()
+    utils.set_nested_attr(thing, "a.b", 3)
+    utils.set_nested_attr(thing, "c", 4)
+    assert utils.get_nested_attr(thing, "a.b") == 3
+    assert thing.c == 4
+    assert utils.override_or_use_default_value(1, None) == 1
+    assert utils.override_or_use_default_value(1, False) is False
+    assert utils.USE_DEFAULT_VALUE is None
+    assert utils.is_library_available("torch")
+    assert not utils.is_library_available("not_a_library")
+    assert utils.select_compatible_kwargs({"x": 1, "dim": 2}, lambda dim: dim) == {"dim": 2}
+
+
+def test_overriding_goes_back_after_an_error(model):
+    with (
+        pytest.raises(ZeroDivisionError),
+        utils.LocallyOverridenDefaults(model, prepend_bos=False, padding_side="left"),
+    ):
+        model.n_times = 1 / model.cfg.default_prepend_bos
+    assert model.cfg.default_prepend_bos
+    assert model.tokenizer.padding_side == "right"
+    with pytest.raises(ValueError, match="'prepend_eos' is no default"):
+        utils.LocallyOverridenDefaults(model, prepend_eos=True)
+    with pytest.raises(ValueError, match="padding_side is 'top'"):
+        utils.LocallyOverridenDefaults(model, padding_side="top")
+
+
+class Dataset:
+    """The little of a data set of the package `datasets` that is needed."""
+
+    def __init__(self, columns):
+        self.columns = columns
+        self.features = dict.fromkeys(columns)
+        self.format = None
+
+    def remove_columns(self, names):
+        return Dataset({name: value for name, value in self.columns.items() if name not in names})
+
+    def map(self, function, batched, remove_columns, num_proc=None):
+        assert batched
+        return Dataset(function(self.columns))
+
+    def set_format(self, type, columns):
+        self.format = type
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_tokenize_and_concatenate(model, bos):
+    texts = ["a b c d e", "f g", "h i j k"]
+    tokenizer = model.tokenizer
+    made = utils.tokenize_and_concatenate(
+        Dataset({"text": texts, "id": [1, 2, 3]}), tokenizer, max_length=4, add_bos_token=bos
+    )
+    rows = made.columns["tokens"]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    stream = [*ids[0], tokenizer.eos_token_id, *ids[1], tokenizer.eos_token_id, *ids[2]]
+    width = 3 if bos else 4
+    assert rows.shape == (len(stream) // width, 4)
+    assert rows[:, -width:].flatten().tolist() == stream[: len(stream) // width * width]
+    assert not bos or set(rows[:, 0].tolist()) == {tokenizer.bos_token_id}
+    assert made.format == "torch"
+    short = utils.tokenize_and_concatenate(Dataset({"text": ["a"]}), tokenizer, max_length=9, add_bos_token=bos)
+    assert short.columns["tokens"].shape == (1, 9)
+
+
+def test_data_sets_are_not_here():
+    with pytest.raises(ImportError, match=r"datasets\.load_dataset\('NeelNanda/pile-10k'"):
+        utils.get_dataset("pile")
+    with pytest.raises(ValueError, match="no data set is known as 'plie'"):
+        utils.get_dataset("plie")
+
+
+def test_prompts_are_reported(model, capsys):
+    utils.test_prompt("a b c", ["d", "e"], model, top_k=2)
+    said = capsys.readouterr().out
+    assert said.count("Rank:") == 2
+    assert "Top 1th token" in said
+    assert "Ranks of the answer tokens" in said
+
+
+def test_what_is_not_there_says_so():
+    with pytest.raises(AttributeError, match=r"no check_structure: .*docs/migration\.md"):
+        utils.check_structure  # noqa: B018
+    with pytest.raises(AttributeError, match="Did you mean to_numpy"):
+        utils.to_nump  # noqa: B018
