@@ -70,8 +70,14 @@ class Component:
     """A part of the model, such as a block or its attention, with its hook points and weights."""
 
     def __init__(self, tree: Tree, name: str) -> None:
-        self._tree = tree
-        self.name = name
+        self.__dict__["_tree"] = tree
+        self.__dict__["name"] = name
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        raise AttributeError(
+            f"{self.name}.{attribute} cannot be assigned, since a part is made anew each time it is asked for; "
+            "edit a weight in place (W[:] = ...), or replace the module in original_model"
+        )
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):

@@ -200,7 +200,7 @@ class RunMethods:
                 No parameter's ``.grad`` is touched.
             pos_slice: which positions to keep (of the queries, for scores and patterns).
             device: where to keep them; None: where they are.
-            reset_hooks_end: False leaves the caching hooks in place: later runs fill the same cache, until `reset_hooks`.
+            reset_hooks_end: False leaves the caching hooks: later runs fill the same cache, until `reset_hooks`.
             clear_contexts: empty every hook point's `ctx` afterwards.
             forward_kwargs: as for `forward`.
 

@@ -142,7 +142,7 @@ def test_in_place_changes_of_gradients_and_of_data_count(bridge, tokens):
         wipe = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", by_data)])
         zeroed = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)])
     assert torch.equal(wipe, zeroed)
-    with pytest.raises(TypeError, match="backward hook .* returned float"):
+    with pytest.raises(TypeError, match=r"backward hook .* returned float"):
         bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[("hook_embed", lambda g, hook: 0.0)]).backward()
 
 
@@ -221,5 +221,10 @@ def test_labels_give_the_models_own_loss(bridge, tokens):
 
 
 def test_properties_say_themselves_what_they_lack():
-    with pytest.raises(AttributeError, match="has no pos_embed.W_pos"):
+    with pytest.raises(AttributeError, match=r"has no pos_embed\.W_pos"):
         _ = TransformerBridge(tiny("llama")).W_pos
+
+
+def test_assignments_that_would_be_lost(bridge):
+    with pytest.raises(AttributeError, match="cannot be assigned"):
+        bridge.blocks[0].attn.W_Q = torch.zeros(1)
