@@ -67,7 +67,7 @@ class Recorder:
             wiring.forget(self.points, mine)
 
     def _keep(self, act: Tensor | Deferred, hook: HookPoint) -> None:
-        """`_read` where nothing is cut or moved: this runs hundreds of times in one run."""
+        """Keeps an activation as it is: this runs hundreds of times in one run."""
         if isinstance(act, Deferred):
             self.values[hook.name] = act
             return
@@ -80,10 +80,9 @@ class Recorder:
         if self.index is not None:
             value = self._sliced(value, hook)
         if self.device is not None and value.device != self.device:
-            value = value.to(self.device)
-        elif not value.is_inference():
-            self._versions[hook.name] = (value, value._version)
-        self.values[hook.name] = value
+            self.values[hook.name] = value.to(self.device)  # a copy, which nothing can change
+        else:
+            self._keep(value, hook)
 
     def _sliced(self, value: Tensor, hook: HookPoint) -> Tensor:
         axis = position_axis(hook)
