@@ -28,6 +28,9 @@ format: $(STAMP)
 
 benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/processing.py
+	$(BIN)/python benchmarks/retention.py
+	$(BIN)/python benchmarks/patching.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from adapters.attention import Attention, Projection, attention_points
-from adapters.norms import LAYER_NORM, NormKind, NormNormalized, NormScale
+from adapters.norms import LAYER_NORM, NormKind, SharedNormInput, norm_points
 from adapters.paths import base_path, core_path, has_module, join
 from adapters.points import Group, Point, Site
-from adapters.views import Branch, Call, Derived, FlatBatch, HeadsFirst, OverBatch, Through, View, WriteThrough
+from adapters.views import Branch, FlatBatch, HeadsFirst, OverBatch, Through, View, WriteThrough
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,23 @@ class MoE:
 
     Attributes:
         path: the module, relative to the block.
-        router: the module, relative to `path`, that chooses among the experts: in its forward it computes one softmax,
-            over all experts, for each of the ``(batch pos)`` rows.
-        experts: the module, relative to `path`, that holds the experts' weights, ``gate_up_proj`` and ``down_proj``,
-            one expert after the other along the first axis.
-        weights_key, indices_key: which elements of its output are the chosen experts' weights and indices.
+        router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
+            returns their scores, and the weights and indices of the chosen ones.
+        experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
+        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; or their
+            ``logits``, with a softmax over the chosen ones afterwards.
+        shared: an expert that every token is sent to, on ``(batch pos)`` rows; its path is relative to `path`.
+        shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
+        out_key: which element of the module's output is added to the residual stream (None: the output itself).
     """
 
     path: str
     router: str
     experts: str = "experts"
-    weights_key: int = 1
-    indices_key: int = 2
+    chosen_by: Literal["probabilities", "logits"] = "probabilities"
+    shared: MLP | None = None
+    shared_gate: str | None = None
+    out_key: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,7 @@ class Architecture:
     Attributes:
         blocks: the path of the list of blocks.
         block: what a block looks like.
+        layers: the blocks, by index, that look different: in their MLP alone.
         embed, pos_embed: the embeddings.
         embed_norm: a norm that follows the token embedding; `hook_embed` is its output.
         final_norm: the norm after the last block.
@@ -144,56 +150,16 @@ class Architecture:
     pos_embed: str | None = None
     embed_norm: str | None = None
     final_kind: NormKind | None = None
+    layers: Mapping[int, Block] = field(default_factory=dict)
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     no_layer_runs: str = ""
     points: Callable[[Architecture, nn.Module, Any], list[Point]] | None = None
     weights: Callable[[Any], None] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-
-class SharedNormInput(Derived):
-    """`hook_mlp_in` where attention and MLP share a norm: the residual stream as the MLP alone reads it."""
-
-    def get(self, x: Tensor, call: Call) -> Tensor:
-        entered = call.sources[0][1]
-        return entered.view_as(entered) if entered.requires_grad else entered
-
-    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return call.sources[0][0].forward(new)
-
-
-def norm_points(
-    kind: NormKind,
-    site: Site,
-    name: str,
-    depth: int,
-    stack: str,
-    *,
-    shared: Site | None = None,
-    seen: View | None = None,
-    sources: tuple[Site, ...] = (),
-    axes: str = "batch pos d_model",
-    branches: tuple[str, ...] = (),
-) -> list[Point]:
-    """`hook_scale` and `hook_normalized` of a norm.
-
-    Args:
-        kind, site, name, depth, stack: what the norm computes, its output, and where it belongs.
-        shared: for a norm that attention and MLP share, its input; `site` is then where one of them reads it.
-        seen: a view of the norm's tensors, and `sources`, the sites which that needs.
-        axes: of `hook_normalized`.
-        branches: see `Point`.
-    """
-    if kind.identity:
-        return []
-    beside = shared is not None
-    scale, normalized = NormScale(kind, beside), NormNormalized(kind, beside)
-    views: list[View] = [Through(view, seen) if seen else view for view in (scale, normalized)]
-    more: dict[str, Any] = {"sources": (shared, *sources) if shared else sources, "stack": stack, "branches": branches}
-    return [
-        Point(f"{name}.hook_scale", site, views[0], axes.rsplit(" ", 1)[0] + " 1", depth, **more),
-        Point(f"{name}.hook_normalized", site, views[1], axes, depth, **more),
-    ]
+    def block_at(self, index: int) -> Block:
+        """What the block of a layer looks like."""
+        return self.layers.get(index, self.block)
 
 
 def block_points(block: Block, model: nn.Module, path: str, index: int, n: int, cfg: Any, stack: str) -> list[Point]:
@@ -304,42 +270,78 @@ def _mlp_points(
         add_rows("ln2.hook_out", Site(norm, "output"), group="extra")
 
     if isinstance(mlp, MoE):
-        router = join(module, mlp.router)
-        routed: dict[str, Any] = {"view": FlatBatch(), "sources": rows}
-        logits: dict[str, Any] = {"group": "extra", "aliases": (f"{prefix}.mlp.gate.hook_out",)}
-        add("mlp.hook_router_logits", Site(router, "forward", "scores"), axes="batch pos n_experts", **logits, **routed)
-        # As in HookedTransformer, these are the probabilities of all experts, before the best are chosen.
-        add("mlp.hook_expert_weights", Site(router, "forward", "pattern"), axes="batch pos n_experts", **routed)
-        chosen = "batch pos experts_per_token"
-        add("mlp.hook_topk_weights", Site(router, "output", mlp.weights_key), axes=chosen, group="extra", **routed)
-        add("mlp.hook_expert_indices", Site(router, "output", mlp.indices_key), axes=chosen, **routed)
-        experts = join(module, mlp.experts)
-        for e in range(cfg.num_experts):
-            for part in ("gate", "pre", "post"):
-                site = Site(experts, "experts", f"{e}.{part}")
-                # Its rows are of no batch: in caches only when named.
-                add(f"mlp.experts.{e}.hook_{part}", site, axes="row d_mlp", group="extra")
-        out = Site(module, "output")
+        points.extend(_mixture_points(mlp, module, f"{prefix}.mlp", index, cfg, stack, rows))
+        out = Site(module, "output", mlp.out_key)
     else:
-        up_site = Site(join(module, mlp.up.path), "output")
-        if mlp.gate:
-            gate_site = Site(join(module, mlp.gate.path), "output")
-            add_rows("mlp.hook_pre", gate_site, mlp.gate.part, wide, aliases=(f"{prefix}.mlp.gate.hook_out",))
-            add_rows("mlp.hook_pre_linear", up_site, mlp.up.part, wide, aliases=(f"{prefix}.mlp.in.hook_out",))
-        else:
-            add_rows("mlp.hook_pre", up_site, mlp.up.part, wide, aliases=(f"{prefix}.mlp.in.hook_out",))
-        if mlp.ln:
-            ln = join(module, mlp.ln)
-            add("mlp.hook_mid", Site(ln, "input"), axes=wide)
-            points.extend(norm_points(LAYER_NORM, Site(ln, "output"), f"{prefix}.mlp.ln", index, stack, axes=wide))
-        down = Site(join(module, mlp.down), "input")
-        add_rows("mlp.hook_post", down, axes=wide, aliases=(f"{prefix}.mlp.out.hook_in",))
+        points.extend(_feed_forward_points(mlp, module, f"{prefix}.mlp", index, stack, wide, rows))
         out = Site(join(path, mlp.out), "output", mlp.out_key) if mlp.out else Site(module, "output", mlp.out_key)
     aliases = (f"{prefix}.mlp.hook_out", f"{prefix}.mlp.out.hook_out")
     if block.ln2_post:
         add_rows("mlp.hook_out", out, group="extra", aliases=aliases[1:])
     else:
         add_rows("hook_mlp_out", out, aliases=aliases)
+    return points
+
+
+def _feed_forward_points(
+    mlp: MLP, module: str, name: str, index: int, stack: str, wide: str, rows: tuple[Site, ...]
+) -> list[Point]:
+    """The hook points inside one feed-forward module; `rows` is where the batch size of a flat one is seen."""
+    points: list[Point] = []
+
+    def add(suffix: str, site: Site, view: View | None = None, **more: Any) -> None:
+        seen = Through(view or View(), FlatBatch()) if mlp.flat else view or View()
+        sources = rows if mlp.flat else ()
+        points.append(Point(f"{name}.{suffix}", site, seen, wide, index, stack=stack, sources=sources, **more))
+
+    up_site = Site(join(module, mlp.up.path), "output")
+    if mlp.gate:
+        add("hook_pre", Site(join(module, mlp.gate.path), "output"), mlp.gate.part, aliases=(f"{name}.gate.hook_out",))
+        add("hook_pre_linear", up_site, mlp.up.part, aliases=(f"{name}.in.hook_out",))
+    else:
+        add("hook_pre", up_site, mlp.up.part, aliases=(f"{name}.in.hook_out",))
+    if mlp.ln:
+        ln = join(module, mlp.ln)
+        add("hook_mid", Site(ln, "input"))
+        points.extend(norm_points(LAYER_NORM, Site(ln, "output"), f"{name}.ln", index, stack, axes=wide))
+    add("hook_post", Site(join(module, mlp.down), "input"), aliases=(f"{name}.out.hook_in",))
+    return points
+
+
+def _mixture_points(
+    mlp: MoE, module: str, name: str, index: int, cfg: Any, stack: str, rows: tuple[Site, ...]
+) -> list[Point]:
+    """The hook points inside a mixture of experts."""
+    points: list[Point] = []
+
+    def add(suffix: str, site: Site, axes: str, group: Group = "standard", aliases: tuple[str, ...] = ()) -> None:
+        more: dict[str, Any] = {"group": group, "aliases": aliases, "sources": rows, "stack": stack}
+        points.append(Point(f"{name}.{suffix}", site, FlatBatch(), axes, index, **more))
+
+    router = join(module, mlp.router)
+    everyone, chosen = "batch pos n_experts", "batch pos experts_per_token"
+    # As in HookedTransformer, an expert's weight is its probability before the best are chosen; where these are chosen
+    # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
+    if mlp.chosen_by == "probabilities":
+        logits, weights = Site(router, "forward", "scores"), Site(router, "forward", "pattern")
+    else:
+        logits, weights = Site(router, "router", "logits"), Site(router, "router", "weights")
+    add("hook_router_logits", logits, everyone, "extra", (f"{name}.gate.hook_out",))
+    add("hook_expert_weights", weights, everyone)
+    add("hook_topk_weights", Site(router, "output", 1), chosen, "extra")
+    add("hook_expert_indices", Site(router, "output", 2), chosen)
+    experts = join(module, mlp.experts)
+    for e in range(cfg.num_experts):
+        for part in ("gate", "pre", "post"):
+            # Its rows are of no batch: in caches only when named.
+            site, axes = Site(experts, "experts", f"{e}.{part}"), "row d_expert"
+            points.append(Point(f"{name}.experts.{e}.hook_{part}", site, View(), axes, index, "extra", stack=stack))
+    if mlp.shared:
+        shared, at = join(module, mlp.shared.path), f"{name}.shared_expert"
+        points.extend(_feed_forward_points(mlp.shared, shared, at, index, stack, "batch pos d_shared_expert", rows))
+        add("shared_expert.hook_out", Site(shared, "output"), "batch pos d_model", "extra")
+    if mlp.shared_gate:
+        add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate), "output"), "batch pos 1", "extra")
     return points
 
 
@@ -362,7 +364,8 @@ def architecture_points(architecture: Architecture, model: nn.Module, cfg: Any) 
         points.append(Point("hook_pos_embed", site, OverBatch(), axes, -1, **names))  # type: ignore[arg-type]
     for index in range(cfg.n_layers):
         path = join(base, architecture.blocks, str(index))
-        points.extend(block_points(architecture.block, model, path, index, cfg.n_layers, cfg, "blocks"))
+        block = architecture.block_at(index)
+        points.extend(block_points(block, model, path, index, cfg.n_layers, cfg, "blocks"))
     after = cfg.n_layers
     if architecture.final_norm:
         site = Site(join(base, architecture.final_norm), "output")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.points import Follower, Point, Site
-from adapters.views import Branch, Call, Derived, Heads, HeadsFirst, MaskedScores, View, WithoutLastColumn
+from adapters.views import Branch, Call, Derived, Heads, HeadsFirst, MaskedScores, SinkPattern, SinkScores, View
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Attention:
             ``forward``: it computes the softmax in its own forward; ``core``: in its method ``_attn``, which is given
             queries, keys and values; None: there is no softmax (linear attention, flash attention of its own).
         scores: how the scores are seen.
-        sink: the last column of the scores is an attention sink.
+        sinks: where the last column of the scores is an attention sink: the name of the attention module's parameter
+            that holds each head's.
         q_norm, k_norm: norms of queries and keys, relative to the attention module (see `Block.qk_norm`).
         norm_heads_first: those norms are given ``batch head pos d_head``.
         core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
@@ -106,7 +107,7 @@ class Attention:
     rotary: bool = False
     tap: Literal["interface", "forward", "core"] | None = "interface"
     scores: View = field(default_factory=MaskedScores)
-    sink: bool = False
+    sinks: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
     norm_heads_first: bool = False
@@ -212,8 +213,8 @@ def attention_points(
             for letter in "qk":
                 axes = f"batch {f'{pos} n_heads' if letter == 'q' else f'{key_pos} n_key_value_heads'} d_head"
                 add(f"{name}.hook_rot_{letter}", Site(core, part.tap, letter), HeadsFirst(), axes)
-        scores = WithoutLastColumn(part.scores) if part.sink else part.scores
-        pattern: View = WithoutLastColumn(View()) if part.sink else View()
+        scores = SinkScores(part.scores, part.sinks) if part.sinks else part.scores
+        pattern = SinkPattern(part.sinks) if part.sinks else View()
         square = f"batch n_heads {pos} {key_pos}"
         add(f"{name}.hook_attn_scores", Site(core, part.tap, "scores"), scores, square)
         add(f"{name}.hook_pattern", Site(core, part.tap, "pattern"), pattern, square)

@@ -20,7 +20,9 @@ class ModelConfig:
 
     Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype` and
     `n_params` are read from the parameters at the time of asking. ``use_attn_result``, ``use_split_qkv_input``,
-    ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy hook points.
+    ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy hook points. Where layers
+    are mixtures of experts, `d_expert` and `d_shared_expert` are the widths of these, and `d_mlp` is that of the layers
+    which are not (where all are, of an expert).
     `processed` says, for each transform of `process_weights` that was asked for, that it is done or why it is not.
     """
 
@@ -61,6 +63,8 @@ class ModelConfig:
     post_embedding_ln: bool = False
     num_experts: int | None = None
     experts_per_token: int | None = None
+    d_expert: int | None = None
+    d_shared_expert: int | None = None
     tie_word_embeddings: bool = False
     relative_attention_num_buckets: int | None = None
     relative_attention_max_distance: int | None = None
@@ -79,7 +83,7 @@ class ModelConfig:
     checkpoint_index: int | None = None
     checkpoint_label_type: str | None = None
     checkpoint_value: int | None = None
-    processed: dict[str, str] = field(default_factory=dict)
+    processed: dict[str, str] = field(default_factory=dict, compare=False)
     extra: dict[str, Any] = field(default_factory=dict)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
 

@@ -7,11 +7,13 @@ bias), that of an RMS norm is the value before the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adapters.views import Call, Derived
+from adapters.points import Point, Site
+from adapters.views import Call, Derived, Through, View
 
 
 @dataclass(frozen=True)
@@ -131,3 +133,48 @@ def finish(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.d
     if bias is not None:
         normalized = normalized + bias
     return normalized.to(dtype)
+
+
+class SharedNormInput(Derived):
+    """`hook_mlp_in` where attention and MLP share a norm: the residual stream as the MLP alone reads it."""
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        entered = call.sources[0][1]
+        return entered.view_as(entered) if entered.requires_grad else entered
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return call.sources[0][0].forward(new)
+
+
+def norm_points(
+    kind: NormKind,
+    site: Site,
+    name: str,
+    depth: int,
+    stack: str,
+    *,
+    shared: Site | None = None,
+    seen: View | None = None,
+    sources: tuple[Site, ...] = (),
+    axes: str = "batch pos d_model",
+    branches: tuple[str, ...] = (),
+) -> list[Point]:
+    """`hook_scale` and `hook_normalized` of a norm.
+
+    Args:
+        kind, site, name, depth, stack: what the norm computes, its output, and where it belongs.
+        shared: for a norm that attention and MLP share, its input; `site` is then where one of them reads it.
+        seen: a view of the norm's tensors, and `sources`, the sites which that needs.
+        axes: of `hook_normalized`.
+        branches: see `Point`.
+    """
+    if kind.identity:
+        return []
+    beside = shared is not None
+    scale, normalized = NormScale(kind, beside), NormNormalized(kind, beside)
+    views: list[View] = [Through(view, seen) if seen else view for view in (scale, normalized)]
+    more: dict[str, Any] = {"sources": (shared, *sources) if shared else sources, "stack": stack, "branches": branches}
+    return [
+        Point(f"{name}.hook_scale", site, views[0], axes.rsplit(" ", 1)[0] + " 1", depth, **more),
+        Point(f"{name}.hook_normalized", site, views[1], axes, depth, **more),
+    ]

@@ -13,8 +13,8 @@ from adapters.views import View
 #: ``input``: the first argument of a module. ``output``: what it returns. ``interface``: inside its attention, reached
 #: through transformers' `AttentionInterface`. ``forward``: the softmax that it computes in its own forward. ``core``:
 #: its method ``_attn``, which is given queries, keys and values and computes the softmax. ``experts``: inside the
-#: module that holds all experts of a mixture.
-SiteKind = Literal["input", "output", "interface", "forward", "core", "experts"]
+#: module that holds all experts of a mixture. ``router``: inside the module that chooses them by their logits.
+SiteKind = Literal["input", "output", "interface", "forward", "core", "experts", "router"]
 #: ``standard``: in an unfiltered cache. ``heavy``: there when the matching ``set_use_*`` is on. ``extra``: when named.
 Group = Literal["standard", "heavy", "extra"]
 
@@ -28,7 +28,8 @@ class Site:
         kind: see `SiteKind`.
         key: for an output, which element of a tuple (None: the output itself); inside attention, one of ``q``, ``k``,
             ``scores`` (what enters the softmax), ``pattern`` (what leaves it); inside expert e, ``{e}.gate``,
-            ``{e}.pre`` (before and beside the activation function) and ``{e}.post`` (what enters its last projection).
+            ``{e}.pre`` (before and beside the activation function) and ``{e}.post`` (what enters its last projection);
+            in a router, ``logits`` (of all experts) and ``weights`` (of all, zero for those that are not chosen).
     """
 
     path: str

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from adapters.architecture import MLP, Architecture, Block, norm_points
+from adapters.architecture import MLP, Architecture, Block
 from adapters.attention import attention_points
+from adapters.norms import norm_points
 from adapters.paths import base_path, core_path, has_module, join
 from adapters.points import Point, Site
 from adapters.views import OverBatch, View

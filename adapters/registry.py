@@ -18,8 +18,8 @@ Declare = Callable[[Any], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
 _FAMILIES = (
-    "bert", "bloom", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gptj", "helium", "llama", "mixtral", "native", "opt",
-    "phi", "phi3", "qwen", "t5",
+    "bert", "bloom", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "helium", "llama", "mixtral", "native",
+    "opt", "phi", "phi3", "qwen", "qwen_moe", "t5",
 )  # fmt: skip
 _loaded = False
 _LOADING = threading.RLock()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.linear import bias_of, head_results
+from adapters.views import SinkPattern
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,16 @@ class _Verification:
         def same(x: Tensor, hook: Any) -> Tensor:
             return x
 
+        # Which experts are chosen can depend on the last digit: each token keeps those that it has without hooks.
+        routes = [name for name in names if name.endswith("hook_expert_indices")]
+        chosen = self.cache(routes) if routes else {}
+
+        def keep(x: Tensor, hook: Any) -> Tensor:
+            return chosen[hook.name]
+
         def result(name: str) -> tuple[str, Tensor, Tensor]:
-            return name, self.logits([(name, same)]), self.plain
+            kept: list[Any] = [(route, keep) for route in routes if route != name]
+            return name, self.logits([(name, same), *kept]), self.plain
 
         self.add_worst("writing back what was read changes nothing", (result(name) for name in names))
 
@@ -209,14 +218,23 @@ class _Verification:
         if not patterns:
             self.add("pattern rows sum to one", True, "does not apply")
             return
-        cache = self.cache(patterns)
-        # With an attention sink some of the attention goes to no token at all.
-        sinks = [name for name in patterns if type(self.bridge.hook_dict[name].view).__name__ == "WithoutLastColumn"]
-        sums = {name: cache[name].sum(-1) for name in patterns}
-        self.add_worst(
-            "pattern rows sum to one" + (" or less (sinks)" if sinks else ""),
-            ((n, s.clamp(min=1.0) if n in sinks else s, torch.ones_like(s)) for n, s in sums.items()),
-        )
+        views = {name: self.bridge.hook_dict[name].view for name in patterns}
+        sunk = {name: view.sinks for name, view in views.items() if isinstance(view, SinkPattern)}
+        scores = {name: name.replace("hook_pattern", "hook_attn_scores") for name in sunk}
+        cache = self.cache([*patterns, *scores.values()])
+
+        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
+            for name in patterns:
+                sums = cache[name].sum(-1)
+                right = torch.ones_like(sums)
+                if name in sunk:
+                    # What goes to no token is the sink's part of a softmax over scores and sink.
+                    module = self.model.get_submodule(self.bridge.hook_dict[name].point.site.path)
+                    sink = getattr(module, sunk[name]).double().view(-1, 1)
+                    right = (cache[scores[name]].double().logsumexp(-1) - sink).sigmoid()
+                yield name, sums, right
+
+        self.add_worst("pattern rows sum to one" + (" less what sinks take" if sunk else ""), pairs())
 
     def z_through_w_o(self) -> None:
         hooks = self.bridge.hook_dict

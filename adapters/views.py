@@ -58,8 +58,13 @@ class Deferred:
         self._seen = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
+        """Of what it is computed from."""
         tensors = (self.x, self.call.input) if self.view.contextual else (self.x,)
-        return tuple(tensor._version for tensor in tensors if not tensor.is_inference())
+        return tuple([tensor._version for tensor in tensors if not tensor.is_inference()])
+
+    def _at_site(self) -> Tensor:
+        """The tensor at its site."""
+        return self.x
 
     def value(self, name: str) -> Tensor:
         """The activation.
@@ -72,8 +77,8 @@ class Deferred:
         """
         if self._versions() != self._seen:
             raise RuntimeError(f"{name} cannot be computed any more: what it is made from was changed in place")
-        with torch.no_grad():
-            return self.view.get(self.x, self.call)
+        with torch.inference_mode(self.x.is_inference()), torch.no_grad():  # as in the run
+            return self.view.get(self._at_site(), self.call)
 
 
 class View:
@@ -228,20 +233,53 @@ class AlibiScores(MaskedScores):
         return super().put(x, new + self.at_query(x, call), call)
 
 
-class WithoutLastColumn(View):
-    """Scores or pattern without the attention sink's extra column, which is the last."""
+class SinkPattern(View):
+    """A pattern without the attention sink's column, which is the last: rows sum to less than one.
+
+    Args:
+        sinks: the name of the attention module's parameter that holds each head's sink.
+    """
 
     identity = False
 
-    def __init__(self, inner: View) -> None:
-        self.inner = inner
-        self.contextual = inner.contextual
+    def __init__(self, sinks: str) -> None:
+        self.sinks = sinks
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return self.inner.get(x[..., :-1], call)
+        return x[..., :-1]
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return torch.cat([self.inner.put(x[..., :-1], new, call), x[..., -1:]], dim=-1)
+        return torch.cat([new, x[..., -1:]], dim=-1)
+
+
+class SinkScores(View):
+    """Scores without the attention sink's column, which is the last.
+
+    A model may take each row's maximum from it, to keep the exponentials small. Then the sink's column says how much
+    that was, and it is added back: scores are those of the queries and keys. A value that is read and written back
+    differs by rounding.
+
+    Args:
+        inner: the view of the scores.
+        sinks: as for `SinkPattern`.
+    """
+
+    identity = False
+    contextual = True
+
+    def __init__(self, inner: View, sinks: str) -> None:
+        self.inner, self.sinks = inner, sinks
+
+    def taken(self, x: Tensor, call: Call) -> Tensor:
+        """What the model took from each row, ``[batch, head, query, 1]``."""
+        return getattr(call.module, self.sinks).view(-1, 1, 1) - x[..., -1:]
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return self.inner.get(x[..., :-1], call) + self.taken(x, call)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        scores = self.inner.put(x[..., :-1], new - self.taken(x, call), call)
+        return torch.cat([scores, x[..., -1:]], dim=-1)
 
 
 class OverBatch(Derived):

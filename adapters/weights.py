@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import MLP, Architecture, Block, MoE
 from adapters.attention import Attention, Projection
+from adapters.experts import ExpertPart, expert_bias, expert_weight
 from adapters.linear import weight_in_out
 from adapters.norms import NormKind
 from adapters.paths import base_path, core_path, has_module, join
@@ -128,8 +129,8 @@ class Weights:
         self.getters[weight] = lambda: view.get(self.matrix(module), _NO_CALL).movedim(0, 1)
         self.getters[f"{name}.{own}b_{letter}"] = self.bias(module, n, self.cfg.d_head, part=view)
 
-    def add_mlp(self, name: str, path: str, mlp: MLP) -> None:
-        module, d_mlp = join(path, mlp.path), self.cfg.d_mlp
+    def add_mlp(self, name: str, path: str, mlp: MLP, d_mlp: int) -> None:
+        module = join(path, mlp.path)
 
         def matrix(projection: Projection) -> Get:
             at = join(module, projection.path)
@@ -146,17 +147,26 @@ class Weights:
 
     def add_experts(self, name: str, path: str, moe: MoE) -> None:
         """The router and each expert, oriented as the linear layers that HookedTransformer keeps them in."""
-        self.getters[f"{name}.W_gate.weight"] = self.parameter(join(path, moe.path, moe.router))
-        experts = join(path, moe.path, moe.experts)
-        d_mlp = self.cfg.d_mlp
+        inside = join(path, moe.path)
+        experts, router = join(inside, moe.experts), join(inside, moe.router)
+        self.getters[f"{name}.W_gate.weight"] = self.parameter(router)
+        if getattr(self.module(router), "bias", None) is not None:
+            self.getters[f"{name}.W_gate.bias"] = self.parameter(router, "bias")
+        has_bias = self.module(experts).has_bias
 
-        def part(name: str, index: int, rows: slice) -> Get:
-            return lambda: getattr(self.module(experts), name)[index, rows]
+        def add(index: int, part: ExpertPart) -> None:
+            at = f"{name}.experts.{index}.{part}"
+            self.getters[f"{at}.weight"] = lambda: expert_weight(self.module(experts), index, part)
+            if has_bias:
+                self.getters[f"{at}.bias"] = lambda: expert_bias(self.module(experts), index, part)
 
         for e in range(self.cfg.num_experts):
-            self.getters[f"{name}.experts.{e}.W_gate.weight"] = part("gate_up_proj", e, slice(0, d_mlp))
-            self.getters[f"{name}.experts.{e}.W_in.weight"] = part("gate_up_proj", e, slice(d_mlp, None))
-            self.getters[f"{name}.experts.{e}.W_out.weight"] = part("down_proj", e, slice(None))
+            for part in ("W_gate", "W_in", "W_out"):
+                add(e, part)
+        if moe.shared:
+            self.add_mlp(f"{name}.shared_expert", inside, moe.shared, self.cfg.d_shared_expert)
+        if moe.shared_gate:
+            self.getters[f"{name}.shared_expert_gate.weight"] = self.parameter(join(inside, moe.shared_gate))
 
     def add_block(self, name: str, path: str, block: Block) -> None:
         for norm in ("ln1", "ln2", "ln3", "ln1_post", "ln2_post"):
@@ -173,7 +183,7 @@ class Weights:
         if block.cross_attn:
             self.add_attention(f"{name}.{block.cross_attn.name}", path, block.cross_attn)
         if isinstance(block.mlp, MLP):
-            self.add_mlp(f"{name}.mlp", path, block.mlp)
+            self.add_mlp(f"{name}.mlp", path, block.mlp, self.cfg.d_mlp)
         elif isinstance(block.mlp, MoE):
             self.add_experts(f"{name}.mlp", path, block.mlp)
 
@@ -202,7 +212,7 @@ def decoder_weights(weights: Weights) -> None:
             ]
         )
     for index in range(cfg.n_layers):
-        weights.add_block(f"blocks.{index}", join(a.blocks, str(index)), a.block)
+        weights.add_block(f"blocks.{index}", join(a.blocks, str(index)), a.block_at(index))
     if a.final_norm:
         weights.add_norm("ln_final", a.final_norm, a.final_kind or a.block.norm)
     weights.add_unembed(a.unembed)

@@ -19,7 +19,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from bridge import TransformerBridge
-from bridge import patch_activations as ready
+from bridge import patching as ready
 
 
 def seconds(function: Callable[[], Any]) -> float:
@@ -52,7 +52,7 @@ def main() -> None:
         run(patcher)
         whole, later, together = [], [], []
         for _ in range(options.rounds):
-            with mock.patch("bridge.patch_runs.may_start_later", return_value=False):
+            with mock.patch("bridge.patching.runs.may_start_later", return_value=False):
                 base = seconds(lambda patcher=patcher: run(patcher))
             whole.append(base)
             later.append(seconds(lambda patcher=patcher: run(patcher)) / base)

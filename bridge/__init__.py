@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bridge.bridge import TransformerBridge
-    from bridge.cache import ActivationCache, act_name
+    from bridge.cache import ActivationCache
     from bridge.factored_matrix import FactoredMatrix
     from bridge.hook_point import HookPoint
     from bridge.names import UnknownHookError
     from bridge.native import NativeConfig
+    from bridge.short_names import act_name
 
 from bridge.version import __version__
 
@@ -24,7 +25,7 @@ _HOME = {
     "NativeConfig": "bridge.native",
     "TransformerBridge": "bridge.bridge",
     "UnknownHookError": "bridge.names",
-    "act_name": "bridge.cache",
+    "act_name": "bridge.short_names",
 }
 
 __all__ = [

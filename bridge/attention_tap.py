@@ -1,7 +1,8 @@
 """Reaching the scores, the pattern and the rotated queries and keys inside the model's own attention.
 
-Only the attention modules that someone listens to compute their scores in full; they do so by the model's own
-``eager_attention_forward``. All others keep the implementation that the model was loaded with.
+Only the attention modules whose scores or pattern someone may change compute them in full; they do so by the model's
+own ``eager_attention_forward``. All others keep the implementation that the model was loaded with; a cache computes
+their scores and patterns when it is asked for them.
 """
 
 from __future__ import annotations
@@ -14,20 +15,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapters.views import Call
+from bridge.attention_later import SOFTMAXES, AttentionCall
 from bridge.attention_mask import additive_mask
-from bridge.hook_point import STATE, HookPoint
+from bridge.hook_point import STATE, HookPoint, Listener
 
 #: The name under which `AttentionInterface` knows us; a tapped module's configuration asks for it.
 TAPPED = "transformer_bridge"
-
-_SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 
 
 class SoftmaxTap(TorchFunctionMode):
@@ -35,11 +34,11 @@ class SoftmaxTap(TorchFunctionMode):
 
     def __init__(self, tap: Tap, call: Call) -> None:
         super().__init__()
-        self._tap, self._call, self._done = tap, call, False
+        self._tap, self._call, self._done, self._within = tap, call, False, STATE.within
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._done or func not in _SOFTMAXES:
+        if self._done or func not in SOFTMAXES or STATE.within != self._within:
             return func(*args, **kwargs)
         self._done = True
         scores = args[0] if args else kwargs.pop("input")
@@ -98,6 +97,18 @@ class Tap:
                             return True
         return False
 
+    def looking(self, *channels: str) -> list[tuple[str, HookPoint, Listener]]:
+        """This thread's listeners on the channels, if all of them only look; else none."""
+        owner, found = STATE.owner, []
+        for channel in channels:
+            for point in self.points.get(channel, ()):
+                for listener in point.listeners:
+                    if listener.owner is owner:
+                        if listener.kind != "read" or point.sources:
+                            return []
+                        found.append((channel, point, listener))
+        return found
+
     def fire(self, channel: str, x: Tensor, call: Call) -> Tensor:
         for point in self.points.get(channel, ()):
             if point.sources:
@@ -130,6 +141,10 @@ class InterfaceTap(Tap):
         call = Call(module, (query,), kwargs)
         query, key = self.fire("q", query, call), self.fire("k", key, call)
         if not self.wanted("scores", "pattern"):
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        looking = self.looking("scores", "pattern") if self.base != "eager" else []
+        if looking:
+            AttentionCall(self.eager, self.base, module, query, key, attention_mask, kwargs).show(looking)
             return attend(module, query, key, value, attention_mask, **kwargs)
         mask = additive_mask(self.base, module, query, key, attention_mask, kwargs)
         with SoftmaxTap(self, call):

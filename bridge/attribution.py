@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.needs import Index, layer_of, needed, pick
+from bridge.short_names import act_name
 from bridge.stream_norms import gradients_of, is_normed_stream, norm_before, norm_of
 
 #: A token: its text, its id, or ids in a tensor.
@@ -41,8 +42,6 @@ class AttributionMethods:
             >>> cache.stack_activation("scale", sublayer_type="ln1").shape
             torch.Size([4, 1, 3, 1])
         """
-        from bridge.cache import act_name
-
         layers = range(layer_of(self.model, layer))
         return torch.stack(needed(self, [act_name(activation_name, index, sublayer_type) for index in layers]))
 

@@ -39,6 +39,10 @@ class BootMethods:
         checkpoint_index: int | None = None,
         checkpoint_value: int | None = None,
         attn_implementation: str | None = None,
+        cache_dir: str | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
     ) -> Any:
         """Loads a model from the hub or a folder.
 
@@ -58,7 +62,7 @@ class BootMethods:
             revision: a branch, tag or commit of the hub's repository.
             checkpoint_index, checkpoint_value: a training checkpoint, by position in the list or by step (Pythia and
                 stanford-crfm models).
-            attn_implementation: as for `from_pretrained`.
+            attn_implementation, cache_dir, force_download, local_files_only, token: as for `from_pretrained`.
 
         Raises:
             ValueError: arguments that exclude each other, or a checkpoint that does not exist.
@@ -85,7 +89,9 @@ class BootMethods:
         if checkpoint is not None and revision is not None:
             raise ValueError(f"revision={revision!r} and a checkpoint exclude each other")
         repository = checkpoint.repository if checkpoint else name_or_path
-        where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        hub = {"cache_dir": cache_dir, "force_download": force_download, "local_files_only": local_files_only}
+        where: dict[str, Any] = {name: value for name, value in {**hub, "token": token}.items() if value}
+        where["trust_remote_code"] = trust_remote_code
         if checkpoint or revision:
             where["revision"] = checkpoint.revision if checkpoint else revision
         loaded = hf_model is None

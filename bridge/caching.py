@@ -53,6 +53,7 @@ class Recorder:
         self.values: dict[str, Any] = {}
         self._versions: dict[str, tuple[Tensor, int]] = {}
         self._edges: dict[HookPoint, tuple[GradientEdge, Tensor]] = {}
+        self._within = STATE.within
 
     @contextmanager
     def attached(self, wiring: Wiring) -> Iterator[None]:
@@ -68,6 +69,8 @@ class Recorder:
 
     def _keep(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation as it is: this runs hundreds of times in one run."""
+        if STATE.within != self._within:
+            return  # of a run that a hook of this one started
         if isinstance(act, Deferred):
             self.values[hook.name] = act
             return
@@ -76,6 +79,8 @@ class Recorder:
             self._versions[hook.name] = (act, act._version)
 
     def _read(self, act: Tensor, hook: HookPoint) -> None:
+        if STATE.within != self._within:
+            return
         value = act.detach() if act.requires_grad else act
         if self.index is not None:
             value = self._sliced(value, hook)
@@ -96,7 +101,7 @@ class Recorder:
 
     def _edge(self, act: Tensor, hook: HookPoint) -> None:
         # The first is kept: where several read the point separately, that is the query (see `Point.branches`).
-        if act.requires_grad and hook not in self._edges:
+        if act.requires_grad and hook not in self._edges and STATE.within == self._within:
             self._edges[hook] = (get_gradient_edge(act), act.detach())
 
     def backward(self, loss: Any) -> None:

@@ -20,7 +20,7 @@ def hooks(model: str) -> None:
     cfg = bridge.cfg
 
     def size(axis: str) -> str:
-        known = {"n_key_value_heads": cfg.n_kv_heads}
+        known = {"n_key_value_heads": cfg.n_kv_heads, "n_experts": cfg.num_experts}
         value = known.get(axis, getattr(cfg, axis, None) if not axis.isdigit() else axis)
         return str(value) if isinstance(value, int) else axis
 

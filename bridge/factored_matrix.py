@@ -9,6 +9,10 @@ from jaxtyping import Complex, Float, Num
 from torch import Tensor
 
 
+class FactoredMatrixError(ValueError, AssertionError):
+    """The factors do not fit. HookedTransformer's gives an `AssertionError` there."""
+
+
 class FactoredMatrix:
     """The product ``A @ B``, which is not formed unless it is asked for.
 
@@ -27,7 +31,7 @@ class FactoredMatrix:
         shape: of the product.
 
     Raises:
-        ValueError: the factors do not fit.
+        FactoredMatrixError: (a ValueError) the factors do not fit.
 
     Example:
         >>> import torch
@@ -39,7 +43,7 @@ class FactoredMatrix:
 
     def __init__(self, A: Num[Tensor, "..."], B: Num[Tensor, "..."]) -> None:
         if A.ndim < 2 or B.ndim < 2 or A.shape[-1] != B.shape[-2]:
-            raise ValueError(
+            raise FactoredMatrixError(
                 f"the factors must be [..., ldim, mdim] and [..., mdim, rdim]; they are {list(A.shape)} and "
                 f"{list(B.shape)}"
             )
@@ -74,10 +78,10 @@ class FactoredMatrix:
         """The product the other way round.
 
         Raises:
-            ValueError: `ldim` and `rdim` differ.
+            FactoredMatrixError: (a ValueError) `ldim` and `rdim` differ.
         """
         if self.ldim != self.rdim:
-            raise ValueError(f"BA needs a square matrix; this one is {list(self.shape)}")
+            raise FactoredMatrixError(f"BA needs a square matrix; this one is {list(self.shape)}")
         return self.B @ self.A
 
     @property
@@ -90,7 +94,7 @@ class FactoredMatrix:
         if not isinstance(other, Tensor | FactoredMatrix):
             return NotImplemented
         if other.shape[-1 if other.ndim < 2 else -2] != self.rdim:
-            raise ValueError(f"cannot multiply {list(self.shape)} with {list(other.shape)}")
+            raise FactoredMatrixError(f"cannot multiply {list(self.shape)} with {list(other.shape)}")
         if isinstance(other, FactoredMatrix):
             return (self @ other.A) @ other.B
         if other.ndim < 2:
@@ -101,7 +105,7 @@ class FactoredMatrix:
         if not isinstance(other, Tensor):
             return NotImplemented
         if other.shape[-1] != self.ldim:
-            raise ValueError(f"cannot multiply {list(other.shape)} with {list(self.shape)}")
+            raise FactoredMatrixError(f"cannot multiply {list(other.shape)} with {list(self.shape)}")
         if other.ndim < 2:
             return ((other.unsqueeze(-2) @ self.A) @ self.B).squeeze(-2)
         return FactoredMatrix(other @ self.A, self.B) if self.ldim > self.mdim else FactoredMatrix(other, self.AB)
@@ -109,7 +113,9 @@ class FactoredMatrix:
     def __mul__(self, scalar: Any) -> FactoredMatrix:
         """Times a number."""
         if isinstance(scalar, Tensor) and scalar.numel() != 1:
-            raise ValueError(f"* is for numbers, not a tensor of shape {list(scalar.shape)}; matrices multiply with @")
+            raise FactoredMatrixError(
+                f"* is for numbers, not a tensor of shape {list(scalar.shape)}; matrices multiply with @"
+            )
         if not isinstance(scalar, Tensor | int | float):
             return NotImplemented
         return FactoredMatrix(self.A * (scalar.reshape(()) if isinstance(scalar, Tensor) else scalar), self.B)
@@ -137,7 +143,8 @@ class FactoredMatrix:
         inner: list[Any] = []
         seen = 0
         for i in index:
-            (leading if seen < self.ndim - 2 else inner).append(i)
+            before_rows = seen < self.ndim - 2 or (i is None and not inner)
+            (leading if before_rows else inner).append(i)
             seen += i is not None
         if None in [i for i in inner if not isinstance(i, Tensor)]:
             raise IndexError("a new axis must stand before rows and columns")
@@ -196,6 +203,11 @@ class FactoredMatrix:
     def Vh(self) -> Float[Tensor, "..."]:
         """Right singular vectors in columns, ``[..., rdim, mdim]``."""
         return self.svd()[2]
+
+    @property
+    def V(self) -> Float[Tensor, "..."]:
+        """`Vh` by its usual name."""
+        return self.Vh
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "..."]:

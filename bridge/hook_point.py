@@ -42,6 +42,8 @@ class ThreadState(threading.local):
     def __init__(self) -> None:
         self.owner = Owner(threading.current_thread())
         self.step: int | None = None
+        #: How many of the user's functions we are inside of: what they compute is not the model's.
+        self.within = 0
         self._renew()
 
     def _renew(self) -> None:
@@ -119,7 +121,7 @@ class HookPoint:
         point: the adapter's declaration: its axes, aliases, site and view.
     """
 
-    __slots__ = ("_wiring", "ctx", "home", "listeners", "name", "order", "point", "sources", "view")
+    __slots__ = ("_wiring", "ctx", "home", "listeners", "name", "order", "point", "reader", "sources", "view")
 
     def __init__(self, point: Point, order: int, wiring: Any) -> None:
         self.name = point.name
@@ -128,7 +130,9 @@ class HookPoint:
         self.order = order
         self.ctx: dict[Any, Any] = {}
         self.listeners: tuple[Listener, ...] = ()
-        # The hooks on the site and on the sources, kept by the wiring.
+        #: The only listener, where it is one that only looks: a cache, which is most of what there is.
+        self.reader: Listener | None = None
+        # The hooks on the site (None where it is inside of a module) and on the sources, kept by the wiring.
         self.home: Any = None
         self.sources: tuple[Any, ...] = ()
         self._wiring = wiring
@@ -136,6 +140,21 @@ class HookPoint:
     def __repr__(self) -> str:
         hooks = f", {len(self.listeners)} hooks" if self.listeners else ""
         return f"HookPoint({self.name}: [{self.point.axes}]{hooks})"
+
+    @property
+    def fwd_hooks(self) -> list[Handle]:
+        """The functions that were added to it, by their handles."""
+        return [Handle(self, listener) for listener in self.listeners if listener.kind == "fwd"]
+
+    @property
+    def bwd_hooks(self) -> list[Handle]:
+        """The functions of gradients that were added to it, by their handles."""
+        return [Handle(self, listener) for listener in self.listeners if listener.kind == "bwd"]
+
+    def set_listeners(self, listeners: tuple[Listener, ...]) -> None:
+        """Replaces all listeners (the wiring's part: it attaches what they need)."""
+        self.listeners = listeners
+        self.reader = listeners[0] if len(listeners) == 1 and listeners[0].kind == "read" else None
 
     def layer(self) -> int:
         """The index of the block that the hook point belongs to.
@@ -242,16 +261,12 @@ class HookPoint:
 
         With `shield`, the tensor will be written to afterwards: what is kept of it has to be a copy.
         """
-        owner, listeners, view = STATE.owner, self.listeners, self.view
-        if len(listeners) == 1 and listeners[0].kind == "read":  # a cache: nothing can change
-            if listeners[0].owner is owner:
-                if view.later and listeners[0].lazy and not (shield or identity or torch.is_grad_enabled()):
-                    listeners[0].fn(Deferred(view, x, call), hook=self)
-                    return x
-                act = x if identity else view.get(x, call)
-                listeners[0].fn(act.clone() if shield else act, hook=self)
+        owner, view, reader = STATE.owner, self.view, self.reader
+        if reader is not None:
+            if reader.owner is owner:
+                self.look(reader, x, call, identity, shield)
             return x
-        mine = [listener for listener in listeners if listener.owner is owner]
+        mine = [listener for listener in self.listeners if listener.owner is owner]
         if not mine:
             return x
         act = x if identity else view.get(x, call)
@@ -287,6 +302,19 @@ class HookPoint:
                 self._listen_backward(listener, seen)
         return x
 
+    def look(self, reader: Listener, x: Tensor, call: Call, identity: bool = False, shield: bool = False) -> None:
+        """Shows the site's tensor to a listener that only looks (see `fire`)."""
+        view = self.view
+        if view.later and reader.lazy and not (identity or shield or torch.is_grad_enabled() or x.is_inference()):
+            reader.fn(Deferred(view, x, call), hook=self)
+            return
+        if identity or view.identity:
+            act = x
+        else:
+            with torch.no_grad():  # what is only looked at is no part of the graph
+                act = view.get(x, call)
+        reader.fn(act.clone() if shield else act, hook=self)
+
     def _edit(self, listener: Listener, act: Tensor) -> Tensor | None:
         """What a user's function makes of an activation; None when nothing came of it.
 
@@ -295,7 +323,7 @@ class HookPoint:
         """
         given = act.clone()
         version = None if given.is_inference() else given._version
-        new = listener.fn(given, hook=self)
+        new = self._ask(listener, given)
         if new is None:
             # Writing back an untouched copy is exact, except where the activation is computed beside the model.
             touched = not self.view.contextual or version is None or given._version != version or given.requires_grad
@@ -317,6 +345,14 @@ class HookPoint:
             )
         return new.to(act.dtype)
 
+    def _ask(self, listener: Listener, given: Tensor) -> Any:
+        """Calls a user's function."""
+        STATE.within += 1
+        try:
+            return listener.fn(given, hook=self)
+        finally:
+            STATE.within -= 1
+
     def _listen_backward(self, listener: Listener, seen: Tensor) -> None:
         if listener.kind == "edge":
             listener.fn(seen, hook=self)
@@ -327,7 +363,7 @@ class HookPoint:
         def on_gradient(gradient: Tensor) -> Tensor | None:
             given = gradient.clone()  # autograd may hand the same tensor to others
             version = given._version
-            new = listener.fn(given, hook=self)
+            new = self._ask(listener, given)
             if isinstance(new, tuple) and len(new) == 1:
                 (new,) = new
             if new is None:

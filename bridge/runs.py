@@ -348,19 +348,28 @@ class RunMethods:
     def _points(self, names: NamesFilter, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
         """The chosen hook points, of which those named one by one must lie in the layers that run."""
         points = self.names.select(names, self._is_heavy_on)
+        running = self._running(points, forward_kwargs)
+        if len(running) == len(points):
+            return points
+        layers_that_run = ", ".join(
+            f"{name}={forward_kwargs.get(name)}" for name in ("start_at_layer", "stop_at_layer")
+        )
+        if names is not None and not callable(names):
+            outside = next(hook for hook in points if hook not in running)
+            raise ValueError(f"{outside.name} does not run with {layers_that_run}")
+        if not running:
+            raise ValueError(f"none of the chosen hook points runs with {layers_that_run}")
+        return running
+
+    def _running(self, points: list[HookPoint], forward_kwargs: dict[str, Any]) -> list[HookPoint]:
+        """Those of the hook points that lie in the layers that run."""
         start, stop = layers.check_layers(
             forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), self.cfg.n_layers
         )
         if start is None and stop is None:
             return points
         first, last = start if start is not None else -1, stop if stop is not None else self.cfg.n_layers + 1
-        inside = [hook for hook in points if first <= hook.point.depth < last]
-        if names is not None and not callable(names) and len(inside) < len(points):
-            outside = next(hook for hook in points if hook not in inside)
-            raise ValueError(f"{outside.name} does not run with start_at_layer={start}, stop_at_layer={stop}")
-        if not inside:
-            raise ValueError(f"none of the chosen hook points runs with start_at_layer={start}, stop_at_layer={stop}")
-        return inside
+        return [hook for hook in points if first <= hook.point.depth < last]
 
     def _clear_contexts(self) -> None:
         for hook in self.wiring.points.values():

@@ -39,10 +39,11 @@ class StepRecorder:
     def attached(self, wiring: Wiring, core: nn.Module) -> Iterator[None]:
         """Listens, for this thread's runs inside the ``with`` statement."""
         owner = STATE.owner
+        self._within = STATE.within
         listener = Listener("read", self._read, owner)
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if STATE.owner is owner:
+            if STATE.owner is owner and STATE.within == self._within:
                 self._begin(args, kwargs)
 
         handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
@@ -63,6 +64,8 @@ class StepRecorder:
             self._parts.clear()  # this step processes everything again
 
     def _read(self, act: Tensor, hook: HookPoint) -> None:
+        if STATE.within != self._within:
+            return  # of a run that a hook of this one started
         axes = hook.point.axes.split()
         act = act.detach()
         total = self.seen + self.new

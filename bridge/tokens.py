@@ -11,6 +11,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 
+class TokenError(ValueError, AssertionError):
+    """What was asked of text and tokens cannot be done. HookedTransformer gives an `AssertionError` there."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Token rows of one length.
@@ -90,7 +94,7 @@ class TokenMethods:
 
     tokenizer: Any
     cfg: Any
-    _facts: TokenizerFacts | None
+    _facts: TokenizerFacts | None = None
 
     @property
     def tokenizer_facts(self) -> TokenizerFacts:
@@ -100,7 +104,7 @@ class TokenMethods:
             ValueError: the bridge has no tokenizer.
         """
         if self.tokenizer is None:
-            raise ValueError(
+            raise TokenError(
                 "this bridge has no tokenizer, so it takes tokens only; TransformerBridge(model, tokenizer) gives one"
             )
         if self._facts is None or self._facts.tokenizer is not self.tokenizer:
@@ -222,7 +226,7 @@ class TokenMethods:
             split = [[str(self.to_string(token)) for token in row] for row in rows.tolist()]
             return split[0] if len(split) == 1 else split
         if isinstance(input, str):
-            return self.to_str_tokens(self.to_tokens(input, prepend_bos, padding_side, False, False)[0])
+            return self.to_str_tokens(self.batch_of([input], prepend_bos, padding_side).tokens[0])
         return [self.to_str_tokens(text, prepend_bos, padding_side) for text in input]  # type: ignore[return-value]
 
     def to_single_token(self, string: str) -> int:
@@ -240,7 +244,7 @@ class TokenMethods:
         ids = self.tokenizer_facts.encode(string, prepend_bos=False, keep_ending=False)
         if len(ids) != 1:
             pieces = [str(self.to_string(token)) for token in ids]
-            raise ValueError(f"{string!r} is {len(ids)} tokens, not one: {pieces}")
+            raise TokenError(f"{string!r} is {len(ids)} tokens, not one: {pieces}")
         return ids[0]
 
     def to_single_str_token(self, token: int) -> str:
@@ -276,8 +280,9 @@ class TokenMethods:
             >>> bridge.get_token_position(" John", "When Mary and John went to the store, John gave", mode="last")
             10
         """
-        tokens = self.to_tokens(input, prepend_bos, padding_side, False) if isinstance(input, str) else input
-        tokens = torch.as_tensor(tokens)
+        if isinstance(input, str):
+            input = self.batch_of([input], prepend_bos, padding_side, self.cfg.n_ctx).tokens
+        tokens = torch.as_tensor(input)
         if tokens.ndim == 2:
             if len(tokens) != 1:
                 raise ValueError(f"a position is of one row of tokens, not of {len(tokens)}")
@@ -287,5 +292,8 @@ class TokenMethods:
             raise ValueError(f'mode is {mode!r}; it must be "first" or "last"')
         places = (tokens == token).nonzero()[:, 0].tolist()
         if not places:
-            raise ValueError(f"{single_token!r} does not stand in {input!r}")
+            # HookedTransformer's words, which programs compare.
+            error = TokenError("The token does not occur in the prompt")
+            error.add_note(f"{single_token!r} does not stand in {input!r}")
+            raise error
         return int(places[0] if mode == "first" else places[-1])

@@ -75,7 +75,7 @@ class WeightMethods:
         return self._one("pos_embed.W_pos", "embed.pos_embed.W_pos")
 
     @property
-    def W_E_pos(self) -> Float[Tensor, "d_vocab+n_ctx d_model"]:
+    def W_E_pos(self) -> Float[Tensor, "d_vocab_and_n_ctx d_model"]:
         """Token and position embeddings, one under the other."""
         return torch.cat([self.W_E, self.W_pos])
 

@@ -78,26 +78,33 @@ class SiteHook:
         return x
 
     def _fire(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        call, start = _NO_CALL, STATE.start_at
-        last = self._last_writer() if len(self.points) > 1 else -1
+        call, start, owner, last = _NO_CALL, STATE.start_at, STATE.owner, None
         for index, point in enumerate(self.points):
             if start is not None and point.point.depth < start:
                 continue  # before the layer that this run starts at
             if call is _NO_CALL and (point.view.contextual or point.sources):
                 call = Call(module, args, kwargs)
             if point.sources:
-                if all(listener.owner is not STATE.owner for listener in point.listeners):
+                if all(listener.owner is not owner for listener in point.listeners):
                     continue  # attached by another thread, perhaps after this run had passed the sources
                 call.sources = tuple(STATE.sources[source] for source in point.sources)
-            x = point.fire(x, call, shield=index < last)
+            if last is None:
+                last = self._last_writer()
+            reader = point.reader  # once: another thread may change it
+            if reader is None:
+                x = point.fire(x, call, shield=index < last)
+            elif reader.owner is owner:
+                point.look(reader, x, call, shield=index < last)
         return x
 
     def _last_writer(self) -> int:
         """The place of the last point here that this run writes through, or -1."""
         owner, last = STATE.owner, -1
         for index, point in enumerate(self.points):
-            if point.view.writes_through and any(
-                listener.owner is owner and listener.kind != "read" for listener in point.listeners
+            if (
+                point.reader is None
+                and point.view.writes_through
+                and any(listener.owner is owner and listener.kind != "read" for listener in point.listeners)
             ):
                 last = index
         return last
@@ -165,6 +172,13 @@ class Wiring:
         self._blocks: dict[tuple[str, int], list[HookPoint]] = {}
         for order, point in enumerate(points):
             self.points[point.name] = HookPoint(point, order, self)
+            self.settle(self.points[point.name])
+
+    def settle(self, hook: HookPoint) -> None:
+        """Finds the sites of a hook point, as its `point` says."""
+        point = hook.point
+        hook.home = None if point.site.kind in TAPS else self._site(point.site)
+        hook.sources = tuple([self._site(source) for source in point.sources])
 
     @property
     def listening(self) -> bool:
@@ -182,7 +196,7 @@ class Wiring:
                 self._check(point, listener)
             if not point.listeners:
                 self._connect(point)
-            point.listeners = (listener, *point.listeners) if prepend else (*point.listeners, listener)
+            point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
             if listener.kind != "read":
                 self._lead(point, listener)
         return Handle(point, listener)
@@ -194,7 +208,7 @@ class Wiring:
             left = tuple(listener for listener in before if listener not in gone)
             if len(left) == len(before):
                 return
-            point.listeners = left
+            point.set_listeners(left)
             if self._following:
                 self._stop_leading(point, left)
             if not left:
@@ -208,7 +222,7 @@ class Wiring:
                     if listener.kind == "read":  # a cache, which leads to nothing else
                         if not point.listeners:
                             self._connect(point)
-                        point.listeners = (*point.listeners, listener)
+                        point.set_listeners((*point.listeners, listener))
                     else:
                         self.add(point, listener)
 
@@ -216,42 +230,40 @@ class Wiring:
         """Removes what `listen` attached."""
         with self.lock:
             for point in points:
-                if len(point.listeners) == 1 and point.listeners[0] is listeners[0]:
-                    point.listeners = ()
+                if point.reader is not None and point.reader is listeners[0]:
+                    point.set_listeners(())
                     self._disconnect(point)
                 else:
                     self.remove(point, listeners)
 
     def _connect(self, point: HookPoint) -> None:
-        self._connected += 1
-        site = point.point.site
-        if site.kind in TAPS:
+        home = point.home
+        if home is None:
+            site = point.point.site
             tap = tap_on(site.kind, Finder(self.model, site.path).module)
             self._taps[point] = tap
             tap.connect(str(site.key), point)
         else:
-            home = point.home
-            if home is None:
-                home = point.home = self._site(site)
             others = home.points
-            home.points = (*others, point)
-            if others and others[-1].order > point.order:
-                home.points = tuple(sorted(home.points, key=lambda p: p.order))
+            if not others:
+                home.points = (point,)
+            elif others[-1].order < point.order:
+                home.points = (*others, point)
+            else:
+                home.points = tuple(sorted((*others, point), key=lambda p: p.order))
             if home.handle is None:
                 home.update()
-        if point.point.sources:
-            point.sources = tuple(self._site(source) for source in point.point.sources)
-            for source in point.sources:
-                source.watchers += 1
-                source.update()
+        for source in point.sources:
+            source.watchers += 1
+            source.update()
+        self._connected += 1
 
     def _disconnect(self, point: HookPoint) -> None:
         self._connected -= 1
-        site = point.point.site
-        if site.kind in TAPS:
-            self._taps.pop(point).disconnect(str(site.key), point)
+        home = point.home
+        if home is None:
+            self._taps.pop(point).disconnect(str(point.point.site.key), point)
         else:
-            home = point.home
             home.points = tuple(p for p in home.points if p is not point) if len(home.points) > 1 else ()
             if not home.points:
                 home.update()

@@ -7,12 +7,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from jaxtyping import install_import_hook
 
 CHECKED = [
-    "adapters.linear", "adapters.norms", "adapters.attention", "adapters.architecture", "adapters.verification",
+    "adapters.linear", "adapters.experts", "adapters.norms", "adapters.attention", "adapters.architecture",
+    "adapters.verification",
     "bridge.analysis", "bridge.attribution", "bridge.bridge", "bridge.cache", "bridge.caching", "bridge.composition",
     "bridge.decomposition", "bridge.demo", "bridge.factored_matrix", "bridge.layers", "bridge.lens", "bridge.loss",
     "bridge.needs", "bridge.residual", "bridge.runs", "bridge.stream_norms", "bridge.tokens", "weight_processing",
-    "bridge.head_detector", "bridge.patch_activations", "bridge.patch_runs", "bridge.patch_setters", "bridge.patching",
-    "bridge.svd",
+    "bridge.head_detector", "bridge.patching",
+    "bridge.svd", "bridge.weights",
 ]  # fmt: skip
 install_import_hook(CHECKED, "beartype.beartype").__enter__()
 

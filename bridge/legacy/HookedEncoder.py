@@ -2,69 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
+from adapters.paths import base_path, core_path, join
+from bridge.hook_point import STATE
 from bridge.inputs import as_tokens
 from bridge.legacy.HookedTransformer import HookedTransformer
+from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
+from bridge.legacy.loaded import UnprocessedAsBefore
 from bridge.runs import Input
 
+_NAMES = {
+    "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+    "intermediate_size": "d_mlp", "hidden_act": "act_fn", "vocab_size": "d_vocab", "layer_norm_eps": "eps",
+    "max_position_embeddings": "n_ctx",
+}  # fmt: skip
+_FIXED = ONLY_LOADED | {"attn_only": False, "n_key_value_heads": None, "gated_mlp": False}
+#: The parts of a HookedEncoder that are no blocks, by where their modules are: in BERT itself, or beside it.
+_INSIDE = {"embed": "embeddings", "pooler": "pooler"}
+_BESIDE = {"mlm_head": "cls.predictions.transform", "nsp_head": "cls.seq_relationship"}
 
-class HookedEncoder(HookedTransformer):
+
+class _WithItsHeads:
+    """BERT with both of its heads where a checkpoint has both, and with the one for masked tokens otherwise."""
+
+    @staticmethod
+    def from_pretrained(name: str, **kwargs: Any) -> nn.Module:
+        loaded: Any = BertForPreTraining.from_pretrained(name, output_loading_info=True, **kwargs)
+        model: nn.Module = loaded[0]
+        return BertForMaskedLM.from_pretrained(name, **kwargs) if loaded[1]["missing_keys"] else model
+
+
+class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[misc]  # another from_pretrained
     """A model that reads in both directions, such as BERT. There is no processing, as in HookedTransformer.
 
+    Args:
+        cfg: a `HookedTransformerConfig` or its fields, for a BERT with random weights; or a Hugging Face model, which
+            is wrapped as it is.
+        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
+        move_to_device: put a new model where ``cfg.device`` says.
+
     Example:
-        >>> from transformers import BertConfig, BertForMaskedLM
         >>> from bridge.legacy import HookedEncoder
-        >>> config = BertConfig(
-        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
-        ... )
-        >>> model = HookedEncoder(BertForMaskedLM(config).eval())
+        >>> model = HookedEncoder({"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 9, "act_fn": "gelu",
+        ...     "device": "cpu"})
         >>> model([[1, 2, 3]]).shape
         torch.Size([1, 3, 9])
     """
 
+    loads = _WithItsHeads
+
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        model_name: str,
-        checkpoint_index: int | None = None,
-        checkpoint_value: int | None = None,
-        hf_model: nn.Module | None = None,
-        device: torch.device | str | None = None,
-        tokenizer: Any = None,
-        move_to_device: bool = True,
-        dtype: torch.dtype | str = torch.float32,
-        **from_pretrained_kwargs: Any,
-    ) -> Any:
-        """Loads a model, with its head for masked tokens.
+    def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        fields = cls._fields(config, _NAMES, _FIXED)
+        if config.n_heads * config.d_head != config.d_model:
+            raise ValueError(
+                f"n_heads={config.n_heads} times d_head={config.d_head} is not d_model={config.d_model}, as in BERT"
+            )
+        made = BertConfig(**fields, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        model = BertForPreTraining(made).eval().to(config.dtype)
+        return model.to(config.device) if move_to_device else model
+
+    def to_tokens(  # type: ignore[override]
+        self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+        """Text as tokens, with what BERT takes beside them.
 
         Args:
-            model_name, checkpoint_index, checkpoint_value, hf_model, device, tokenizer, move_to_device, dtype,
-                from_pretrained_kwargs: as for `HookedTransformer.from_pretrained`.
-        """
-        if hf_model is None:
-            from transformers import AutoModelForMaskedLM
+            input: a text or several.
+            move_to_device: put all where the model is.
+            truncate: cut rows that are longer than the model's context.
 
-            from_pretrained_kwargs.setdefault("model_class", AutoModelForMaskedLM)
-        return super().from_pretrained(
-            model_name,
-            fold_ln=False,
-            center_writing_weights=False,
-            center_unembed=False,
-            fold_value_biases=False,
-            dtype=dtype,
-            checkpoint_index=checkpoint_index,
-            checkpoint_value=checkpoint_value,
-            hf_model=hf_model,
-            device=device,
-            tokenizer=tokenizer,
-            move_to_device=move_to_device,
-            **from_pretrained_kwargs,
+        Returns:
+            The tokens; which of two texts each belongs to (all to the first); 1 for tokens and 0 for padding.
+        """
+        longest = self.cfg.n_ctx if truncate else None
+        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
+        mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
+        found = batch.tokens, torch.zeros_like(batch.tokens), mask
+        return tuple(x.to(self.cfg.device) for x in found) if move_to_device else found  # type: ignore[return-value]
+
+    def encoder_output(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        token_type_ids: Int[Tensor, "batch pos"] | None = None,
+        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """What the last block makes of tokens.
+
+        Args:
+            tokens, token_type_ids, one_zero_attention_mask: as for `forward`.
+        """
+        residual: Tensor = self.forward(
+            tokens, "logits", token_type_ids, one_zero_attention_mask, stop_at_layer=self.cfg.n_layers
         )
+        return residual
 
     def forward(  # type: ignore[override]
         self,
@@ -78,7 +116,8 @@ class HookedEncoder(HookedTransformer):
 
         Args:
             input: text, texts, tokens or embeddings.
-            return_type: ``"logits"``, ``"predictions"`` (the likeliest token for each mask), or None.
+            return_type: ``"logits"`` of the masked tokens; ``"predictions"``: the likeliest token for the mask, or a
+                list of lines such as ``"Prediction 0: the"`` where there are several masks; or None.
             token_type_ids: which of two texts each token belongs to.
             one_zero_attention_mask: 1 for tokens and 0 for padding.
             kwargs: as for `HookedTransformer.forward`.
@@ -89,16 +128,27 @@ class HookedEncoder(HookedTransformer):
             kwargs["token_type_ids"] = token_type_ids
         if return_type != "predictions":
             return super().forward(input, return_type, **kwargs)
+        mask_token = self.tokenizer_facts.tokenizer.mask_token_id
         if isinstance(input, str) or (isinstance(input, list) and isinstance(input[0], str)):
-            batch = self.batch_of([input] if isinstance(input, str) else input)
-            tokens = batch.tokens.to(self.cfg.device)
-            kwargs.setdefault("attention_mask", batch.mask)
+            tokens, _, mask = self.to_tokens(input)  # type: ignore[arg-type]
+            kwargs.setdefault("attention_mask", mask)
         else:
             tokens = as_tokens(input).to(self.cfg.device)
         logits = super().forward(tokens, **kwargs)
-        mask = self.tokenizer_facts.tokenizer.mask_token_id
-        texts = [
-            " ".join(str(self.to_string(token)) for token in row[tokens_of_row == mask])
-            for row, tokens_of_row in zip(logits.argmax(-1), tokens, strict=True)
-        ]
-        return texts[0] if len(texts) == 1 else texts
+        words = [str(self.to_string(token)) for token in logits[tokens == mask_token].argmax(-1)]
+        return "".join(words) if len(words) < 2 else [f"Prediction {i}: {word}" for i, word in enumerate(words)]
+
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What a part of the model makes of tensors: also ``embed`` (of tokens and ``token_type_ids``, with positions
+        and norm), ``pooler``, ``nsp_head`` and ``mlm_head``; see `HookedTransformer.call_part`."""
+        if name in _INSIDE:
+            path = join(base_path(self.original_model), _INSIDE[name])
+        elif name in _BESIDE:
+            path = join(core_path(self.original_model), _BESIDE[name])
+        else:
+            return super().call_part(name, *inputs, **kwargs)
+        if name == "embed" and len(inputs) == 2:
+            kwargs["token_type_ids"], inputs = inputs[1], inputs[:1]
+        with STATE.fresh():
+            made: Tensor = self.original_model.get_submodule(path)(*inputs, **kwargs)
+        return made

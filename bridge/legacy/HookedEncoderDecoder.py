@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
 
-from bridge.bridge import TransformerBridge
-from bridge.legacy.devices import get_device
-from bridge.legacy.HookedTransformer import _copied, _type
-from bridge.legacy.model_names import get_official_model_name
+from adapters.paths import base_path, join
+from bridge.hook_point import STATE
+from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
+from bridge.legacy.loaded import UnprocessedAsBefore
+from bridge.legacy.placing import PartsAsBefore
+from bridge.legacy.reweighing import WeightsAsBefore
+from bridge.legacy.running import RunsAsBefore
 from bridge.runs import Input
 
+_NAMES = {
+    "d_model": "d_model", "d_kv": "d_head", "d_ff": "d_mlp", "num_layers": "n_layers", "num_heads": "n_heads",
+    "vocab_size": "d_vocab", "layer_norm_epsilon": "eps", "tie_word_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_FIXED = {
+    name: value for name, value in ONLY_LOADED.items() if not name.startswith("relative_attention")
+} | {"attn_only": False, "n_key_value_heads": None}  # fmt: skip
 
-class HookedEncoderDecoder(TransformerBridge):
+
+class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBefore):
     """A model with an encoder and a decoder, such as T5. There is no processing, as in HookedTransformer.
 
     Args:
-        hf_model: the Hugging Face model.
-        tokenizer: for text.
+        cfg: a `HookedTransformerConfig` or its fields, for a T5 with random weights; or a Hugging Face model, which is
+            wrapped as it is.
+        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
+        move_to_device: put a new model where ``cfg.device`` says.
 
     Example:
         >>> from transformers import T5Config, T5ForConditionalGeneration
@@ -33,37 +48,36 @@ class HookedEncoderDecoder(TransformerBridge):
     """
 
     @classmethod
-    def from_pretrained(
-        cls,
-        model_name: str,
-        checkpoint_index: int | None = None,
-        checkpoint_value: int | None = None,
-        hf_model: nn.Module | None = None,
-        device: torch.device | str | None = None,
-        tokenizer: Any = None,
-        move_to_device: bool = True,
-        dtype: torch.dtype | str = torch.float32,
-        **from_pretrained_kwargs: Any,
-    ) -> Any:
-        """Loads a model.
+    def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        fields = cls._fields(config, _NAMES, _FIXED)
+        for name in ("relative_attention_num_buckets", "relative_attention_max_distance"):
+            if getattr(config, name) is not None:
+                fields[name] = getattr(config, name)
+        start = 0 if config.decoder_start_token_id is None else config.decoder_start_token_id
+        kind = f"gated-{config.act_fn}" if config.gated_mlp else config.act_fn
+        fields |= {"feed_forward_proj": kind, "decoder_start_token_id": start, "dropout_rate": 0.0}
+        made = T5Config(**fields)
+        model = T5ForConditionalGeneration(made).eval().to(config.dtype)
+        return model.to(config.device) if move_to_device else model
+
+    def to_tokens(  # type: ignore[override]
+        self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+        """Text as the encoder's tokens, and their mask.
 
         Args:
-            model_name, hf_model, device, tokenizer, move_to_device, dtype: as for `HookedTransformer.from_pretrained`.
-            checkpoint_index, checkpoint_value: a training checkpoint.
-            from_pretrained_kwargs: as for `TransformerBridge.boot_transformers`.
+            input: a text or several.
+            move_to_device: put both where the model is.
+            truncate: cut rows that are longer than the model's context, where it has one.
+
+        Returns:
+            The tokens, and 1 for each token and 0 for padding.
         """
-        kind, target = _type(dtype), torch.device(device or get_device()) if move_to_device else None
-        if hf_model is not None:
-            loading: dict[str, Any] = {"hf_model": _copied(hf_model, False, kind, target)}
-        else:
-            loading = {
-                "dtype": kind,
-                "device": target,
-                "checkpoint_index": checkpoint_index,
-                "checkpoint_value": checkpoint_value,
-            }
-        name = get_official_model_name(model_name)
-        return cls.boot_transformers(name, tokenizer=tokenizer, **loading, **from_pretrained_kwargs)
+        longest = self.cfg.n_ctx if truncate else None
+        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
+        mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
+        device = self.cfg.device if move_to_device else "cpu"
+        return batch.tokens.to(device), mask.to(device)
 
     def forward(  # type: ignore[override]
         self,
@@ -89,14 +103,101 @@ class HookedEncoderDecoder(TransformerBridge):
             kwargs["attention_mask"] = one_zero_attention_mask
         return super().forward(input, return_type, **kwargs)
 
-    def run_with_cache(self, input: Input, *model_args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """`TransformerBridge.run_with_cache`, with `forward`'s arguments in its order."""
-        return super().run_with_cache(input, **_named(model_args), **kwargs)
+    def generate(  # type: ignore[override]
+        self,
+        input: Input = "",
+        one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        max_new_tokens: int = 10,
+        stop_at_eos: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 1.0,
+        freq_penalty: float = 0.0,
+        return_type: str | None = "input",
+        verbose: bool = True,
+        **more: Any,
+    ) -> Any:
+        """What the decoder answers, by the model's own `generate`.
 
-    def run_with_hooks(self, input: Input, *model_args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """`TransformerBridge.run_with_hooks`, with `forward`'s arguments in its order."""
-        return super().run_with_hooks(input, **_named(model_args), **kwargs)
+        Args:
+            input: the encoder's.
+            one_zero_attention_mask: 1 for tokens and 0 for padding; for texts it is worked out.
+            max_new_tokens, stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, freq_penalty, return_type,
+                verbose, more: as for `HookedTransformer.generate`.
 
+        Returns:
+            The text, without special tokens; or the decoder's tokens, start token included.
+        """
+        if one_zero_attention_mask is not None:
+            more["attention_mask"] = one_zero_attention_mask
+        return super().generate(
+            input, max_new_tokens, stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, freq_penalty,
+            return_type=return_type, verbose=verbose, **more,
+        )  # fmt: skip
 
-def _named(model_args: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(("decoder_input", "return_type", "one_zero_attention_mask"), model_args, strict=False))
+    def _parts(self) -> Iterator[tuple[str, str, int]]:
+        base = base_path(self.original_model)
+        for name, stack in self.architecture.stacks.items():
+            block = stack.block
+            parts = {"ln1": block.ln1, "ln2": block.ln2, "ln3": block.ln3, "attn": block.attn and block.attn.path}
+            parts |= {"cross_attn": block.cross_attn and block.cross_attn.path, "mlp": block.mlp and block.mlp.path}
+            blocks: Any = self.original_model.get_submodule(join(base, stack.blocks))
+            for i in range(len(blocks)):
+                path = join(base, stack.blocks, str(i))
+                for part, below in parts.items():
+                    if below:
+                        yield join(path, below), f"{name}.{i}.{part}", i
+                yield path, f"{name}.{i}", i
+            yield join(base, stack.final_norm), f"{name}_final_ln", self.cfg.n_layers
+        yield join(base, self.architecture.embed), "embed", -1
+
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What a part of the model makes of tensors. Hooks inside of it act.
+
+        Args:
+            name: ``embed`` (of tokens), a norm, an MLP, ``unembed``; attention (of one input, or of the decoder's and
+                the encoder's); or a block such as ``decoder.0`` (of a residual stream, and `encoder_hidden_states`).
+            inputs, kwargs: what it takes; attention and blocks take `position_bias`, which only the first block has
+                itself. The decoder looks back only.
+
+        Raises:
+            TypeError: the part cannot be called by itself, or not with these.
+
+        Example:
+            >>> import torch
+            >>> from bridge.legacy import HookedEncoderDecoder
+            >>> fields = {"n_layers": 1, "d_model": 8, "d_head": 4, "d_vocab": 9, "n_ctx": 5, "act_fn": "relu"}
+            >>> model = HookedEncoderDecoder(fields, move_to_device=False)
+            >>> tokens = torch.tensor([[1, 2, 3]])
+            >>> made = model.encoder_final_ln(model.encoder[0](model.embed(tokens)))
+            >>> _, cache = model.run_with_cache(tokens, names_filter="encoder_final_ln.hook_out")
+            >>> torch.allclose(made, cache["encoder_final_ln.hook_out"], atol=1e-5)
+            True
+        """
+        paths = {part: path for path, part, _ in self._parts()}
+        last = name.rpartition(".")[2]
+        if name == "unembed":
+            module: nn.Module = self.core.get_output_embeddings()
+        elif name in paths:
+            module = self.original_model.get_submodule(paths[name])
+        else:
+            raise TypeError(f"{name} cannot be called by itself")
+        if last.isdigit() and "resid_pre" in kwargs:
+            inputs = (kwargs.pop("resid_pre"), *inputs)
+        x = inputs[0]
+        if last in ("attn", "cross_attn"):
+            reads = inputs if last == "attn" else inputs[1:]
+            if not reads or any(not torch.equal(other, reads[0]) for other in reads):
+                raise TypeError(f"keys and values of {name} read one tensor, and in attn queries do too")
+            if last == "cross_attn":
+                kwargs["key_value_states"] = reads[0]
+            inputs = inputs[:1]
+        if name.startswith("decoder.") and (last == "attn" or last.isdigit()):
+            n = x.shape[1]
+            mask = torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
+            kwargs["mask" if last == "attn" else "attention_mask"] = mask
+        with STATE.fresh():
+            made = module(*inputs, **kwargs)
+        return made if isinstance(made, Tensor) else made[0]  # type: ignore[no-any-return]

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Mapping
+import random
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from adapters.config import ModelConfig
-from bridge.legacy.devices import get_device
+from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
+from bridge.legacy.loaded import LoadedAsBefore, Made
+from bridge.legacy.loading_from_pretrained import fill_missing_keys, starts_with_bos
 from bridge.legacy.placing import PartsAsBefore
 from bridge.legacy.reweighing import WeightsAsBefore
 from bridge.legacy.running import Output, RunsAsBefore
-from bridge.names import suggestion
+from bridge.legacy.ungrouping import UngroupsAsBefore
 from bridge.native import NativeConfig, NativeModel
 
 __all__ = ["HookedTransformer", "Output"]
 
 Side = Literal["left", "right"]
-_LOG = logging.getLogger(__name__)
-#: What `from_pretrained` passes on, besides its own arguments.
-_PASSED_ON = ("revision", "trust_remote_code", "attn_implementation", "model_class")
-#: Models that HookedTransformer runs without BOS unless told otherwise.
-_WITHOUT_BOS = ("BloomForCausalLM", "QWenLMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+#: The data sets of HookedTransformer that are like what models were trained on.
+_LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
+    ("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
+)
 _NOT_HERE = {
-    "input_to_embed": "run with stop_at_layer=0 for the first residual stream; to_tokens makes the tokens",
-    "get_residual": "run with stop_at_layer=0 for the first residual stream",
+    "get_residual": "input_to_embed, or a run with stop_at_layer=0, gives the first residual stream",
     "get_pos_offset": "the model works its positions out itself",
     "init_weights": "a model made from a configuration has its weights; loaded ones are not drawn anew",
-    "fill_missing_keys": "load_and_process_state_dict leaves what is missing as it is",
-    "move_model_modules_to_device": "model.to(device), or n_devices when loading",
     "check_hooks_to_add": "heavy hook points need no switch before hooks are added",
-    "sample_datapoint": "no data set comes with this package",
     "fold_layer_norm": "model.process_weights(fold_ln=True, ...) works on the model, not on a state dict",
     "center_writing_weights": "model.process_weights(center_writing_weights=True, ...) works on the model",
     "center_unembed": "model.process_weights(center_unembed=True, ...) works on the model",
@@ -46,7 +40,7 @@ _NOT_HERE = {
 }
 
 
-class HookedTransformer(RunsAsBefore, PartsAsBefore, WeightsAsBefore):
+class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBefore, UngroupsAsBefore):
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
     The Hugging Face model runs, as in any bridge; `state_dict` and `named_parameters` have its names, and
@@ -72,29 +66,23 @@ class HookedTransformer(RunsAsBefore, PartsAsBefore, WeightsAsBefore):
 
     def __init__(
         self,
-        cfg: HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module,
+        cfg: Made,
         tokenizer: Any = None,
         move_to_device: bool = True,
         default_padding_side: Side = "right",
     ) -> None:
-        own = None
-        if isinstance(cfg, str):
-            raise TypeError(f"{cfg!r} is no configuration: HookedTransformer.from_pretrained({cfg!r}) loads a model")
-        if not isinstance(cfg, nn.Module):
-            config = HookedTransformerConfig.unwrap(cfg)
-            if tokenizer is None and config.tokenizer_name is not None:
-                own = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
-            if config.d_vocab == -1 and (tokenizer or own) is not None:
-                config.d_vocab = max((tokenizer if own is None else own).get_vocab().values()) + 1
-                config.d_vocab_out = config.d_vocab if config.d_vocab_out == -1 else config.d_vocab_out
-            fields = config.native() | ({} if move_to_device else {"device": None})
-            cfg = NativeModel(NativeConfig(**fields))
-        super().__init__(cfg)
-        self.dataset = None
+        model, found, where = self._make(cfg, tokenizer, move_to_device)
+        super().__init__(model)
+        self.intended_device = where
+        self.dataset: Any = None
         if tokenizer is not None:
             self.set_tokenizer(tokenizer, default_padding_side)
-        elif own is not None:
-            self._adopt(own, default_padding_side)
+        elif found is not None:
+            self._adopt(found, default_padding_side)
+
+    @classmethod
+    def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        return NativeModel(NativeConfig(**(config.native() | ({} if move_to_device else {"device": None}))))
 
     @classmethod
     def from_pretrained(
@@ -136,8 +124,8 @@ class HookedTransformer(RunsAsBefore, PartsAsBefore, WeightsAsBefore):
             dtype: of the weights.
             first_n_layers: only so many of the layers.
             n_ctx: another context length.
-            from_pretrained_kwargs: ``revision``, ``trust_remote_code``, ``attn_implementation``, ``model_class``, and
-                ``torch_dtype`` for `dtype`.
+            from_pretrained_kwargs: ``revision``, ``trust_remote_code``, ``attn_implementation``, ``model_class``,
+                ``cache_dir``, ``force_download``, ``local_files_only``, ``token``, and ``torch_dtype`` for `dtype`.
 
         Raises:
             ValueError: an unknown name; a model in TransformerLens' own format; an encoder-decoder model; arguments
@@ -151,43 +139,28 @@ class HookedTransformer(RunsAsBefore, PartsAsBefore, WeightsAsBefore):
             >>> model.cfg.normalization_type
             'RMSPre'
         """
-        dtype = from_pretrained_kwargs.pop("torch_dtype", dtype)
-        dtype = _type(dtype)
-        for name in from_pretrained_kwargs:
-            if name not in _PASSED_ON:
-                raise TypeError(
-                    f"{name!r} is no argument of from_pretrained.{suggestion(name, _PASSED_ON)} For a model that is "
-                    "loaded in another way, load it with transformers and pass it as hf_model."
-                )
         if first_n_layers is not None and hf_model is not None:
             raise ValueError("first_n_layers is for a model that is loaded, and hf_model is loaded already")
-        official = get_official_model_name(model_name)
         processing = any(
             (fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices)
         )
-        target = None if not move_to_device or n_devices > 1 else torch.device(device or get_device())
-        if hf_model is not None:
-            hf_model = _copied(hf_model, processing, dtype, target)
-            loading: dict[str, Any] = {"hf_model": hf_model}
-        else:
-            checkpoint = {"checkpoint_index": checkpoint_index, "checkpoint_value": checkpoint_value}
-            loading = {"dtype": dtype, "n_ctx": n_ctx, "n_devices": n_devices if n_devices > 1 else None, **checkpoint}
-        bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **from_pretrained_kwargs)
-        if first_n_layers is not None:
-            bridge._keep_layers(first_n_layers)
+        bridge = cls._load(
+            model_name, hf_model=hf_model, tokenizer=tokenizer, device=device, move_to_device=move_to_device,
+            dtype=dtype, passed_on=from_pretrained_kwargs, n_devices=n_devices, processing=processing, n_ctx=n_ctx,
+            checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
+        )  # fmt: skip
         if bridge.core.config.is_encoder_decoder:
             raise ValueError(f"{model_name} is an encoder-decoder model: HookedEncoderDecoder.from_pretrained loads it")
-        if target is not None and hf_model is None:
-            bridge.to(target)
+        if bridge.cfg.attention_dir == "bidirectional":
+            raise ValueError(f"{model_name} reads in both directions: HookedEncoder.from_pretrained loads it")
+        if first_n_layers is not None:
+            bridge._keep_layers(first_n_layers)
         cfg = bridge.cfg
-        cfg.model_name = official.rstrip("/").rpartition("/")[2]
         if n_ctx is not None:
             cfg.n_ctx = n_ctx
         if bridge.tokenizer is not None:
             bridge._adopt(bridge.tokenizer, default_padding_side)  # a copy already
-        cfg.default_prepend_bos = (
-            cfg.original_architecture not in _WITHOUT_BOS if default_prepend_bos is None else default_prepend_bos
-        )
+        cfg.default_prepend_bos = starts_with_bos(cfg, default_prepend_bos)
         if processing:
             bridge.process_weights_(
                 fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases
@@ -239,13 +212,7 @@ class HookedTransformer(RunsAsBefore, PartsAsBefore, WeightsAsBefore):
         config.num_hidden_layers = n
         if isinstance(getattr(config, "layer_types", None), list):
             config.layer_types = config.layer_types[:n]
-        before, tokenizer = self.cfg, self.tokenizer
-        model = self.original_model
-        del self._tree
-        type(self).__init__(self, model)  # the bridge anew, around fewer layers
-        self.tokenizer = tokenizer
-        for name in ("from_checkpoint", "checkpoint_index", "checkpoint_value", "checkpoint_label_type", "n_devices"):
-            setattr(self.cfg, name, getattr(before, name))
+        self._rewire()
 
     def set_tokenizer(self, tokenizer: Any, default_padding_side: Side = "right") -> None:
         """Gives the model a copy of a tokenizer that pads, and starts texts, with EOS where it has no token for that.
@@ -274,38 +241,46 @@ class HookedTransformer(RunsAsBefore, PartsAsBefore, WeightsAsBefore):
         self.cfg.tokenizer_name = tokenizer.name_or_path or None
         self.cfg.tokenizer_prepends_bos = self.tokenizer_facts.adds_bos
 
-    def to(self, device_or_dtype: Any = None, print_details: bool = True, **kwargs: Any) -> HookedTransformer:  # type: ignore[override]
-        """Moves the model, or changes the type of its weights.
+    def load_sample_training_dataset(self, **kwargs: Any) -> Any:
+        """A small data set like what the model was trained on, as `dataset`.
 
         Args:
-            device_or_dtype: a device or a type.
-            print_details: is accepted; nothing is printed.
-            kwargs: as for `torch.nn.Module.to`.
-        """
-        self.original_model.to(*([] if device_or_dtype is None else [device_or_dtype]), **kwargs)
-        return self
-
-    def cuda(self, device: int | torch.device | None = None) -> HookedTransformer:
-        """Moves the model to a GPU."""
-        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or torch.device("cuda"))
-
-    def cpu(self) -> HookedTransformer:
-        """Moves the model to the CPU."""
-        return self.to(torch.device("cpu"))
-
-    def mps(self) -> HookedTransformer:
-        """Moves the model to Apple's GPU."""
-        return self.to(torch.device("mps"))
-
-    def load_sample_training_dataset(self, **kwargs: Any) -> Any:
-        """Always an error: no data set comes with this package. Set `dataset` to one of your own.
+            kwargs: as for `bridge.legacy.utils.get_dataset`.
 
         Raises:
-            ImportError: in any case.
+            ValueError: none is known.
+            ImportError: as `get_dataset`, which loads none: set `dataset` yourself.
         """
-        raise ImportError(
-            "no data set comes with this package: load one with the package datasets, and set model.dataset"
-        )
+        architecture = self.cfg.original_architecture
+        if architecture not in _LIKE_TRAINING:
+            raise ValueError(f"no data set is known for {architecture}; set model.dataset to one of your own")
+        self.dataset = get_dataset(_LIKE_TRAINING[architecture], **kwargs)
+        return self.dataset
+
+    def sample_datapoint(
+        self, tokenize: bool = False, prepend_bos: bool | None = None, padding_side: Side | None = None
+    ) -> Any:
+        """A text of `dataset`, drawn at random.
+
+        Args:
+            tokenize: give its tokens ``[1, pos]`` instead.
+            prepend_bos, padding_side: as for `to_tokens`.
+
+        Raises:
+            ValueError, ImportError: as `load_sample_training_dataset`, where `dataset` is not set.
+
+        Example:
+            >>> from bridge.embedded import MODEL_DIR
+            >>> from bridge.legacy import HookedTransformer
+            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
+            >>> model.dataset = [{"text": "Mary and John"}]
+            >>> model.sample_datapoint()
+            'Mary and John'
+        """
+        if self.dataset is None:
+            self.load_sample_training_dataset()
+        text = self.dataset[random.randrange(len(self.dataset))]["text"]
+        return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
     def hook_points(self) -> list[Any]:
         """All hook points."""
@@ -332,38 +307,33 @@ class HookedTransformer(RunsAsBefore, PartsAsBefore, WeightsAsBefore):
         """The old name of `add_caching_hooks` with a filter."""
         return self.add_caching_hooks(names, cache=cache, **kwargs)
 
-    def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
-        """Refuses what there is not: keys and values of their own for each query head.
+    def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`loading_from_pretrained.fill_missing_keys` for this model."""
+        return fill_missing_keys(self, state_dict)
 
-        Raises:
-            ValueError: they are asked for.
-        """
-        if ungroup_grouped_query_attention and self.cfg.n_key_value_heads is not None:
-            raise ValueError(
-                "the model computes one key and value for each group of heads, and that is what its hook points show; "
-                "W_K and W_V repeat them for each head"
-            )
+    # As in any bridge, by HookedTransformer's names of their arguments.
+
+    def to_single_str_token(self, int_token: int) -> str:
+        """The text of one token."""
+        return super().to_single_str_token(int_token)
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Whether an unfiltered cache holds `attn.hook_result`."""
+        super().set_use_attn_result(use_attn_result)
+
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        """Whether an unfiltered cache holds `hook_q_input`, `hook_k_input` and `hook_v_input`."""
+        super().set_use_split_qkv_input(use_split_qkv_input)
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Whether an unfiltered cache holds `hook_attn_in`."""
+        super().set_use_attn_in(use_attn_in)
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Whether an unfiltered cache holds `hook_mlp_in`."""
+        super().set_use_hook_mlp_in(use_hook_mlp_in)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_HERE:
             raise AttributeError(f"HookedTransformer has no {name} here: {_NOT_HERE[name]}. See docs/migration.md")
         return super().__getattr__(name)
-
-
-def _type(dtype: torch.dtype | str) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPE_FROM_STRING:
-        raise ValueError(f"dtype is {dtype!r}; it must be a torch.dtype or one of {', '.join(DTYPE_FROM_STRING)}")
-    return DTYPE_FROM_STRING[dtype]
-
-
-def _copied(model: nn.Module, processing: bool, dtype: torch.dtype, device: torch.device | None) -> nn.Module:
-    """The user's model, or a copy where something is to be different: the user's stays as it is."""
-    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    places = {parameter.device for parameter in model.parameters()}
-    here = device is None or all(p.type == device.type and device.index in (None, p.index) for p in places)
-    if not processing and kinds == {dtype} and here:
-        return model
-    copied: nn.Module = copy.deepcopy(model)
-    return copied.to(dtype=dtype) if device is None else copied.to(device=device, dtype=dtype)

@@ -1,5 +1,50 @@
-"""The module that HookedTransformer code imports `SVDInterpreter` from."""
+"""`SVDInterpreter` as HookedTransformer has it."""
 
-from bridge.svd import VECTOR_TYPES, SVDInterpreter
+from __future__ import annotations
 
-__all__ = ["VECTOR_TYPES", "SVDInterpreter"]
+from jaxtyping import Float
+from torch import Tensor
+
+from bridge.svd import VECTOR_TYPES, SingularVectorError
+from bridge.svd import SVDInterpreter as _SVDInterpreter
+
+__all__ = ["OUTPUT_EMBEDDING", "VECTOR_TYPES", "SVDInterpreter"]
+
+#: The weight that singular vectors are read through.
+OUTPUT_EMBEDDING = "unembed.W_U"
+
+
+class SVDInterpreter(_SVDInterpreter):
+    """`bridge.svd.SVDInterpreter`, for which a head of ``"w_in"`` or ``"w_out"`` is no error.
+
+    Args:
+        model: a `HookedTransformer`.
+
+    Example:
+        >>> from bridge.embedded import MODEL_DIR
+        >>> from bridge.legacy import HookedTransformer, SVDInterpreter
+        >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
+        >>> SVDInterpreter(model).get_singular_vectors("w_out", 0, num_vectors=5, head_index=0).shape[1:]
+        torch.Size([1, 5])
+    """
+
+    def get_singular_vectors(
+        self, vector_type: str, layer_index: int, num_vectors: int = 10, head_index: int | None = None
+    ) -> Float[Tensor, "d_vocab 1 vector"]:
+        """The right singular vectors of a matrix of one layer, each through the unembedding.
+
+        Args:
+            vector_type, layer_index, num_vectors: as for `bridge.svd.SVDInterpreter.get_singular_vectors`.
+            head_index: the head, for ``"OV"``; other types have none, and it does not count.
+
+        Raises:
+            SingularVectorError: (an AssertionError) as for that.
+        """
+        head = None if vector_type in ("w_in", "w_out") else head_index
+        return super().get_singular_vectors(vector_type, layer_index, num_vectors, head)
+
+    @staticmethod
+    def _check(name: str, index: int, n: int) -> None:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < n:
+            what = name.capitalize().replace("_", " ")  # HookedTransformer's words, which programs compare
+            raise SingularVectorError(f"{what} must be between 0 and {n - 1} but got {index}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bridge.cache import ActivationCache as ActivationCache
     from bridge.factored_matrix import FactoredMatrix as FactoredMatrix
+    from bridge.legacy.BertNextSentencePrediction import BertNextSentencePrediction as BertNextSentencePrediction
     from bridge.legacy.HookedEncoder import HookedEncoder as HookedEncoder
     from bridge.legacy.HookedEncoderDecoder import HookedEncoderDecoder as HookedEncoderDecoder
     from bridge.legacy.HookedTransformer import HookedTransformer as HookedTransformer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _CLASSES = {
     "ActivationCache": "ActivationCache",
+    "BertNextSentencePrediction": "BertNextSentencePrediction",
     "FactoredMatrix": "FactoredMatrix",
     "HookedEncoder": "HookedEncoder",
     "HookedEncoderDecoder": "HookedEncoderDecoder",
@@ -27,6 +29,7 @@ _CLASSES = {
     "SVDInterpreter": "SVDInterpreter",
 }
 _MODULES = {
+    "evals": "evals",
     "head_detector": "head_detector",
     "hook_points": "hook_points",
     "loading": "loading_from_pretrained",
@@ -34,6 +37,7 @@ _MODULES = {
     "past_key_value_caching": "past_key_value_caching",
     "patching": "patching",
     "train": "train",
+    "utilities": "utilities",
     "utils": "utils",
 }
 _OLD_NAMES = {
@@ -46,9 +50,7 @@ _NOT_HERE = {
     "components": "the blocks are Hugging Face's own modules: model.original_model has them, model.blocks[0].attn.W_Q "
     "and hook points show them in HookedTransformer's shapes",
     "factories": "modules are Hugging Face's own: nothing is built from parts",
-    "evals": "evaluation harnesses and their data sets are other packages' work",
     "lit": "there is no connection to LIT",
-    "BertNextSentencePrediction": "TransformerBridge(BertForNextSentencePrediction.from_pretrained(...)) has the head",
     "HookedAudioEncoder": "there is no adapter for audio encoders",
 }
 

@@ -1,7 +1,8 @@
-"""Texts into rows of tokens for training; data sets themselves are the package `datasets`' work."""
+"""Small data sets, and texts into rows of tokens for training. Loading is the package `datasets`' work."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,40 @@ _SMALL = {
 
 
 def get_dataset(dataset_name: str, **kwargs: Any) -> Any:
-    """Always an error: no data set comes with this package, and it does not depend on `datasets`.
+    """A small data set of the hub, with a column ``text``. It needs the package `datasets`.
+
+    Args:
+        dataset_name: ``"owt"``, ``"pile"``, ``"c4"``, ``"code"``, ``"c4_code"``, ``"wiki"``, or another of their names.
+        kwargs: of `datasets.load_dataset`.
 
     Raises:
-        ValueError: a name that HookedTransformer does not know either.
-        ImportError: with the call that loads it.
+        ValueError: an unknown name.
+        ImportError: `datasets` is not installed.
     """
     if dataset_name not in _SMALL:
         raise ValueError(f"no data set is known as {dataset_name!r}; these are: {', '.join(_SMALL)}")
-    raise ImportError(
-        f"data sets are not loaded here; with the package datasets: "
-        f"datasets.load_dataset({_SMALL[dataset_name]!r}, split='train')"
-    )
+    return load_from_hub(_SMALL[dataset_name], **kwargs)
+
+
+def load_from_hub(*names: str, **kwargs: Any) -> Any:
+    """The training split of a data set of the hub, by the package `datasets`.
+
+    Args:
+        names: of the data set, and of its configuration.
+        kwargs: of `datasets.load_dataset`.
+
+    Raises:
+        ImportError: `datasets` is not installed.
+    """
+    try:
+        module = importlib.import_module("datasets")
+    except ImportError as error:
+        call = ", ".join(map(repr, names))
+        raise ImportError(
+            f"datasets.load_dataset({call}, split='train') needs the package datasets, which is not installed: "
+            "pip install datasets"
+        ) from error
+    return module.load_dataset(*names, split="train", **kwargs)
 
 
 def keep_single_column(dataset: Any, col_name: str) -> Any:

@@ -25,14 +25,15 @@ class EditableComponent(Component):
     def __setattr__(self, attribute: str, value: Any) -> None:
         self._tree.put(self.name, attribute, value)  # type: ignore[attr-defined]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """What the part makes of a tensor: a block of a residual stream, a norm or an MLP of what it reads.
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What the part makes of tensors: a block of a residual stream, a norm or an MLP of what it reads.
 
         Raises:
             TypeError: the part cannot be called by itself, as attention cannot.
         """
         tree: Any = self._tree
-        return tree.bridge.call_part(self.name, x)
+        made: Tensor = tree.bridge.call_part(self.name, *inputs, **kwargs)
+        return made
 
     @property
     def module(self) -> nn.Module:
@@ -97,5 +98,6 @@ class EditableTree(Tree):
         parameters = {p.untyped_storage().data_ptr() for p in self.bridge.original_model.parameters()}
         if found.untyped_storage().data_ptr() not in parameters:
             raise TypeError(f"{full} is computed from the model's parameters: writing to it would change nothing")
+        self.bridge.part_embeddings({full: value})
         with torch.no_grad():
-            found.copy_(value)
+            self.get(prefix, name).copy_(value)

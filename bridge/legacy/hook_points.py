@@ -4,7 +4,12 @@ A Hugging Face model needs none of this: its hook points are `bridge.HookPoint`.
 toy model, or a wrapper that is put into a model (see `HookedTransformer.setup`).
 """
 
+import torch
+
 from bridge.legacy.point import HookFunction, HookPoint, LensHandle
 from bridge.legacy.root_module import HookedRootModule, NamesFilter
 
-__all__ = ["HookFunction", "HookPoint", "HookedRootModule", "LensHandle", "NamesFilter"]
+__all__ = ["DeviceType", "HookFunction", "HookPoint", "HookedRootModule", "LensHandle", "NamesFilter"]
+
+#: Where something is to be, or None for where it is.
+DeviceType = torch.device | None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
 from bridge.checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
+from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.model_names import (
     DEFAULT_MODEL_ALIASES,
@@ -22,13 +26,17 @@ __all__ = [
     "OFFICIAL_MODEL_NAMES",
     "PYTHIA_CHECKPOINTS",
     "STANFORD_CRFM_CHECKPOINTS",
+    "fill_missing_keys",
     "get_checkpoint_labels",
     "get_num_params_of_pretrained",
     "get_official_model_name",
     "get_pretrained_model_config",
+    "get_pretrained_state_dict",
     "make_model_alias_map",
 ]
 
+#: Models that HookedTransformer runs without BOS.
+_WITHOUT_BOS = ("BloomForCausalLM", "QWenLMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PYTHIA_CHECKPOINTS = list(PYTHIA_STEPS)
 STANFORD_CRFM_CHECKPOINTS = list(STANFORD_STEPS)
 
@@ -38,11 +46,27 @@ def make_model_alias_map() -> dict[str, str]:
     return {name.lower(): hub for hub, names in MODEL_ALIASES.items() for name in (hub, *names)}
 
 
-def get_pretrained_model_config(model_name: str, **kwargs: Any) -> HookedTransformerConfig:
+def get_pretrained_model_config(
+    model_name: str,
+    checkpoint_index: int | None = None,
+    checkpoint_value: int | None = None,
+    fold_ln: bool = False,
+    device: torch.device | str | None = None,
+    n_devices: int = 1,
+    default_prepend_bos: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+    first_n_layers: int | None = None,
+    n_ctx: int | None = None,
+    **kwargs: Any,
+) -> HookedTransformerConfig:
     """The configuration of a model, without loading its weights.
 
     Args:
         model_name: as for `get_official_model_name`.
+        checkpoint_index, checkpoint_value, n_ctx: as for `HookedTransformer.from_pretrained`.
+        fold_ln: as it is when norms have been folded.
+        device, n_devices, dtype, first_n_layers: what the configuration is to say.
+        default_prepend_bos: likewise; None: as HookedTransformer has it for this model.
         kwargs: as for `TransformerBridge.boot_transformers`.
 
     Example:
@@ -53,10 +77,24 @@ def get_pretrained_model_config(model_name: str, **kwargs: Any) -> HookedTransfo
         (4, 'RMS')
     """
     name = get_official_model_name(model_name)
+    kwargs |= {"checkpoint_index": checkpoint_index, "checkpoint_value": checkpoint_value, "n_ctx": n_ctx}
     bridge = TransformerBridge.boot_transformers(name, load_weights=False, **kwargs)
-    bridge.cfg.model_name = name.rpartition("/")[2]
-    bridge.cfg.tokenizer_name = name
-    return HookedTransformerConfig.of_model(bridge.cfg)
+    facts = bridge.cfg
+    facts.model_name = name.rstrip("/").rpartition("/")[2]
+    facts.tokenizer_name = name
+    if fold_ln and facts.normalization_type in ("LN", "RMS"):
+        facts.normalization_type += "Pre"
+    if first_n_layers is not None:
+        facts.n_layers = first_n_layers
+    facts.default_prepend_bos = starts_with_bos(facts, default_prepend_bos)
+    cfg = HookedTransformerConfig.of_model(facts)
+    cfg.device, cfg.n_devices, cfg.dtype = str(device or get_device()), n_devices, dtype
+    return cfg
+
+
+def starts_with_bos(cfg: ModelConfig, wanted: bool | None) -> bool:
+    """Whether HookedTransformer starts a model's texts with BOS, unless told otherwise."""
+    return cfg.original_architecture not in _WITHOUT_BOS if wanted is None else wanted
 
 
 def get_num_params_of_pretrained(model_name: str) -> int:
@@ -81,6 +119,54 @@ def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], st
         143000
     """
     return list(checkpoint_steps(get_official_model_name(model_name))), "step"
+
+
+def get_pretrained_state_dict(
+    official_model_name: str, cfg: Any = None, hf_model: Any = None, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> dict[str, Tensor]:
+    """A model's weights as they are stored, without processing, by HookedTransformer's names.
+
+    Args:
+        official_model_name: as for `get_official_model_name`.
+        cfg: is accepted; what the model is, is read from itself.
+        hf_model: use this model, and none is loaded.
+        dtype: of the weights.
+        kwargs: as for `TransformerBridge.boot_transformers`.
+
+    Example:
+        >>> from bridge.embedded import MODEL_DIR
+        >>> from bridge.legacy.loading_from_pretrained import get_pretrained_state_dict
+        >>> get_pretrained_state_dict(str(MODEL_DIR))["blocks.0.attn.W_Q"].ndim
+        3
+    """
+    name = get_official_model_name(official_model_name)
+    bridge = TransformerBridge.boot_transformers(name, hf_model=hf_model, dtype=None if hf_model else dtype, **kwargs)
+    return {key: value.detach().to(dtype) for key, value in bridge.tl_parameters().items()}
+
+
+def fill_missing_keys(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict, to which the model's own weights are added where it has none.
+
+    Args:
+        model: a `HookedTransformer`.
+        state_dict: by HookedTransformer's names or by Hugging Face's; it is changed.
+
+    Example:
+        >>> from bridge.legacy import HookedTransformer
+        >>> from bridge.legacy.loading_from_pretrained import fill_missing_keys
+        >>> model = HookedTransformer({"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10,
+        ...     "attn_only": True, "device": "cpu"})
+        >>> sorted(fill_missing_keys(model, {"embed.W_E": model.W_E}))[-2:]
+        ['unembed.W_U', 'unembed.b_U']
+    """
+    own = model.state_dict()
+    if not own.keys() & state_dict.keys():
+        own = model.tl_parameters()
+    for key in own.keys() - state_dict.keys():
+        if "W_" in key:
+            logging.warning("the state dict has no %s: it stays as it is in the model", key)
+        state_dict[key] = own[key]
+    return state_dict
 
 
 #: HookedTransformer's types by name.

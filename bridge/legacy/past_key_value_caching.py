@@ -23,6 +23,59 @@ class HookedTransformerKeyValueCacheEntry:
     def __init__(self, cache: HookedTransformerKeyValueCache, layer: int) -> None:
         self._cache, self._layer = cache, layer
 
+    @classmethod
+    def init_cache_entry(
+        cls, cfg: Any, device: torch.device | str | None = None, batch_size: int = 1
+    ) -> HookedTransformerKeyValueCacheEntry:
+        """An empty entry for one layer, which belongs to no model's cache.
+
+        Args:
+            cfg, device, batch_size: as for `HookedTransformerKeyValueCache.init_cache`.
+
+        Example:
+            >>> import torch
+            >>> from bridge.legacy import HookedTransformerConfig, HookedTransformerKeyValueCacheEntry
+            >>> cfg = HookedTransformerConfig(n_layers=1, d_model=8, n_ctx=5, d_head=4, d_vocab=10, attn_only=True)
+            >>> entry = HookedTransformerKeyValueCacheEntry.init_cache_entry(cfg)
+            >>> keys, values = entry.append(torch.ones(1, 3, 2, 4), torch.zeros(1, 3, 2, 4))
+            >>> keys.shape == entry.past_keys.shape == torch.Size([1, 3, 2, 4])
+            True
+        """
+        return cls(HookedTransformerKeyValueCache(cfg, device, batch_size), 0)
+
+    def append(
+        self,
+        new_keys: Float[Tensor, "batch new_pos n_key_value_heads d_head"],
+        new_values: Float[Tensor, "batch new_pos n_key_value_heads d_head"],
+    ) -> tuple[
+        Float[Tensor, "batch pos n_key_value_heads d_head"], Float[Tensor, "batch pos n_key_value_heads d_head"]
+    ]:
+        """All keys and values, earlier and new. The new ones are kept, unless the cache is frozen.
+
+        Args:
+            new_keys, new_values: of the next tokens.
+
+        Raises:
+            ValueError: they are not of one shape, or not of the entry's rows, heads and width.
+        """
+        past = self.past_keys
+        if (
+            new_keys.shape != new_values.shape
+            or new_keys.ndim != 4
+            or new_keys.shape[2:] != past.shape[2:]
+            or (len(new_keys) != len(past))
+        ):
+            raise ValueError(
+                f"keys and values have shapes {list(new_keys.shape)} and {list(new_values.shape)}; both must be "
+                f"[{len(past)}, new_pos, {past.shape[2]}, {past.shape[3]}]"
+            )
+        if self.frozen:
+            return torch.cat([past, new_keys], 1), torch.cat([self.past_values, new_values], 1)
+        keys, values = self._cache.past_key_values.update(
+            new_keys.transpose(1, 2), new_values.transpose(1, 2), self._layer
+        )
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
     def _stored(self, name: str) -> Tensor:
         layers = self._cache.past_key_values.layers
         stored = getattr(layers[self._layer], name, None) if self._layer < len(layers) else None
@@ -133,7 +186,7 @@ class HookedTransformerKeyValueCache:
         return mask
 
     def for_run(self, batch_size: int) -> Any:
-        """What the model is given: its own cache, or a copy of a frozen one.
+        """What the model is given: a copy, which takes the cache's place at the end of the run unless that is frozen.
 
         Raises:
             ValueError: the cache is for another number of rows.
@@ -143,8 +196,6 @@ class HookedTransformerKeyValueCache:
                 f"the cache is for {self.batch_size} rows and the input has {batch_size}: "
                 f"init_cache(model.cfg, device, batch_size={batch_size})"
             )
-        if not self.frozen:
-            return self.past_key_values
         lent = copy.copy(self.past_key_values)
         # A layer gets new tensors in a run, and leaves those that it had as they are.
         lent.layers = [copy.copy(layer) for layer in lent.layers]

@@ -1,60 +1,14 @@
 """``transformer_lens.patching``'s names."""
 
-from bridge.patch_activations import (
-    get_act_patch_attn_head_all_pos_every,
-    get_act_patch_attn_head_by_pos_every,
-    get_act_patch_attn_head_k_all_pos,
-    get_act_patch_attn_head_k_by_pos,
-    get_act_patch_attn_head_out_all_pos,
-    get_act_patch_attn_head_out_by_pos,
-    get_act_patch_attn_head_pattern_all_pos,
-    get_act_patch_attn_head_pattern_by_pos,
-    get_act_patch_attn_head_pattern_dest_src_pos,
-    get_act_patch_attn_head_q_all_pos,
-    get_act_patch_attn_head_q_by_pos,
-    get_act_patch_attn_head_v_all_pos,
-    get_act_patch_attn_head_v_by_pos,
-    get_act_patch_attn_out,
-    get_act_patch_block_every,
-    get_act_patch_mlp_out,
-    get_act_patch_resid_mid,
-    get_act_patch_resid_pre,
-)
-from bridge.patch_setters import (
-    layer_head_dest_src_pos_pattern_patch_setter,
-    layer_head_pattern_patch_setter,
-    layer_head_pos_pattern_patch_setter,
-    layer_head_vector_patch_setter,
-    layer_pos_head_vector_patch_setter,
-    layer_pos_patch_setter,
-)
-from bridge.patching import generic_activation_patch, make_df_from_ranges
+from typing import Literal
 
-__all__ = [
-    "generic_activation_patch",
-    "get_act_patch_attn_head_all_pos_every",
-    "get_act_patch_attn_head_by_pos_every",
-    "get_act_patch_attn_head_k_all_pos",
-    "get_act_patch_attn_head_k_by_pos",
-    "get_act_patch_attn_head_out_all_pos",
-    "get_act_patch_attn_head_out_by_pos",
-    "get_act_patch_attn_head_pattern_all_pos",
-    "get_act_patch_attn_head_pattern_by_pos",
-    "get_act_patch_attn_head_pattern_dest_src_pos",
-    "get_act_patch_attn_head_q_all_pos",
-    "get_act_patch_attn_head_q_by_pos",
-    "get_act_patch_attn_head_v_all_pos",
-    "get_act_patch_attn_head_v_by_pos",
-    "get_act_patch_attn_out",
-    "get_act_patch_block_every",
-    "get_act_patch_mlp_out",
-    "get_act_patch_resid_mid",
-    "get_act_patch_resid_pre",
-    "layer_head_dest_src_pos_pattern_patch_setter",
-    "layer_head_pattern_patch_setter",
-    "layer_head_pos_pattern_patch_setter",
-    "layer_head_vector_patch_setter",
-    "layer_pos_head_vector_patch_setter",
-    "layer_pos_patch_setter",
-    "make_df_from_ranges",
-]
+from torch import Tensor
+
+from bridge.patching import *  # noqa: F403
+from bridge.patching import __all__ as __all__
+
+#: What stands in annotations: a model's output, activations, and the axes of a table of patches.
+Logits = Tensor
+CorruptedActivation = Tensor
+PatchedActivation = Tensor
+AxisNames = Literal["layer", "pos", "head_index", "head", "src_pos", "dest_pos"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from adapters import Anatomy, Weights
@@ -15,10 +16,12 @@ from adapters.views import View
 from bridge.bridge import TransformerBridge
 from bridge.experts_tap import TAPS
 from bridge.hook_point import STATE, Handle, HookPoint
+from bridge.layers import StopRun
 from bridge.legacy.editable import EditableComponent, EditableTree
 from bridge.legacy.point import HookPoint as PlacedHookPoint
-from bridge.legacy.running import SwitchedNames
-from bridge.modules import Finder
+from bridge.legacy.running import LegacyNames
+from bridge.legacy.tokens import position_embeddings
+from bridge.modules import Finder, first_parameter
 from bridge.names import suggestion
 from bridge.wiring import SiteHook
 
@@ -59,7 +62,7 @@ class PartsAsBefore(TransformerBridge):
         # Kept out of the module tree: what is placed is in the model's, and what is spliced is no part of the model.
         self.__dict__["placed"], self.__dict__["spliced"] = {}, {}
         self._declared = {point.name: point for point in found.points}
-        self.names = SwitchedNames(self.wiring.points)
+        self.names = LegacyNames(self.wiring.points)
         self._tree = EditableTree(self.names, lambda: self.weights, self)
         self.setup()
 
@@ -140,7 +143,8 @@ class PartsAsBefore(TransformerBridge):
             raise RuntimeError(
                 f"a module was wrapped while {hook.name} had hooks: reset_hooks(), then wrap, then setup()"
             )
-        hook.point, hook.home, hook.sources = replace(point, site=site, sources=sources), None, ()
+        hook.point = replace(point, site=site, sources=sources)
+        self.wiring.settle(hook)
 
     def _now(self, site: Site) -> Site:
         attn = self.architecture.block.attn
@@ -160,6 +164,7 @@ class PartsAsBefore(TransformerBridge):
         order = max((hook.order for hook in points.values() if hook.point.depth == depth), default=len(points))
         point = Point(name, site, View(), "...", depth, stack=stack)
         points[name] = HookPoint(point, order, self.wiring)
+        self.wiring.settle(points[name])
         module.name = name
         self.placed[name] = module
 
@@ -220,16 +225,18 @@ class PartsAsBefore(TransformerBridge):
         setattr(self.original_model.get_submodule(parent), last, module)
         self.setup()
 
-    def call_part(self, name: str, x: Tensor) -> Tensor:
-        """What a part of the model makes of a tensor. Hooks inside of it act.
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What a part of the model makes of tensors. Hooks inside of it act.
 
         Args:
-            name: ``embed`` (of tokens), a block such as ``blocks.0`` (of a residual stream), its norms, ``ln_final``
-                and MLP (of what they read), or ``unembed``.
-            x: the tensor.
+            name: ``embed`` (of tokens), ``pos_embed`` (of tokens, ``past_kv_pos_offset`` and ``attention_mask``: the
+                positions' embeddings, zero for padding), a block such as ``blocks.0`` (of a residual stream), its
+                norms, ``ln_final``, attention and MLP (of what they read), or ``unembed``. Attention is run within its
+                block, where hook points that stand before it see zeros; query, key and value input are one.
+            inputs, kwargs: the tensor, and what else the part takes.
 
         Raises:
-            TypeError: the part cannot be called by itself.
+            TypeError: the part cannot be called by itself, or not with these.
 
         Example:
             >>> import torch
@@ -244,7 +251,12 @@ class PartsAsBefore(TransformerBridge):
         paths = {part: path for path, part, _ in self._parts()}
         stack, _, part = name.partition(".")
         if stack == "blocks" and part.isdigit():
-            return self(x, start_at_layer=int(part), stop_at_layer=int(part) + 1)
+            made: Tensor = self(*inputs, start_at_layer=int(part), stop_at_layer=int(part) + 1, **kwargs)
+            return made
+        if name == "pos_embed":
+            return position_embeddings(self.weights["pos_embed.W_pos"], *inputs, **kwargs)
+        if stack == "blocks" and part.partition(".")[2] == "attn":
+            return self._attend(name, *inputs, **kwargs)
         if name == "unembed":
             module: nn.Module = self.core.get_output_embeddings()
         elif name in paths and name.rpartition(".")[2] in ("embed", "ln1", "ln2", "ln_final", "mlp"):
@@ -252,7 +264,39 @@ class PartsAsBefore(TransformerBridge):
         else:
             raise TypeError(f"{name} cannot be called by itself: run the model, with start_at_layer and stop_at_layer")
         with STATE.fresh():
-            return module(x)
+            made = module(*inputs, **kwargs)
+        return made
+
+    def _attend(
+        self, name: str, query_input: Tensor, key_input: Tensor | None = None, value_input: Tensor | None = None
+    ) -> Tensor:
+        """What attention makes of its input: the model runs its block, where it is given that and then left."""
+        for other in (key_input, value_input):
+            if other is not None and not torch.equal(other, query_input):
+                raise TypeError(
+                    f"{name} reads one tensor: inputs of queries, keys and values differ by hooks on hook_q_input, "
+                    "hook_k_input and hook_v_input"
+                )
+        owner, layer = STATE.owner, int(name.split(".")[1])
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if STATE.owner is not owner:
+                return None
+            if args:
+                return (query_input, *args[1:]), kwargs
+            return args, kwargs | {first_parameter(type(module).forward): query_input}
+
+        def leave(out: Tensor, hook: HookPoint) -> None:
+            raise StopRun(out)
+
+        module = self.original_model.get_submodule(self.module_path(name))
+        handle = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        try:
+            with self.hooks(fwd_hooks=[(f"{name}.hook_out", leave)]):
+                made: Tensor = self(torch.zeros_like(query_input), start_at_layer=layer, stop_at_layer=layer + 1)
+        finally:
+            handle.remove()
+        return made
 
     def splice(self, name: str, module: nn.Module) -> None:
         """Puts a module, such as a sparse autoencoder, at a hook point: later computation uses what it returns.
@@ -293,7 +337,14 @@ class PartsAsBefore(TransformerBridge):
 
     @staticmethod
     def _put_at(point: HookPoint, module: nn.Module) -> Handle:
-        return point.add_hook(lambda activation, hook: module(activation), is_permanent=True)
+        def part_of_the_model(activation: Tensor, hook: HookPoint) -> Any:
+            STATE.within -= 1  # hooks in it are of this run, as in no other function of the user's
+            try:
+                return module(activation)
+            finally:
+                STATE.within += 1
+
+        return point.add_hook(part_of_the_model, is_permanent=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
         tree = self.__dict__.get("_tree")

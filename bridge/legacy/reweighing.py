@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from bridge.bridge import TransformerBridge
+from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.names import suggestion
 from bridge.processing import OFF, ON
+from bridge.processing.saving import untie
 
 _LOG = logging.getLogger(__name__)
 _TRANSFORMS = (
@@ -90,6 +92,18 @@ class WeightsAsBefore(TransformerBridge):
             >>> bool((log_probs[0] - log_probs[1]).abs().max() < 1e-5)
             True
         """
+        if fold_ln and self._lacks_norms_of(state_dict):
+            config = HookedTransformerConfig.of_model(self.cfg)
+            config.normalization_type = str(config.normalization_type).removesuffix("Pre")
+            other: Any = type(self)(config)  # which has the norms that are to be folded
+            other.load_and_process_state_dict(
+                state_dict, True, center_writing_weights, center_unembed, fold_value_biases,
+                refactor_factored_attn_matrices,
+            )  # fmt: skip
+            kept = {name: value for name, value in other.tl_parameters().items() if name in self.weights.getters}
+            self._load_by_canonical_names(kept)
+            self.cfg.processed = other.cfg.processed
+            return
         self._load_by_canonical_names(state_dict)
         self.process_weights_(
             fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases
@@ -124,10 +138,34 @@ class WeightsAsBefore(TransformerBridge):
         self._load_by_canonical_names({name: state_dict[name] for name in given & known})
         return _IncompatibleKeys(missing, unknown)
 
+    def _lacks_norms_of(self, state_dict: Mapping[str, Tensor]) -> bool:
+        """Whether the model was made without the norms' weights, which the state dict has (``LNPre``, ``RMSPre``)."""
+        lacking = {
+            name.rpartition(".")[0].rpartition(".")[2] for name in state_dict if name not in self.weights.getters
+        }
+        return str(self.cfg.normalization_type).endswith("Pre") and bool(lacking & {"ln1", "ln2", "ln_final"})
+
+    def part_embeddings(self, given: Mapping[str, Tensor]) -> None:
+        """Unties embedding and unembedding where these values would make them differ: HookedTransformer's are two.
+
+        Args:
+            given: new weights, by HookedTransformer's names.
+        """
+        ends = ("embed.W_E", "unembed.W_U")
+        if not set(ends) & set(given) or not set(ends) <= set(self.weights.getters):
+            return
+        now = [self.weights[name].detach() for name in ends]
+        if now[0].data_ptr() != now[1].data_ptr():
+            return
+        embed, unembed = (given.get(name, value).to(value) for name, value in zip(ends, now, strict=True))
+        if not torch.equal(embed.T, unembed):
+            untie(self.core, self.architecture)
+            self.cfg.tie_word_embeddings = False
+
     def _load_by_canonical_names(self, state_dict: Mapping[str, Tensor]) -> None:
         getters = self.weights.getters
         stored = {p.untyped_storage().data_ptr() for p in self.original_model.parameters()}
-        todo: list[tuple[Tensor, Tensor]] = []
+        todo: list[tuple[str, Tensor]] = []
         for name, value in state_dict.items():
             if name.rpartition(".")[2] in _BUFFERS:
                 continue
@@ -137,9 +175,10 @@ class WeightsAsBefore(TransformerBridge):
             if here.shape != value.shape:
                 raise ValueError(f"{name} has shape {list(here.shape)}; the state dict has {list(value.shape)}")
             if here.untyped_storage().data_ptr() in stored:
-                todo.append((here, value))
+                todo.append((name, value))
             elif not torch.equal(here.to(value), value):
                 raise ValueError(f"{name} is fixed in {type(self.core).__name__}; the state dict has other values")
+        self.part_embeddings(state_dict)
         with torch.no_grad():
-            for here, value in todo:
-                here.copy_(value)
+            for name, value in todo:
+                getters[name]().copy_(value)

@@ -93,7 +93,33 @@ class HookedRootModule(nn.Module):
             UnknownHookError: a name that no hook point has.
         """
         for point in self._chosen(name):
-            point.add_hook(hook, dir, is_permanent, level, prepend)
+            assert point.name is not None  # setup gave it one
+            self.check_and_add_hook(point, point.name, hook, dir, is_permanent, level, prepend)
+
+    def check_and_add_hook(
+        self,
+        hook_point: HookPoint,
+        hook_point_name: str,
+        hook: HookFunction,
+        dir: Direction = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+    ) -> None:
+        """Adds a function to one hook point, unless `check_hooks_to_add` objects."""
+        self.check_hooks_to_add(hook_point, hook_point_name, hook, dir=dir, is_permanent=is_permanent, prepend=prepend)
+        hook_point.add_hook(hook, dir, is_permanent, level, prepend)
+
+    def check_hooks_to_add(
+        self,
+        hook_point: HookPoint,
+        hook_point_name: str,
+        hook: HookFunction,
+        dir: Direction = "fwd",
+        is_permanent: bool = False,
+        prepend: bool = False,
+    ) -> None:
+        """Is called before a hook is added, and does nothing: a subclass raises an error where it wants none."""
 
     def add_perma_hook(self, name: NamesFilter, hook: HookFunction, dir: Direction = "fwd") -> None:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise."""

@@ -14,9 +14,15 @@ from torch import Tensor
 from bridge.bridge import TransformerBridge
 from bridge.hook_point import HookPoint
 from bridge.inputs import accepted_arguments, as_tokens
+from bridge.layers import check_layers
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.slices import Slice
-from bridge.legacy.tokens import get_attention_mask, lm_cross_entropy_loss
+from bridge.legacy.tokens import (
+    get_attention_mask,
+    get_offset_position_ids,
+    lm_cross_entropy_loss,
+    position_embeddings,
+)
 from bridge.names import Names, NamesFilter
 from bridge.runs import Input
 
@@ -28,16 +34,16 @@ class Output(NamedTuple):
     loss: Float[Tensor, "..."]
 
 
-class SwitchedNames(Names):
-    """Names among which a filter function chooses as in HookedTransformer: the heavy hook points only when they are
-    switched on, and none that HookedTransformer does not have, unless it accepts nothing else."""
+class LegacyNames(Names):
+    """Names with HookedTransformer's for the tokens that are embedded."""
 
-    def select(self, names: NamesFilter, include_heavy: Any) -> list[HookPoint]:
-        if callable(names):
-            usual = [point for point in super().select(None, include_heavy) if names(point.name)]
-            if usual:
-                return usual
-        return super().select(names, include_heavy)
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Every alias and the canonical name it stands for."""
+        found = super().aliases
+        if "embed.hook_in" in self.points:
+            found["hook_tokens"] = "embed.hook_in"
+        return found
 
 
 class RunsAsBefore(TransformerBridge):
@@ -64,12 +70,15 @@ class RunsAsBefore(TransformerBridge):
             input, return_type, loss_per_token, prepend_bos, padding_side, start_at_layer, attention_mask,
                 stop_at_layer, model_kwargs: as for `TransformerBridge.forward`. ``return_type="both"`` gives an
                 `Output`. With a tokenizer that pads on the left, padding in front of tokens is masked.
+                Hook points outside of the layers that run do not fire.
             tokens: with `start_at_layer`, the tokens that a loss is about.
-            shortformer_pos_embed: is worked out by the model; anything but None is an error.
-            past_kv_cache: keys and values of earlier tokens; those of this input are added unless it is frozen.
+            shortformer_pos_embed: what `input_to_embed` gave; the model works it out itself.
+            past_kv_cache: keys and values of earlier tokens; those of this input are added unless it is frozen. With
+                `start_at_layer`, `attention_mask` is that of all tokens, as `input_to_embed` gives it.
 
         Raises:
-            TypeError, ValueError: as for `TransformerBridge.forward`; a cache for another batch size.
+            TypeError, ValueError: as for `TransformerBridge.forward`; a cache for another batch size, or one that would
+                miss this input in the layers that do not run; other positional embeddings than the model's own.
 
         Example:
             >>> from bridge.embedded import MODEL_DIR
@@ -79,84 +88,150 @@ class RunsAsBefore(TransformerBridge):
             torch.Size([1, 9])
         """
         if shortformer_pos_embed is not None:
-            raise ValueError("shortformer_pos_embed cannot be given: the model works its positions out itself")
+            self._check_positions(shortformer_pos_embed, attention_mask)
+        if tokens is not None and start_at_layer is None:
+            raise ValueError("tokens are for start_at_layer; without it the input holds them")
         layers: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
-        wants_loss = return_type in ("loss", "both")
-        if tokens is not None:
-            if start_at_layer is None:
-                raise ValueError("tokens are for start_at_layer; without it the input holds them")
-            if wants_loss and stop_at_layer is None:
-                logits = super().forward(input, attention_mask=attention_mask, **layers, **model_kwargs)
-                return self._with_loss(logits, tokens, attention_mask, return_type, loss_per_token)
-        if past_kv_cache is None:
+        wants_loss = return_type in ("loss", "both") and stop_at_layer is None
+        if past_kv_cache is None and (tokens is None or not wants_loss):
             if attention_mask is None and start_at_layer is None:
-                attention_mask = self._mask_in_front(input, prepend_bos)
+                attention_mask = self._mask_in_front(input, prepend_bos, padding_side)
             output = super().forward(
                 input, return_type, loss_per_token, prepend_bos, padding_side, attention_mask, **layers, **model_kwargs
             )
-            return Output(*output) if return_type == "both" and stop_at_layer is None else output
-        if return_type == "logits_and_cache":
-            raise ValueError("past_kv_cache is filled itself: return_type='logits_and_cache' would give a second one")
-        return self._continued(
-            input, return_type, loss_per_token, prepend_bos, padding_side, attention_mask, past_kv_cache,
-            layers | model_kwargs,
-        )  # fmt: skip
+            return Output(*output) if return_type == "both" and wants_loss else output
+        plain = "logits" if wants_loss else return_type
+        if past_kv_cache is None:
+            output = super().forward(input, plain, attention_mask=attention_mask, **layers, **model_kwargs)
+        else:
+            if return_type == "logits_and_cache":
+                raise ValueError("past_kv_cache is filled itself: 'logits_and_cache' would give a second one")
+            if start_at_layer is None:
+                input, attention_mask = self._tokens_of(input, prepend_bos, padding_side, attention_mask)
+                tokens = input
+            elif wants_loss and tokens is None:
+                raise ValueError("a loss needs tokens: a residual stream does not say what comes next")
+            output = self._continued(input, plain, attention_mask, past_kv_cache, layers | model_kwargs)
+        if not wants_loss:
+            return output
+        assert tokens is not None
+        mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
+        loss = self.loss_fn(output, tokens, mask, loss_per_token)
+        return loss if return_type == "loss" else Output(output, loss)
 
-    def _mask_in_front(self, input: Any, prepend_bos: bool | None) -> Tensor | None:
-        """The mask of tokens with padding in front, where the tokenizer pads there."""
-        left = self.tokenizer is not None and self.tokenizer.padding_side == "left"
+    def input_to_embed(
+        self,
+        input: Input,
+        prepend_bos: bool | None = None,
+        padding_side: Literal["left", "right"] | None = None,
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        past_kv_cache: HookedTransformerKeyValueCache | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What enters the first block, for runs with `start_at_layer`.
+
+        Args:
+            input: text, texts or tokens.
+            prepend_bos, padding_side, attention_mask: as for `forward`.
+            past_kv_cache: of earlier tokens; the mask of these is added to it unless it is frozen.
+
+        Returns:
+            The residual stream ``[batch, pos, d_model]``; the tokens; the positional embeddings of a shortformer model,
+            else None; the mask of all tokens so far, or None where nothing is masked.
+
+        Example:
+            >>> import torch
+            >>> from bridge.embedded import MODEL_DIR
+            >>> from bridge.legacy import HookedTransformer
+            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
+            >>> residual, tokens, _, mask = model.input_to_embed("Mary and John")
+            >>> loss = model(residual, "loss", start_at_layer=0, tokens=tokens, attention_mask=mask)
+            >>> torch.allclose(loss, model("Mary and John", "loss"))
+            True
+        """
+        side = padding_side or (self.tokenizer.padding_side if self.tokenizer is not None else "right")
+        masked = attention_mask is not None or past_kv_cache is not None or side == "left"
+        tokens, mask = self._tokens_of(input, prepend_bos, padding_side, attention_mask, masked)
+        if masked and mask is None:
+            mask = torch.ones_like(tokens)
+        earlier = None if past_kv_cache is None else past_kv_cache.previous_attention_mask.to(tokens.device)
+        residual = self.forward(tokens, attention_mask=mask, stop_at_layer=0, past_kv_cache=past_kv_cache)
+        if earlier is not None and mask is not None:
+            mask = torch.cat([earlier, mask], dim=-1)
+        positions = None
+        if self.cfg.positional_embedding_type == "shortformer":
+            offset = 0 if mask is None else mask.shape[1] - tokens.shape[1]
+            positions = position_embeddings(self.weights["pos_embed.W_pos"], tokens, offset, mask)
+        return residual, tokens, positions, mask
+
+    def _check_positions(self, given: Tensor, mask: Tensor | None) -> None:
+        if self.cfg.positional_embedding_type != "shortformer":
+            raise ValueError(f"shortformer_pos_embed is for shortformer models; {self.cfg.model_name} is none")
+        tokens = torch.zeros(given.shape[:2], dtype=torch.long, device=given.device)
+        offset = 0 if mask is None else mask.shape[1] - tokens.shape[1]
+        if not torch.equal(given, position_embeddings(self.weights["pos_embed.W_pos"], tokens, offset, mask)):
+            raise ValueError("shortformer_pos_embed is not what the model adds: it works that out itself")
+
+    def _mask_in_front(self, input: Any, prepend_bos: bool | None, side: str | None) -> Tensor | None:
+        """The mask of tokens with padding in front, where the tokenizer, or this run, pads there."""
+        left = self.tokenizer is not None and (side or self.tokenizer.padding_side) == "left"
         if not left or not isinstance(input, Tensor) or input.is_floating_point() or input.ndim != 2:
             return None
-        mask = get_attention_mask(self.tokenizer, input, self._prepends(prepend_bos))
+        mask = get_attention_mask(self.tokenizer, input, self._prepends(prepend_bos), side)
         return None if bool(mask.all()) else mask
 
     def _prepends(self, prepend_bos: bool | None) -> bool:
         return bool(self.cfg.default_prepend_bos if prepend_bos is None else prepend_bos)
 
-    def _continued(
-        self, input: Any, return_type: str | None, per_token: bool, prepend_bos: bool | None, side: Any,
-        mask: Tensor | None, cache: HookedTransformerKeyValueCache, kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        """A run after earlier tokens."""
-        if kwargs["start_at_layer"] is not None:
-            raise ValueError("start_at_layer and past_kv_cache exclude each other: use stop_at_layer, or no cache")
+    def _tokens_of(
+        self, input: Any, prepend_bos: bool | None, side: str | None, mask: Tensor | None, masked: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """An input as tokens, and the mask of their padding, which is looked for in tokens where `masked` says so."""
         if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
             batch = self.batch_of([input] if isinstance(input, str) else input, prepend_bos, side)
             tokens, mask = batch.tokens, batch.mask if mask is None else mask
         else:
             tokens = as_tokens(input)
-            if mask is None and self.tokenizer is not None:
-                mask = get_attention_mask(self.tokenizer, tokens, self._prepends(prepend_bos))
+            if mask is None and masked and self.tokenizer is not None:
+                mask = get_attention_mask(self.tokenizer, tokens, self._prepends(prepend_bos), side)
         tokens = tokens.to(self.cfg.device)
-        past = cache.for_run(len(tokens))
-        mask = torch.ones_like(tokens) if mask is None else mask.to(tokens.device)
-        if mask.shape != tokens.shape:
+        if mask is not None:
+            mask = mask.to(tokens.device)
+            if mask.shape != tokens.shape:
+                raise ValueError(f"attention_mask has shape {list(mask.shape)}; the new tokens {list(tokens.shape)}")
+        return tokens, mask
+
+    def _continued(
+        self,
+        input: Any,
+        return_type: str | None,
+        mask: Tensor | None,
+        cache: HookedTransformerKeyValueCache,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A run after earlier tokens. The cache is changed at its end only."""
+        start, _ = check_layers(kwargs["start_at_layer"], kwargs["stop_at_layer"], self.cfg.n_layers)
+        if start and not cache.frozen:
             raise ValueError(
-                f"attention_mask has shape {list(mask.shape)}; the new tokens, for which it is, {list(tokens.shape)}"
+                f"the cache would miss these tokens in the layers before start_at_layer={start}: freeze() it first"
             )
-        before = cache.previous_attention_mask
-        everything = cache.append_attention_mask(mask)
+        past = cache.for_run(len(input))
+        ones = torch.ones(input.shape[:2], dtype=torch.long, device=input.device)
+        earlier = cache.previous_attention_mask[:, : past.get_seq_length()].to(input.device)
+        if start is None or mask is None:
+            mask = torch.cat([earlier, ones if mask is None else mask], dim=-1)
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        if not bool(everything.all()):
-            kwargs["attention_mask"] = everything
+        if not bool(mask.all()):
+            kwargs["attention_mask"] = mask
             if "position_ids" in accepted_arguments(type(self.core).forward):
-                positions = (everything.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-                kwargs.setdefault("position_ids", positions)
-        plain = return_type if return_type in (None, "predictions") else "logits"
-        try:
-            output = super().forward(tokens, plain, past_key_values=past, use_cache=True, **kwargs)
-        except BaseException:
-            cache.previous_attention_mask = before  # the tokens were not taken
-            raise
-        if return_type in ("loss", "both") and "stop_at_layer" not in kwargs:
-            return self._with_loss(output, tokens, mask, return_type, per_token)
+                kwargs.setdefault("position_ids", get_offset_position_ids(0, mask)[:, -input.shape[1] :])
+        output = super().forward(input, return_type, past_key_values=past, use_cache=True, **kwargs)
+        if not cache.frozen:
+            cache.past_key_values, cache.previous_attention_mask = past, mask
         return output
 
-    def _with_loss(
-        self, logits: Tensor, tokens: Tensor, mask: Tensor | None, return_type: str | None, per_token: bool
-    ) -> Any:
-        loss = self.loss_fn(logits, tokens, mask, per_token)
-        return loss if return_type == "loss" else Output(logits, loss)
+    def _points(self, names: NamesFilter, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
+        """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
+        return self._running(self.names.select(names, self._is_heavy_on), forward_kwargs)
 
     def loss_fn(
         self,
@@ -235,8 +310,8 @@ class RunsAsBefore(TransformerBridge):
             eos_token_id: what ends a row; None: what the tokenizer says, else the model.
             top_k, top_p: None: all tokens.
             temperature: 0 takes the likeliest token.
-            return_type: ``"input"``, ``"str"``, ``"tokens"``, or ``"embeds"``: embeddings of the prompt and of the new
-                tokens, which is also what ``"input"`` is for embeddings.
+            return_type: ``"input"``, ``"str"``, ``"tokens"`` (or ``"tensor"``), or ``"embeds"``: embeddings of the
+                prompt and of the new tokens, which is also what ``"input"`` is for embeddings.
 
         Example:
             >>> from bridge.embedded import MODEL_DIR
@@ -267,7 +342,7 @@ class RunsAsBefore(TransformerBridge):
             use_past_kv_cache=use_past_kv_cache,
             prepend_bos=prepend_bos,
             padding_side=padding_side,
-            return_type="tokens" if as_embeddings else return_type,
+            return_type="tokens" if as_embeddings or return_type == "tensor" else return_type,
             verbose=verbose,
             **(sampling | more),
         )

@@ -102,17 +102,20 @@ def get_cumsum_along_dim(tensor: Tensor, dim: int, reverse: bool = False) -> Ten
     return tensor.flip(dim).cumsum(dim).flip(dim) if reverse else tensor.cumsum(dim)
 
 
-def get_attention_mask(tokenizer: Any, tokens: Int[Tensor, "batch pos"], prepend_bos: bool) -> Int[Tensor, "batch pos"]:
+def get_attention_mask(
+    tokenizer: Any, tokens: Int[Tensor, "batch pos"], prepend_bos: bool, padding_side: str | None = None
+) -> Int[Tensor, "batch pos"]:
     """1 for tokens and 0 for padding, which is looked for on the side on which the tokenizer pads.
 
     Args:
         tokenizer: says which token pads, and on which side; None: nothing is padding.
         tokens: the rows.
         prepend_bos: whether they start with BOS; where that is the padding token too, the last of those in front is it.
+        padding_side: look on this side instead.
     """
     if tokenizer is None or tokenizer.pad_token_id is None:
         return torch.ones_like(tokens)
-    right = tokenizer.padding_side == "right"
+    right = (padding_side or tokenizer.padding_side) == "right"
     mask = (get_cumsum_along_dim((tokens != tokenizer.pad_token_id).long(), -1, right) > 0).to(tokens.dtype)
     if not right and prepend_bos and tokenizer.bos_token_id == tokenizer.pad_token_id:
         first = (mask == 0).sum(-1, keepdim=True) - 1
@@ -130,6 +133,26 @@ def get_offset_position_ids(
         attention_mask: of all tokens.
     """
     return (attention_mask.cumsum(1) - 1).clamp(min=0)[:, past_kv_pos_offset:]
+
+
+def position_embeddings(
+    table: Float[Tensor, "n_ctx d_model"],
+    tokens: Int[Tensor, "batch pos"],
+    past_kv_pos_offset: int = 0,
+    attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
+) -> Float[Tensor, "batch pos d_model"]:
+    """The embedding of each token's position, and zero for padding.
+
+    Args:
+        table: of learned positions.
+        tokens: only their number counts.
+        past_kv_pos_offset: how many tokens stand before these.
+        attention_mask: of all tokens, 0 for padding.
+    """
+    if attention_mask is None:
+        return table[past_kv_pos_offset : past_kv_pos_offset + tokens.shape[1]].expand(len(tokens), -1, -1)
+    mask = attention_mask.to(table.device)
+    return table[get_offset_position_ids(past_kv_pos_offset, mask)] * mask[:, past_kv_pos_offset:, None]
 
 
 def report_on_prompt(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -15,13 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE as CACHE_DIR
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from bridge.cache import act_name
 from bridge.composition import composition_scores
+from bridge.legacy.bos import (
+    get_input_with_manually_prepended_bos,
+    get_tokenizer_with_bos,
+    get_tokens_with_bos_removed,
+)
 from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
-from bridge.legacy.devices import get_device
+from bridge.legacy.devices import get_device, warn_if_mps
 from bridge.legacy.slices import Slice, SliceInput
 from bridge.legacy.tokens import (
     get_attention_mask,
@@ -32,14 +36,32 @@ from bridge.legacy.tokens import (
     report_on_prompt,
     sample_logits,
 )
+from bridge.legacy.utilities.activation_functions import (
+    SUPPORTED_ACTIVATIONS,
+    gelu_fast,
+    gelu_new,
+    gelu_pytorch_tanh,
+    solu,
+    xielu,
+)
+from bridge.legacy.weight_init import (
+    calc_fan_in_and_fan_out,
+    init_kaiming_normal_,
+    init_kaiming_uniform_,
+    init_xavier_normal_,
+    init_xavier_uniform_,
+)
 from bridge.names import suggestion
+from bridge.short_names import act_name
 
 __all__ = [
     "ACTIVATION_FN_DICT",
+    "CACHE_DIR",
     "USE_DEFAULT_VALUE",
     "LocallyOverridenDefaults",
     "Slice",
     "SliceInput",
+    "calc_fan_in_and_fan_out",
     "composition_scores",
     "download_file_from_hf",
     "gelu_fast",
@@ -51,8 +73,15 @@ __all__ = [
     "get_cumsum_along_dim",
     "get_dataset",
     "get_device",
+    "get_input_with_manually_prepended_bos",
     "get_nested_attr",
     "get_offset_position_ids",
+    "get_tokenizer_with_bos",
+    "get_tokens_with_bos_removed",
+    "init_kaiming_normal_",
+    "init_kaiming_uniform_",
+    "init_xavier_normal_",
+    "init_xavier_uniform_",
     "is_library_available",
     "is_lower_triangular",
     "is_square",
@@ -71,6 +100,8 @@ __all__ = [
     "to_numpy",
     "tokenize_and_concatenate",
     "transpose",
+    "warn_if_mps",
+    "xielu",
 ]
 
 test_prompt = report_on_prompt
@@ -162,31 +193,8 @@ def repeat_along_head_dimension(
     return repeated.clone() if clone_tensor else repeated
 
 
-def gelu_new(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GPT-2's approximation of GELU."""
-    return 0.5 * input * (1 + torch.tanh(math.sqrt(2 / math.pi) * (input + 0.044715 * input**3)))
-
-
-def gelu_fast(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The same approximation with a rounded constant (GPT-J)."""
-    return 0.5 * input * (1 + torch.tanh(input * 0.7978845608 * (1 + 0.044715 * input * input)))
-
-
-def gelu_pytorch_tanh(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The same approximation as torch computes it."""
-    return nn.functional.gelu(input, approximate="tanh")
-
-
-def solu(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """``x * softmax(x)``."""
-    return input * input.softmax(-1)
-
-
 #: Activation functions by their names in configurations.
-ACTIVATION_FN_DICT: dict[str, Callable[[Tensor], Tensor]] = {
-    "solu": solu, "solu_ln": solu, "gelu_new": gelu_new, "gelu_fast": gelu_fast, "silu": nn.functional.silu,
-    "relu": nn.functional.relu, "gelu": nn.functional.gelu, "gelu_pytorch_tanh": gelu_pytorch_tanh,
-}  # fmt: skip
+ACTIVATION_FN_DICT = SUPPORTED_ACTIVATIONS
 
 
 def override_or_use_default_value(default_flag: Any, override: Any = None) -> Any:
@@ -298,20 +306,9 @@ def download_file_from_hf(
 
 
 _NOT_HERE = {
-    "CACHE_DIR": "huggingface_hub.constants.HF_HUB_CACHE is the folder",
-    "clear_huggingface_cache": "`hf cache prune` and `hf cache rm` do it",
-    "calc_fan_in_and_fan_out": "torch.nn.init does it",
-    "init_xavier_uniform_": "torch.nn.init.xavier_uniform_, on transposed weights",
-    "init_xavier_normal_": "torch.nn.init.xavier_normal_, on transposed weights",
-    "init_kaiming_uniform_": "torch.nn.init.kaiming_uniform_, on transposed weights",
-    "init_kaiming_normal_": "torch.nn.init.kaiming_normal_, on transposed weights",
+    "clear_huggingface_cache": "it deletes every model of every program; `hf cache rm` deletes the one that you name",
     "check_structure": "it was for debugging TransformerLens",
-    "warn_if_mps": "torch's own documentation says what its backends can do",
-    "get_tokenizer_with_bos": "prepend_bos means the same for every tokenizer, which is never changed",
-    "get_input_with_manually_prepended_bos": "to_tokens(text, prepend_bos=True)",
-    "get_tokens_with_bos_removed": "to_tokens(text, prepend_bos=False)",
-    "XIELU": "it is in the Hugging Face models that use it",
-    "xielu": "it is in the Hugging Face models that use it",
+    "XIELU": "it is in the Hugging Face models that use it: transformers.activations.XIELUActivation",
 }
 
 

@@ -13,6 +13,7 @@ from tests.adapters.by_hand.families import CASES, GPTJ, OPT, tiny
 COMMON = {"n_layers": 2, "n_heads": 4, "d_model": 32, "d_vocab": 61, "d_vocab_out": 61, "n_ctx": 20}
 NORMED = {"normalization_type": "LN", "eps": 1e-5, "final_rms": False}
 RMS = {"normalization_type": "RMS", "eps": 1e-6, "final_rms": True, "gated_mlp": True, "d_mlp": 28}
+EXPERTS = {**RMS, "num_experts": 4, "experts_per_token": 2, "d_expert": 12, "default_prepend_bos": False}
 GELU = "gelu_pytorch_tanh"
 NEO = {"use_attn_scale": False, "attn_scale": None, "attn_types": ["global", "local"], "window_size": 3, **NORMED}
 GPT_J = {"rotary_adjacent_pairs": True, "rotary_base": 10000.0, "parallel_attn_mlp": True, "d_head": 8, **NORMED}
@@ -28,6 +29,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "gptj": {"positional_embedding_type": "rotary", "rotary_dim": 4, "d_mlp": 128, "act_fn": "gelu_new", **GPT_J},
     "gptj-tied-all-rotated": {"rotary_dim": 8, "d_mlp": 20, "tie_word_embeddings": True, **GPT_J},
     "phi": {"rotary_dim": 4, "rotary_adjacent_pairs": False, "parallel_attn_mlp": True, "d_mlp": 28, **NORMED},
+    "phi-mqa-quarter-rotated": {"rotary_dim": 2, "rotary_base": 300.0, "n_key_value_heads": 1, **NORMED},
     "phi-gqa-normed": {"use_qk_norm": True, "n_key_value_heads": 2, **NORMED},
     "gemma-mqa": {"n_key_value_heads": 1, "d_head": 8, "act_fn": GELU, "attention_dir": "causal", **RMS},
     "gemma-mha-bias-untied": {"n_key_value_heads": None, "d_head": 4, "attn_scale": 2.0, "rotary_dim": 4, **RMS},
@@ -37,7 +39,20 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "gemma3-gqa": {"n_key_value_heads": 2, "output_logits_soft_cap": -1.0, **GEMMA_3, **RMS},
     "gemma3-mqa-bias-untied": {"n_key_value_heads": 1, "tie_word_embeddings": False, **GEMMA_3, **RMS},
-    "mixtral-gqa": {"num_experts": 4, "experts_per_token": 2, "use_local_attn": False, **RMS, "eps": 1e-5},
+    "mixtral-gqa": {
+        "num_experts": 4, "experts_per_token": 2, "d_expert": 28, "use_local_attn": False, **RMS, "eps": 1e-5,
+    },
+    "gpt_oss-gqa": {
+        "num_experts": 4, "experts_per_token": 2, "d_expert": 28, "n_key_value_heads": 2, "act_fn": "clamped_swiglu",
+        "attn_types": ["local", "global"], "window_size": 3, "rotary_base": 300.0, "d_head": 8, **RMS, "eps": 1e-5,
+    },
+    "gpt_oss-mha-no-bias-tied": {"num_experts": 3, "experts_per_token": 1, "tie_word_embeddings": True},
+    "qwen2_moe-gqa": {**EXPERTS, "d_mlp": 12, "d_shared_expert": 20, "n_key_value_heads": 2},
+    "qwen2_moe-dense-window": {
+        **EXPERTS, "d_shared_expert": 20, "window_size": 3, "attn_types": ["local", "global"],
+    },
+    "qwen2_moe-equal-widths": {**EXPERTS, "d_mlp": 32, "d_expert": 32, "d_shared_expert": 32},
+    "qwen3_moe-gqa": {**EXPERTS, "d_shared_expert": None, "use_qk_norm": True, "d_head": 6, "attn_scale": 6**0.5},
     "mixtral-mha-window": {
         "num_experts": 3, "use_local_attn": True, "window_size": 3, "attn_types": ["local", "local"], "act_fn": "silu",
     },
@@ -127,3 +142,18 @@ def test_scores_are_declared_only_where_they_can_be_reached() -> None:
     names = [point.name for point in anatomy(model).points]
     assert "blocks.0.attn.hook_z" in names
     assert not [name for name in names if "pattern" in name or "rot" in name]
+
+
+def test_experts_packed_in_mxfp4_are_refused() -> None:
+    model = tiny("gpt_oss-gqa")
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Mxfp4GptOssMLP", (type(mlp),), {})
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp is packed in MXFP4.*dequantize=True"):
+        anatomy(model)
+
+
+def test_a_qwen_without_experts_has_none() -> None:
+    fields = CASES["qwen2_moe-gqa"][1] | {"num_experts": 0}
+    found = anatomy(transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**fields)))
+    assert (found.cfg.num_experts, found.cfg.d_expert, found.cfg.d_mlp, found.cfg.gated_mlp) == (None, None, 28, True)
+    assert not [point.name for point in found.points if "expert" in point.name]

@@ -20,6 +20,8 @@ TAPPED = [
     ("gpt_neo", "blocks.0.attn.hook_attn_scores"),
     ("mixtral-gqa", "blocks.1.mlp.hook_expert_weights"),
     ("mixtral-gqa", "blocks.1.mlp.experts.2.hook_post"),
+    ("gpt_oss-gqa", "blocks.0.mlp.hook_router_logits"),
+    ("gpt_oss-gqa", "blocks.1.mlp.experts.2.hook_pre"),
 ]
 
 
@@ -50,7 +52,9 @@ def test_a_copy_made_while_tapped_computes_as_the_original_does(case: str, name:
         assert torch.equal(other(TOKENS).logits, before)
 
 
-@pytest.mark.parametrize("case", ["bloom", "gptj", "gpt_neo", "mixtral-gqa", "opt-no-bias", "gemma3-gqa"])
+@pytest.mark.parametrize(
+    "case", ["bloom", "gptj", "gpt_neo", "mixtral-gqa", "gpt_oss-gqa", "qwen2_moe-gqa", "opt-no-bias", "gemma3-gqa"]
+)
 def test_hooks_fire_at_each_step_of_generation(case: str) -> None:
     bridge = bridge_of(case) if case == "bloom" else TransformerBridge(tiny(case))
     seen: dict[str, list[int]] = {}

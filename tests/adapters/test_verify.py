@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from adapters import verify
-from adapters.views import View
+from adapters.views import SinkPattern, View
 from bridge import TransformerBridge
+from tests.adapters.by_hand.families import tiny as mixture
 from tests.conftest import FAMILIES, tiny
 
 
@@ -27,6 +28,7 @@ def change(bridge, name, **fields):
     hook = bridge.hook_dict[name]
     hook.point = dataclasses.replace(hook.point, **fields)
     hook.view = hook.point.view
+    bridge.wiring.settle(hook)
 
 
 def test_a_wrong_shape_is_noticed():
@@ -57,6 +59,17 @@ def test_a_view_that_does_not_write_back_what_it_read_is_noticed():
     bridge = TransformerBridge(tiny("gpt2"))
     change(bridge, "blocks.0.hook_mlp_out", view=Off())
     assert failing(bridge) == ["writing back what was read changes nothing"]
+
+
+def test_a_pattern_that_hides_what_sinks_take_is_noticed():
+    class Scaled(SinkPattern):
+        def get(self, x, call):
+            return super().get(x, call) / super().get(x, call).sum(-1, keepdim=True)
+
+    bridge = TransformerBridge(mixture("gpt_oss-gqa"))
+    assert verify(bridge).passed
+    change(bridge, "blocks.1.attn.hook_pattern", view=Scaled("sinks"))
+    assert "pattern rows sum to one less what sinks take" in failing(bridge)
 
 
 def test_the_mode_is_restored():

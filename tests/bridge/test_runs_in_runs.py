@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from tests.conftest import tiny, torch_hooks
+from tests.adapters.test_verify_all import tiny as any_tiny
+from tests.conftest import FAMILIES, tiny, torch_hooks
 
 
 def test_a_run_in_a_hook_is_a_run_of_its_own(tokens):
@@ -43,6 +44,63 @@ def test_a_run_in_a_hook_is_a_run_of_its_own(tokens):
 
     changed = outer.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_attn_in", edit)])
     assert not torch.equal(changed, plain)
+
+
+def test_a_run_in_a_hook_leaves_the_cache_alone(bridge, tokens):
+    _, expected = bridge.run_with_cache(tokens)
+    caches = []
+
+    def run(x, hook):
+        if not caches:
+            caches.append(None)
+            caches[0] = bridge.run_with_cache(tokens[:, :4])[1]
+
+    with bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_z", run)]):
+        _, cache = bridge.run_with_cache(tokens)
+    for name in expected:
+        assert torch.equal(cache[name], expected[name]), name
+    _, short = bridge.run_with_cache(tokens[:, :4])
+    for name in short:
+        assert torch.equal(caches[0][name], short[name]), name
+
+
+def test_a_run_in_a_hook_leaves_the_cache_of_a_generation_alone(tokens):
+    bridge = TransformerBridge(tiny("llama"))
+    given = {"max_new_tokens": 3, "do_sample": False, "return_type": "tokens", "return_cache": True, "verbose": False}
+    made, expected = bridge.generate(tokens, **given)
+    running = []
+
+    def run(x, hook):
+        if not running:
+            running.append(1)
+            bridge(tokens[:, :4])
+            running.clear()
+
+    with bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_z", run)]):
+        again, cache = bridge.generate(tokens, **given)
+    assert torch.equal(again, made)
+    for name in expected:
+        assert torch.equal(cache[name], expected[name]), name
+
+
+@pytest.mark.parametrize("inside", ["softmax", "run", "cache"])
+def test_a_softmax_of_a_hook_is_not_the_models(tokens, inside):
+    bridge, other = TransformerBridge(any_tiny("bloom")), TransformerBridge(tiny("llama", "eager"))
+    _, cache = TransformerBridge(tiny("llama")).run_with_cache(tokens[:, :4])
+    compute = {
+        "softmax": lambda x: x.softmax(-1),
+        "run": lambda x: other(tokens[:, :4]),
+        "cache": lambda x: cache["pattern", 0],
+    }[inside]
+
+    def hook(x, hook):
+        compute(x)
+
+    _, expected = bridge.run_with_cache(tokens)
+    with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_q", hook)]):
+        _, found = bridge.run_with_cache(tokens)
+    for name in ("hook_attn_scores", "hook_pattern"):
+        assert torch.equal(found[f"blocks.0.attn.{name}"], expected[f"blocks.0.attn.{name}"])
 
 
 def test_two_bridges_around_one_model(family, tokens):
@@ -146,10 +204,16 @@ def test_in_place_changes_of_gradients_and_of_data_count(bridge, tokens):
         bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[("hook_embed", lambda g, hook: 0.0)]).backward()
 
 
-def test_compiled_models_run_hooks(tokens):
+@pytest.mark.parametrize("part", ["model", "forward", "block"])
+@torch.no_grad()
+def test_compiled_models_run_hooks(tokens, part):
     model = tiny("llama")
     plain = model(tokens).logits
-    bridge = TransformerBridge(torch.compile(model, backend="eager"))
+    if part == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    elif part == "block":
+        model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    bridge = TransformerBridge(torch.compile(model, backend="eager") if part == "model" else model)
     torch.testing.assert_close(bridge(tokens), plain)
     zeroed = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)])
     expected = TransformerBridge(tiny("llama")).run_with_hooks(
@@ -158,6 +222,8 @@ def test_compiled_models_run_hooks(tokens):
     torch.testing.assert_close(zeroed, expected)
     torch.testing.assert_close(bridge(tokens), plain)
     assert bridge(tokens, stop_at_layer=1).shape == (2, 9, 32)
+    _, cache = bridge.run_with_cache(tokens)
+    assert list(cache) == list(TransformerBridge(tiny("llama")).run_with_cache(tokens)[1])
 
 
 def test_checkpointing_and_hooks_that_would_be_gone(tokens):
@@ -173,6 +239,24 @@ def test_checkpointing_and_hooks_that_would_be_gone(tokens):
             one(tokens, return_type="loss", use_cache=False).backward()
     for ours, theirs in zip(bridge.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_leaves_the_graph_alone(family, tokens):
+    grads = []
+    for checkpointing in (True, False):
+        model = tiny(family).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        loss, cache = TransformerBridge(model).run_with_cache(tokens, return_type="loss", use_cache=False)
+        loss.backward()  # the blocks run again, without the hooks
+        assert not any(value.requires_grad for value in cache.values())
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_finished_threads_hooks_can_be_removed(bridge, tokens):

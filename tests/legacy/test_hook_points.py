@@ -62,6 +62,22 @@ def test_setup_names_modules_and_hook_points(toy):
         toy.hook_out.layer()
 
 
+def test_a_subclass_may_refuse_hooks(toy, x):
+    class Guarded(type(toy)):
+        def check_hooks_to_add(self, hook_point, hook_point_name, hook, dir="fwd", is_permanent=False, prepend=False):
+            assert hook_point is self.hook_dict[hook_point_name]
+            if dir == "bwd":
+                raise AssertionError(f"no gradients at {hook_point_name}")
+
+    guarded = Guarded()
+    seen = []
+    guarded.run_with_hooks(x, fwd_hooks=[(lambda name: True, lambda t, hook: seen.append(hook.name))])
+    assert sorted(seen) == sorted(guarded.hook_dict)
+    with pytest.raises(AssertionError, match="no gradients at hook_in"):
+        guarded.add_hook("hook_in", double, "bwd")
+    assert counts(guarded) == {}
+
+
 def test_hook_points_of_bridges_are_instances(model):
     assert isinstance(model.hook_dict["hook_embed"], HookPoint)
     assert isinstance(HookPoint(), HookPoint)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertForMaskedLM
 
 from bridge.legacy import HookedEncoder, HookedEncoderDecoder, HookedTransformer
-from bridge.legacy.loading_from_pretrained import get_pretrained_model_config
+from bridge.legacy.loading_from_pretrained import get_pretrained_model_config, get_pretrained_state_dict
 from tests.reference import DATA, FAMILIES, agree, entries, reference, wrong_logits, wrong_values
 
 
@@ -42,12 +42,11 @@ def test_bert_is_an_encoder():
     texts = [model.to_string(row) for row in ([7, 8, 3, 9], [11, 3])]
     mask = model.tokenizer.mask_token_id
     texts = [text.replace(model.to_string(3), "<unk>") for text in texts]
-    said = model(texts, "predictions")
     rows = [model.to_tokens(text)[0] for text in texts]
     assert all((row == mask).sum() == 1 for row in rows)
-    best = [model(row[None])[0].argmax(-1)[row == mask] for row in rows]
-    assert said == [model.to_string(token) for token in best]
-    assert model(texts[1], "predictions") == said[1]
+    words = [model.to_string(model(row)[0].argmax(-1)[row[0] == mask]) for row in rows]
+    assert model(texts, "predictions") == [f"Prediction {i}: {word}" for i, word in enumerate(words)]
+    assert model(texts[1], "predictions") == words[1]
 
 
 def test_an_encoder_decoder_is_not_a_hooked_transformer(tmp_path):
@@ -98,6 +97,19 @@ def test_a_given_model_is_not_changed():
     )
     assert half.cfg.dtype == torch.bfloat16
     assert hf.dtype == torch.float32
+
+
+def test_a_given_model_is_loaded_already():
+    hf = AutoModelForCausalLM.from_pretrained(DATA / "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "gpt2")
+    for change in ({"checkpoint_value": 100}, {"checkpoint_index": 1}, {"n_devices": 2}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} would change how the model is loaded"):
+            HookedTransformer.from_pretrained("gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", **change)
+    model = HookedTransformer.from_pretrained_no_processing(
+        "gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", n_ctx=20
+    )
+    assert model.original_model is hf
+    assert model.cfg.n_ctx == 20
 
 
 def test_fewer_layers_and_another_context():
@@ -169,6 +181,8 @@ def test_state_dicts_of_both_kinds():
         model.load_state_dict(
             {n: v for n, v in canonical.items() if n != "blocks.0.attn.W_Q"} | {"mine": torch.ones(1)}
         )
+    filled = model.fill_missing_keys({"embed.W_E": canonical["embed.W_E"]})
+    assert set(filled) == set(canonical)
     assert model.load_state_dict({"embed.W_E": canonical["embed.W_E"]}, strict=False).unexpected_keys == []
 
 
@@ -176,3 +190,87 @@ def test_configurations_without_weights():
     cfg = get_pretrained_model_config(str(DATA / "phi3"))
     assert (cfg.n_layers, cfg.d_model, cfg.n_heads, cfg.original_architecture) == (2, 32, 4, "Phi3ForCausalLM")
     assert cfg.positional_embedding_type == "rotary"
+
+
+def test_configurations_as_hooked_transformer_would_make_them():
+    cfg = get_pretrained_model_config(
+        str(DATA / "bloom"), fold_ln=True, device="cpu", dtype=torch.float64, first_n_layers=1, local_files_only=True
+    )
+    assert (cfg.normalization_type, cfg.n_layers, cfg.dtype, cfg.device) == ("LNPre", 1, torch.float64, "cpu")
+    assert cfg.default_prepend_bos is False
+    assert get_pretrained_model_config(str(DATA / "bloom"), default_prepend_bos=True).default_prepend_bos is True
+
+
+@pytest.mark.parametrize("fold_ln", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_configuration_and_a_state_dict_make_the_model(family, fold_ln):
+    """HookedTransformer's own way: where norms are to be folded, the model is made without their weights."""
+    cfg = get_pretrained_model_config(str(DATA / family), fold_ln=fold_ln, device="cpu")
+    model = HookedTransformer(cfg, move_to_device=False)
+    state = get_pretrained_state_dict(str(DATA / family))
+    given = {name: value.clone() for name, value in state.items()}
+    model.load_and_process_state_dict(state)
+    assert wrong_values(model, family, "processed") == []
+    assert all(torch.equal(value, state[name]) for name, value in given.items())
+    if fold_ln:
+        assert not [name for name in model.tl_parameters() if ".ln1." in name]
+    model.move_model_modules_to_device()
+    assert model.cfg.device == torch.device("cpu")
+
+
+def test_weights_of_another_model_into_a_processed_one():
+    model = HookedTransformer.from_pretrained(str(DATA / "gpt2"), device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    model.load_and_process_state_dict(get_pretrained_state_dict(str(DATA / "gpt2")))
+    assert wrong_values(model, "gpt2", "processed") == []
+
+
+def test_embedding_and_unembedding_are_two():
+    model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    assert model.cfg.tie_word_embeddings
+    state = {name: value.detach().clone() for name, value in model.tl_parameters().items()}
+    model.load_state_dict(state)
+    assert model.cfg.tie_word_embeddings, "they are the same still"
+    before = model.W_E.clone()
+    model.unembed.W_U = 2 * model.W_U
+    assert torch.equal(model.W_E, before)
+    assert torch.equal(model.W_U, 2 * before.T)
+    assert not model.cfg.tie_word_embeddings
+    other = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    state["unembed.W_U"] = 3 * state["unembed.W_U"]
+    other.load_state_dict(state)
+    tokens = reference("gpt2")["tokens"]
+    assert torch.allclose(other(tokens), 1.5 * model(tokens), atol=1e-4)
+    assert torch.equal(other.W_E, before)
+
+
+def test_configurations_are_equal_whatever_was_processed():
+    load = HookedTransformer.from_pretrained
+    none = {"fold_ln": False, "center_writing_weights": False, "center_unembed": False}
+    plain = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    assert plain.cfg == load(str(DATA / "gpt2"), device="cpu", **none).cfg
+    assert plain.cfg != load(str(DATA / "gpt2"), device="cpu").cfg, "its norms have no weights"
+
+
+def test_arguments_of_the_hub(tmp_path):
+    model = HookedTransformer.from_pretrained(
+        str(DATA / "gpt2"), device="cpu", cache_dir=str(tmp_path), local_files_only=True, low_cpu_mem_usage=True
+    )
+    assert wrong_values(model, "gpt2", "processed") == []
+    assert model.intended_device == torch.device("cpu")
+
+
+def test_a_data_point(model):
+    with pytest.raises(ImportError, match=r"stas/openwebtext-10k"):
+        model.sample_datapoint()
+    model.dataset = [{"text": "w1 w2"}]
+    try:
+        assert model.sample_datapoint() == "w1 w2"
+        assert torch.equal(model.sample_datapoint(tokenize=True), model.to_tokens("w1 w2"))
+    finally:
+        model.dataset = None
+    phi = HookedTransformer.from_pretrained_no_processing(str(DATA / "phi3"), device="cpu")
+    with pytest.raises(ValueError, match="no data set is known for Phi3ForCausalLM"):
+        phi.load_sample_training_dataset()

@@ -51,7 +51,7 @@ def test_importing_the_package_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["components", "evals", "HookedAudioEncoder", "lit", "factories"])
+@pytest.mark.parametrize("name", ["components", "HookedAudioEncoder", "lit", "factories"])
 def test_what_is_not_offered_says_why(name):
     with pytest.raises(AttributeError, match=f"no {name}: .*docs/migration.md"):
         getattr(transformer_lens, name)

@@ -199,11 +199,37 @@ def test_parts_can_be_called(family):
         with model.hooks(fwd_hooks=[("blocks.0.mlp.hook_post", lambda x, hook: off.append(x) or x * 0)]):
             assert torch.allclose(block.mlp(cache["resid_pre", 0]), block.mlp.b_out.expand(2, 10, 32), atol=1e-6)
         assert len(off) == 1
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 10])
+        assert torch.equal(model.pos_embed(tokens), cache["pos_embed"])
+        positions = model.pos_embed(tokens, 0, attention_mask=mask)
+        assert torch.equal(positions[1], model.W_pos[:10])
+        assert torch.equal(positions[0, 2:], model.W_pos[:8])
+        assert not positions[0, :2].any()
+        assert torch.equal(model.pos_embed(tokens[:, 6:], 6, mask), positions[:, 6:])
     out = model.unembed(model.ln_final(cache["resid_post", -1]))
     cap = model.cfg.output_logits_soft_cap
     assert torch.allclose(out if cap <= 0 else cap * (out / cap).tanh(), logits, atol=1e-3)
-    with pytest.raises(TypeError, match=r"blocks\.0\.attn cannot be called by itself"):
-        block.attn(cache["resid_pre", 0])
+    with pytest.raises(TypeError, match=r"blocks\.0\.mlp\.gate cannot be called by itself"):
+        model.call_part("blocks.0.mlp.gate", tokens)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"])
+def test_attention_can_be_called(family):
+    model, tokens = fresh(family), reference(family)["tokens"]
+    _, cache = model.run_with_cache(tokens, names_filter=["blocks.1.ln1.hook_out", "blocks.1.attn.hook_out"])
+    x = cache["blocks.1.ln1.hook_out"].requires_grad_()
+    attn = model.blocks[1].attn
+    out = attn(query_input=x, key_input=x, value_input=x)
+    assert torch.equal(out, cache["blocks.1.attn.hook_out"])
+    out[:, 4].sum().backward()
+    assert x.grad[:, :5].any()
+    assert not x.grad[:, 5:].any(), "it looks back only"
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: z * 0)]):
+        assert torch.allclose(attn(x), attn.b_O.expand_as(x), atol=1e-6)
+    assert not model.wiring.listening
+    assert not model.original_model.get_submodule(model.module_path("blocks.1.attn"))._forward_pre_hooks
+    with pytest.raises(TypeError, match="hook_q_input, hook_k_input and hook_v_input"):
+        attn(x, x, 2 * x)
 
 
 def test_mod_dict(wrapped):

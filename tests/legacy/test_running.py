@@ -47,10 +47,8 @@ def test_what_cannot_be_given(model, tokens):
         model(tokens, tokens=tokens)
     with pytest.raises(TypeError, match=r"'loss_per_tokn'.*Did you mean loss_per_token"):
         model(tokens, loss_per_tokn=True)
-    with pytest.raises(AttributeError, match="no input_to_embed here"):
-        model.input_to_embed(tokens)
-    with pytest.raises(ImportError, match="no data set"):
-        model.load_sample_training_dataset()
+    with pytest.raises(AttributeError, match="no get_residual here"):
+        model.get_residual(tokens)
 
 
 def test_stopping_at_each_layer(model, tokens):
@@ -63,14 +61,76 @@ def test_stopping_at_each_layer(model, tokens):
     assert "blocks.1.hook_resid_pre" not in partial
 
 
+def test_hooks_outside_of_the_layers_that_run_do_not_fire(model, tokens):
+    fired = []
+
+    def note(x, hook):
+        fired.append(hook.name)
+
+    names = ["hook_embed", "blocks.0.attn.hook_k", "blocks.1.mlp.hook_pre"]
+    model.run_with_hooks(tokens, stop_at_layer=1, fwd_hooks=[(name, note) for name in names])
+    assert fired == names[:2]
+    fired.clear()
+    residual = model(tokens, stop_at_layer=1)
+    model.run_with_hooks(input=residual, start_at_layer=1, fwd_hooks=[(name, note) for name in names])
+    assert fired == names[2:]
+    _, cache = model.run_with_cache(tokens, names_filter=names, stop_at_layer=1)
+    assert list(cache) == names[:2]
+    _, cache = model.run_with_cache(tokens, names_filter=names[2:], stop_at_layer=1)
+    assert not list(cache)
+
+
+def test_the_tokens_that_are_embedded(model, tokens):
+    def other(ids, hook):
+        ids[:, 0] = 7
+        return ids
+
+    changed = tokens.clone()
+    changed[:, 0] = 7
+    assert torch.equal(model.run_with_hooks(tokens, fwd_hooks=[("hook_tokens", other)]), model(changed))
+    _, cache = model.run_with_cache(tokens, names_filter=["hook_tokens"])
+    assert torch.equal(cache["hook_tokens"], tokens)
+
+
+def test_what_enters_the_first_block(model, tokens):
+    residual, ids, positions, mask = model.input_to_embed(tokens)
+    assert torch.equal(residual, model(tokens, stop_at_layer=0))
+    assert torch.equal(ids, tokens)
+    assert positions is mask is None
+    texts = [model.to_string(row) for row in (tokens[0], tokens[1, :4])]
+    for side in ("left", "right"):
+        residual, ids, _, mask = model.input_to_embed(texts, prepend_bos=False, padding_side=side)
+        assert torch.equal(ids, model.to_tokens(texts, False, side))
+        right = model(texts, "loss", prepend_bos=False, padding_side=side)
+        again = model(residual, "loss", start_at_layer=0, tokens=ids, attention_mask=mask)
+        assert torch.allclose(again, right, atol=1e-5)
+    given = torch.ones_like(tokens)
+    given[1, 3] = 0
+    residual, _, _, mask = model.input_to_embed(tokens, attention_mask=given)
+    right = model(tokens, attention_mask=given)
+    assert torch.allclose(model(residual, start_at_layer=0, attention_mask=mask), right, atol=1e-5)
+
+
+def test_a_shortformer():
+    fields = {"n_layers": 2, "d_model": 8, "n_ctx": 9, "d_head": 4, "d_vocab": 10, "act_fn": "relu", "device": "cpu"}
+    model = HookedTransformer(fields | {"positional_embedding_type": "shortformer"})
+    tokens = torch.arange(10).reshape(2, 5)
+    residual, ids, positions, _ = model.input_to_embed(tokens)
+    assert torch.equal(positions[1], model.W_pos[:5])
+    loss = model(residual, "loss", start_at_layer=0, tokens=ids, shortformer_pos_embed=positions)
+    assert torch.allclose(loss, model(tokens, "loss"), atol=1e-6)
+    with pytest.raises(ValueError, match="not what the model adds"):
+        model(residual, start_at_layer=0, shortformer_pos_embed=positions + 1)
+
+
 def test_filters_choose_what_is_switched_on(model, tokens):
     _, cache = model.run_with_cache(tokens, names_filter=lambda name: True)
     assert "blocks.0.attn.hook_result" not in cache
     assert "blocks.0.hook_q_input" not in cache
     assert "embed.hook_in" not in cache
-    model.set_use_attn_result(True)
-    model.set_use_split_qkv_input(True)
-    model.set_use_hook_mlp_in(True)
+    model.set_use_attn_result(use_attn_result=True)
+    model.set_use_split_qkv_input(use_split_qkv_input=True)
+    model.set_use_hook_mlp_in(use_hook_mlp_in=True)
     _, cache = model.run_with_cache(tokens, names_filter=lambda name: True)
     right = {
         key.split("/", 2)[2] for key in reference("gpt2") if key.startswith(("processed/cache", "processed_fine/cac"))
@@ -137,6 +197,18 @@ def test_hooks_of_all_kinds(model, tokens):
     assert order == ["b", "a", "b", "a", "c"]
 
 
+def test_the_hooks_that_are_there(model, tokens):
+    point = model.hook_dict["hook_embed"]
+    model.add_perma_hook("hook_embed", double)
+    with model.hooks(fwd_hooks=[("hook_embed", double)], bwd_hooks=[(lambda name: name == "hook_embed", double)]):
+        model.run_with_cache(tokens)
+        assert (len(point.fwd_hooks), len(point.bwd_hooks)) == (2, 1)
+        point.fwd_hooks[1].remove()
+    assert (len(point.fwd_hooks), len(point.bwd_hooks)) == (1, 0)
+    model.remove_all_hook_fns(including_permanent=True)
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+
+
 def test_caching_hooks(model, tokens):
     cache = model.add_caching_hooks(["hook_embed"], incl_bwd=True)
     model(tokens, return_type="loss").backward()
@@ -176,6 +248,62 @@ def test_a_frozen_cache_stays(model, tokens):
     assert cache[0].past_keys.shape[1] == 10
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cache_whose_padding_is_on_the_side_that_the_run_names(family, side):
+    model = HookedTransformer.from_pretrained_no_processing(str(DATA / family), device="cpu")
+    pad, rows = model.tokenizer.pad_token_id, [[5, 6, 7, 8], [9, 10]]
+    first = torch.tensor([rows[0], [pad, pad, *rows[1]] if side == "left" else [*rows[1], pad, pad]])
+    second = torch.tensor([[11, 12], [pad, 13] if side == "left" else [13, pad]])
+    alone = model(torch.tensor([[*rows[1], 13]]))[0, -1]
+    cache = HookedTransformerKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    for other in ("left", "right"):
+        model.tokenizer.padding_side = other
+        model(first, past_kv_cache=cache, padding_side=side, prepend_bos=False)
+        cache.freeze()
+        last = model(second, past_kv_cache=cache, padding_side=side, prepend_bos=False)[1]
+        assert torch.allclose(last[1 if side == "left" else 0], alone, atol=1e-4)
+        cache = HookedTransformerKeyValueCache.init_cache(model.cfg, "cpu", 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_starting_at_a_layer_after_earlier_tokens(family):
+    model = HookedTransformer.from_pretrained_no_processing(str(DATA / family), device="cpu")
+    tokens = reference(family)["tokens"]
+    whole = model(tokens)[:, 7:]
+    cache = HookedTransformerKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    model(tokens[:, :7], past_kv_cache=cache)
+    cache.freeze()
+    new = tokens[:, 7:]
+    _, ids, _, mask = model.input_to_embed(new, past_kv_cache=cache)
+    assert mask.shape == (2, 10)
+    residual = model(new, stop_at_layer=1, past_kv_cache=cache)
+    for layer, x in ((1, residual), (0, model.input_to_embed(new, past_kv_cache=cache)[0])):
+        again = model(x, start_at_layer=layer, tokens=ids, attention_mask=mask, past_kv_cache=cache)
+        assert torch.allclose(again, whole, atol=1e-4)
+        loss = model(x, "loss", start_at_layer=layer, tokens=ids, attention_mask=mask, past_kv_cache=cache)
+        assert torch.allclose(loss, utils.lm_cross_entropy_loss(whole, new), atol=1e-4)
+    cache.unfreeze()
+    embedded, _, _, mask = model.input_to_embed(new[:, :1], past_kv_cache=cache)
+    assert torch.allclose(
+        model(embedded, start_at_layer=0, attention_mask=mask, past_kv_cache=cache), whole[:, :1], atol=1e-4
+    )
+    assert torch.allclose(model(new[:, 1:], past_kv_cache=cache), whole[:, 1:], atol=1e-4)
+    assert cache.previous_attention_mask.shape == (2, 10)
+
+
+def test_a_cache_is_as_before_when_a_run_fails(model, tokens):
+    def fail(x, hook):
+        raise ZeroDivisionError
+
+    cache = HookedTransformerKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    model(tokens[:, :6], past_kv_cache=cache)
+    with pytest.raises(ZeroDivisionError):
+        model.run_with_hooks(tokens[:, 6:], past_kv_cache=cache, fwd_hooks=[("blocks.1.hook_mlp_out", fail)])
+    assert [entry.past_keys.shape[1] for entry in cache] == [6, 6]
+    assert torch.allclose(model(tokens[:, 6:], past_kv_cache=cache), model(tokens)[:, 6:], atol=1e-4)
+
+
 def test_a_cache_with_padding(model):
     """Rows padded in front, and then again, come out as they would alone."""
     pad = model.tokenizer.pad_token_id
@@ -194,8 +322,10 @@ def test_a_cache_refuses_what_it_is_not_for(model, tokens):
     cache = HookedTransformerKeyValueCache.init_cache(model.cfg)
     with pytest.raises(ValueError, match="the cache is for 1 rows and the input has 2"):
         model(tokens, past_kv_cache=cache)
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="would miss these tokens in the layers before start_at_layer=1: freeze"):
         model(torch.zeros(1, 2, 32), start_at_layer=1, past_kv_cache=cache)
+    with pytest.raises(ValueError, match="a loss needs tokens"):
+        model(torch.zeros(1, 2, 32), "loss", start_at_layer=0, past_kv_cache=cache)
     with pytest.raises(ValueError, match="the prompt has 50"):
         model(torch.zeros(1, 50, dtype=torch.long), past_kv_cache=cache)
     assert cache.previous_attention_mask.shape == (1, 0)

@@ -31,7 +31,7 @@ def test_bos(english):
     english.cfg.default_prepend_bos = True
     assert english.to_str_tokens("Mary and") == ["<bos>", "Mary", " and"]
     assert english.to_str_tokens(np.array([[*english.to_tokens("Mary and")[0]]])) == ["<bos>", "Mary", " and"]
-    assert english.to_single_str_token(english.to_single_token(" Mary")) == " Mary"
+    assert english.to_single_str_token(int_token=english.to_single_token(" Mary")) == " Mary"
     assert english.get_token_position(" John", PROMPT, mode="last") == 10
 
 
@@ -52,6 +52,25 @@ def test_tokens_with_padding_in_front_are_masked_where_the_tokenizer_pads_there(
     with utils.LocallyOverridenDefaults(english, padding_side="left"):
         assert torch.allclose(english(left)[1, 2:], english("Mary")[0], atol=1e-4)
     assert not torch.allclose(english(left)[1, 2:], english("Mary")[0], atol=1e-4)
+
+
+def test_padding_in_front_of_tokens_is_masked_where_the_run_says_so(english):
+    left = english.to_tokens(["Mary and John", "Mary"], padding_side="left")
+    assert torch.allclose(english(left, padding_side="left")[1, 2:], english("Mary")[0], atol=1e-4)
+
+
+def test_what_is_not_in_a_text(english):
+    for position in (
+        lambda: english.get_token_position(" John", "Mary and"),
+        lambda: english.get_token_position(english.tokenizer.bos_token_id, "Mary", prepend_bos=False),
+        lambda: english.to_single_token("Mary and John"),
+    ):
+        for kind in (ValueError, AssertionError):  # HookedTransformer's is the second
+            with pytest.raises(kind):
+                position()
+    with pytest.raises(AssertionError) as caught:
+        english.get_token_position(" John", "Mary and")
+    assert str(caught.value) == "The token does not occur in the prompt"
 
 
 def test_a_tokenizer_without_its_own_tokens(tmp_path):
@@ -81,6 +100,7 @@ def test_generate(english):
     tokens = english.to_tokens(PROMPT)
     made = english.generate(tokens, 3, do_sample=False, verbose=False)
     assert english.to_string(made[0, 1:]).startswith(PROMPT + " Mary")
+    assert torch.equal(english.generate(tokens, 3, do_sample=False, verbose=False, return_type="tensor"), made)
     several = english.generate([PROMPT, "Mary and John"], 2, do_sample=False, verbose=False)
     assert greedy.startswith(several[0])
 

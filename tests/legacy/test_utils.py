@@ -1,9 +1,15 @@
 """The functions of `utils`."""
 
+import math
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from bridge.embedded import MODEL_DIR
 from bridge.legacy import utils
 from bridge.legacy.utils import Slice
 
@@ -116,6 +122,73 @@ def test_activation_functions():
     assert torch.allclose(utils.solu(x), x * x.softmax(-1))
 
 
+def test_xielu_is_what_hugging_face_starts_training_with():
+    from transformers.activations import XIELUActivation
+
+    right = XIELUActivation(dtype=torch.float32)
+    x = torch.linspace(-4, 4, 41)
+    assert torch.allclose(utils.xielu(x), right(x).detach(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fans"), [((6,), (1, 6)), ((2, 3), (2, 3)), ((2, 25, 5), (25, 10)), ((4, 700, 30), (700, 120))]
+)
+def test_weights_are_drawn_by_the_sizes_of_their_axes(shape, fans):
+    assert utils.calc_fan_in_and_fan_out(torch.empty(shape)) == fans
+    torch.manual_seed(0)
+    wide = torch.nn.Parameter(torch.empty(2, 900, 150))
+    for fill, variance in (
+        (utils.init_xavier_uniform_, 2 / (900 + 300)),
+        (utils.init_xavier_normal_, 2 / (900 + 300)),
+        (utils.init_kaiming_uniform_, 2 / 900),
+        (utils.init_kaiming_normal_, 2 / 900),
+    ):
+        assert fill(wide) is wide
+        assert math.isclose(wide.std().item(), math.sqrt(variance), rel_tol=0.01)
+        if "uniform" in fill.__name__:
+            assert wide.abs().max() <= math.sqrt(3 * variance)
+            assert wide.abs().max() > 0.999 * math.sqrt(3 * variance)
+        fill(wide, gain=3.0)
+        assert math.isclose(wide.std().item(), 3 * math.sqrt(variance), rel_tol=0.01)
+    utils.init_kaiming_normal_(wide, nonlinearity="linear", mode="fan_out")
+    assert math.isclose(wide.std().item(), math.sqrt(1 / 300), rel_tol=0.01)
+    with pytest.raises(ValueError, match=r"one, two or three axes; this one's shape is \[\]"):
+        utils.calc_fan_in_and_fan_out(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="mode is 'fan'"):
+        utils.init_kaiming_normal_(wide, mode="fan")
+
+
+def test_bos_by_hand():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    plain = tokenizer("Mary and", add_special_tokens=False)["input_ids"]
+    made = utils.get_tokenizer_with_bos(tokenizer)
+    assert made("Mary and")["input_ids"] == [tokenizer.bos_token_id, *plain]
+    assert utils.get_tokenizer_with_bos(made) is made
+    assert tokenizer("Mary and")["input_ids"] == plain or made is tokenizer
+    assert made("Mary and", add_special_tokens=False)["input_ids"] == plain
+    bos = tokenizer.bos_token
+    assert utils.get_input_with_manually_prepended_bos(tokenizer, "a") == bos + "a"
+    assert utils.get_input_with_manually_prepended_bos(tokenizer, ["a", "b"]) == [bos + "a", bos + "b"]
+    tokenizer.bos_token = None
+    with pytest.raises(ValueError, match="it has no BOS token"):
+        utils.get_tokenizer_with_bos(tokenizer)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_bos_is_taken_out_where_it_is(side, padding):
+    tokenizer = SimpleNamespace(padding_side=side, bos_token_id=1, pad_token_id=padding)
+    rows = [[5, 1, 6], [7]]  # a BOS inside a text stays
+    width = 4
+    padded = [[padding] * (width - len(row) - 1) for row in rows]
+    full = [[*pad, 1, *row] if side == "left" else [1, *row, *pad] for pad, row in zip(padded, rows, strict=True)]
+    right = [[*pad, *row] if side == "left" else [*row, *pad] for pad, row in zip(padded, rows, strict=True)]
+    assert utils.get_tokens_with_bos_removed(tokenizer, torch.tensor(full)).tolist() == right
+    if side == "left":
+        with pytest.raises(ValueError, match=r"has no BOS \(token 1\)"):
+            utils.get_tokens_with_bos_removed(tokenizer, torch.tensor([[5, 6, 7, 8]]))
+
+
 def test_masks_and_positions():
     class Tokenizer:
         pad_token_id, bos_token_id, padding_side = 0, 0, "left"
@@ -203,11 +276,24 @@ def test_tokenize_and_concatenate(model, bos):
     assert short.columns["tokens"].shape == (1, 9)
 
 
-def test_data_sets_are_not_here():
-    with pytest.raises(ImportError, match=r"datasets\.load_dataset\('NeelNanda/pile-10k'"):
-        utils.get_dataset("pile")
+def test_data_sets_are_what_the_package_datasets_loads(monkeypatch):
+    asked = []
+    package = SimpleNamespace(load_dataset=lambda *names, **kwargs: asked.append((names, kwargs)) or "rows")
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    assert utils.get_dataset("pile", cache_dir="here") == "rows"
+    assert utils.get_dataset("owt") == "rows"
+    assert asked == [
+        (("NeelNanda/pile-10k",), {"split": "train", "cache_dir": "here"}),
+        (("stas/openwebtext-10k",), {"split": "train"}),
+    ]
     with pytest.raises(ValueError, match="no data set is known as 'plie'"):
         utils.get_dataset("plie")
+
+
+def test_without_the_package_datasets_its_call_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"datasets\.load_dataset\('NeelNanda/pile-10k'.* pip install datasets"):
+        utils.get_dataset("pile")
 
 
 def test_prompts_are_reported(model, capsys):

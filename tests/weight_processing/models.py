@@ -36,8 +36,13 @@ SAVED = [
     "bloom",
     "opt-no-bias",
     "phi",
+    "phi-gqa-normed",
     "llama",
     "mixtral-gqa",
+    "gpt_oss-gqa",
+    "gpt_oss-mha-no-bias-tied",
+    "qwen2_moe-gqa",
+    "qwen2_moe-equal-widths",
     "qwen2",
     "gemma2-mha-bias",
 ]

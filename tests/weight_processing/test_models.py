@@ -8,7 +8,7 @@ import torch
 from benchmarks.processing import extra_memory
 from bridge import TransformerBridge
 from bridge.processing import ProcessingError
-from bridge.processing_parts import Parts
+from bridge.processing.parts import Parts
 from tests.weight_processing.models import CASES, copies, log_probs, processed, same, tiny, tokens
 
 
@@ -27,13 +27,14 @@ def test_same_function_and_every_promise(case: str) -> None:
     assert keys <= set(model.state_dict())
     parts, done = Parts(bridge.weights), bridge.cfg.processed
     assert not parts.undeclared()
-    assert done["fold_ln"] == done["fold_value_biases"] == "done"
+    assert done["fold_ln"] == "done"
+    assert (done["fold_value_biases"] == "done") == (parts.attn.sinks is None)
     assert bridge.cfg.normalization_type == ("LNPre" if parts.block.norm.centered else "RMSPre")
     for norm in parts.norms:
         assert parts.is_plain(norm)
         for reader in norm.readers:
             assert not norm.kind.centered or reader.weight().mean(-2).abs().max() < 1e-6
-    for name, _ in parts.blocks:
+    for name, _ in parts.blocks if parts.attn.sinks is None else ():
         assert not parts.get(parts.find(f"{name}.attn", "b_V"))().any()
     if parts.block.norm.centered:
         for name, get in parts.writers.items():
@@ -43,6 +44,36 @@ def test_same_function_and_every_promise(case: str) -> None:
         assert bridge.W_U.mean(-1).abs().max() < 1e-6
         assert abs(bridge.b_U.mean()) < 1e-6
     assert (done["center_unembed"] == "done") == (bridge.cfg.output_logits_soft_cap <= 0)
+
+
+#: What reads the norm before a mixture, and which axis of it is d_model.
+READERS = {
+    "gpt_oss-gqa": {"router.weight": 1, "experts.gate_up_proj": 1},
+    "qwen2_moe-gqa": {
+        "gate.weight": 1,
+        "experts.gate_up_proj": 2,
+        "shared_expert_gate.weight": 1,
+        "shared_expert.gate_proj.weight": 1,
+        "shared_expert.up_proj.weight": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("case", READERS)
+def test_the_norm_before_a_mixture_is_folded_into_all_that_reads_it(case: str) -> None:
+    model = tiny(case, torch.float64)
+    model.set_experts_implementation("eager")  # torch has no grouped product in float64
+    raw = copies(model)
+    TransformerBridge(model).process_weights(
+        center_writing_weights=False, center_unembed=False, fold_value_biases=False
+    )
+    for name, value in model.state_dict().items():
+        if ".mlp." in name:
+            layer, part = name.split(".mlp.")
+            weight = raw[f"{layer}.post_attention_layernorm.weight"]
+            axis = READERS[case].get(part)
+            right = raw[name] if axis is None else raw[name].mul(weight.view(-1, *[1] * (raw[name].ndim - axis - 1)))
+            assert torch.equal(value, right), name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,6 +111,25 @@ def test_half_precision(case: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours[name].float(), value, atol=0.02, rtol=0.02, msg=name)
 
 
+def test_one_plus_the_weight_is_not_rounded() -> None:
+    """Gemma's norms add one to their weight in float32, also where that is stored in half precision."""
+    model = tiny("gemma-mqa", torch.bfloat16)
+    layer = model.model.layers[0]
+    right = layer.mlp.up_proj.weight.float() * (1 + layer.post_attention_layernorm.weight.float())
+    TransformerBridge(model).process_weights()
+    assert torch.equal(layer.mlp.up_proj.weight, right.bfloat16())
+
+
+def test_a_weight_that_rounds_to_one_is_no_weight_of_one() -> None:
+    bridge = TransformerBridge(tiny("gemma-mqa", torch.bfloat16))
+    bridge.process_weights()
+    with torch.no_grad():
+        bridge.original_model.model.norm.weight.fill_(1e-3)
+    before = bridge.W_U.clone()
+    bridge.process_weights()
+    assert not torch.equal(bridge.W_U, before)
+
+
 @pytest.mark.parametrize("case", ["gpt2", "gpt_neo", "bloom", "opt"])
 def test_refactored_attention(case: str) -> None:
     model = tiny(case)
@@ -91,6 +141,19 @@ def test_refactored_attention(case: str) -> None:
         W_O = block.attn.W_O
         torch.testing.assert_close(W_O @ W_O.mT, torch.eye(8).expand(4, 8, 8), atol=1e-5, rtol=0)
         assert not block.attn.b_V.any()
+    values = copies(model)
+    bridge.process_weights(refactor_factored_attn_matrices=True)
+    assert same(model, values)
+
+
+def test_refactoring_a_head_that_does_nothing() -> None:
+    model = tiny("gpt2")
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight[:, :8] = 0.0
+        model.transformer.h[1].attn.c_proj.weight[8:16] = 0.0
+    before, bridge = log_probs(model), TransformerBridge(model)
+    bridge.process_weights(refactor_factored_attn_matrices=True, check="each")
+    torch.testing.assert_close(log_probs(model), before, atol=2e-5, rtol=1e-5)
     values = copies(model)
     bridge.process_weights(refactor_factored_attn_matrices=True)
     assert same(model, values)
@@ -175,10 +238,10 @@ def test_memory() -> None:
 
 
 def test_a_difference_is_an_error_that_names_the_transform(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge import processing_steps
+    from bridge.processing import steps
 
-    wrong = processing_steps.center_unembed
-    monkeypatch.setattr(processing_steps, "center_unembed", lambda W, *mean: wrong(W, *mean) * 1.01)
+    wrong = steps.center_unembed
+    monkeypatch.setattr(steps, "center_unembed", lambda W, *mean: wrong(W, *mean) * 1.01)
     with pytest.raises(ProcessingError, match=r"through center_unembed\. The model's weights have been changed"):
         TransformerBridge(tiny("gpt2")).process_weights(check="each")
     with pytest.raises(ProcessingError, match="one of fold_ln, center_writing_weights, center_unembed, fold_value"):

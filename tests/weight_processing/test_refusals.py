@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2ForSequenceClassification, GPT2Model
+from transformers import GPT2ForSequenceClassification, GPT2Model, OPTConfig, OPTModel
 
+from adapters import MoE
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
 from bridge.processing import ProcessingError
+from tests.adapters.by_hand import families
 from tests.reference import DATA
 from tests.weight_processing.models import copies, log_probs, same, tiny
 
@@ -91,6 +93,10 @@ def test_quantised() -> None:
     class Int8(nn.Linear):
         pass
 
+    model = tiny("gpt_oss-gqa")
+    model.is_quantized = True
+    left_out(TransformerBridge(model), *ALL, match="quantised")
+
     model = tiny("gpt2")
     model.lm_head.__class__ = Int8
     left_out(TransformerBridge(model), "fold_ln", "center_unembed", match="lm_head is a Int8")
@@ -116,12 +122,38 @@ def test_lora() -> None:
 
 
 def test_attention_sinks() -> None:
-    bridge = TransformerBridge(tiny("qwen2"))
-    block = bridge.architecture.block
-    sunk = replace(block, attn=replace(block.attn, sink=True))
-    bridge.__dict__["architecture"] = replace(bridge.architecture, block=sunk)
+    bridge = TransformerBridge(tiny("gpt_oss-gqa"))
     with pytest.raises(ProcessingError, match="do not sum to one"):
+        bridge.process_weights(refactor_factored_attn_matrices=True)
+    with pytest.raises(ProcessingError, match="RMS norms"):
+        bridge.process_weights(center_writing_weights=True)
+    b_V = bridge.weights["blocks.0.attn._b_V"].clone()
+    with pytest.raises(ProcessingError, match=r"fold_value_biases=True cannot be done.*do not sum to one.*Nothing was"):
         bridge.process_weights(fold_value_biases=True)
+    bridge.process_weights()
+    assert bridge.cfg.processed["fold_value_biases"].startswith("left out: it has attention sinks")
+    assert torch.equal(bridge.weights["blocks.0.attn._b_V"], b_V) and b_V.any()
+
+
+@pytest.mark.parametrize("case", ["gpt_oss-gqa", "qwen2_moe-gqa"])
+def test_a_part_of_a_mixture_that_is_not_declared(case: str) -> None:
+    """A norm is folded into all that reads it, or into nothing."""
+    model = tiny(case)
+    bridge = TransformerBridge(model)
+    moe = bridge.architecture.block.mlp
+    assert isinstance(moe, MoE)
+    if case == "gpt_oss-gqa":
+        name, block = r"self_attn\.sinks", bridge.architecture.block
+        assert block.attn
+        changed = replace(block, attn=replace(block.attn, sinks=None))
+    else:
+        name = r"mlp\.shared_expert_gate\.weight"
+        changed = replace(bridge.architecture.block, mlp=replace(moe, shared_gate=None))
+    bridge.__dict__["architecture"] = replace(bridge.architecture, block=changed)
+    values = copies(model)
+    with pytest.raises(ProcessingError, match=f"does not say what these parameters read and write: .*{name}"):
+        bridge.process_weights(fold_ln=True)
+    assert same(model, values)
 
 
 def test_what_the_adapter_does_not_declare() -> None:
@@ -146,6 +178,42 @@ def test_parameters_in_two_places() -> None:
     model = tiny("gpt2")
     model.transformer.h[1].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
     left_out(TransformerBridge(model), *ALL, match="used in more than one place")
+
+
+def test_parameters_in_the_same_memory() -> None:
+    model = tiny("gpt2")
+    model.transformer.h[1].mlp.c_fc.weight.data = model.transformer.h[0].mlp.c_fc.weight.data
+    left_out(TransformerBridge(model), *ALL, match="used in more than one place")
+
+
+def test_an_embedding_in_a_third_place() -> None:
+    model = tiny("gpt2")
+    model.transformer.wpe.weight = model.transformer.wte.weight
+    left_out(TransformerBridge(model), *ALL, match="transformer.wte.weight is used in more than one place")
+
+
+def test_a_stream_that_is_read_without_a_norm() -> None:
+    config = OPTConfig(**families.OPT | {"word_embed_proj_dim": 32}, _remove_final_layer_norm=True)
+    bridge = TransformerBridge(OPTModel(config).eval())
+    with pytest.raises(ProcessingError, match="reads the residual stream without a norm"):
+        bridge.process_weights(center_writing_weights=True)
+    bridge = TransformerBridge(tiny("gpt2"))
+    block = replace(bridge.architecture.block, ln2=None)
+    bridge.__dict__["architecture"] = replace(bridge.architecture, block=block)
+    bridge.__dict__["_weights"] = None
+    with pytest.raises(ProcessingError, match="reads the residual stream without a norm"):
+        bridge.process_weights(center_writing_weights=True)
+
+
+def test_refactoring_an_output_whose_bias_has_no_place() -> None:
+    model = tiny("opt-no-bias")
+    for layer in model.model.decoder.layers:
+        layer.self_attn_layer_norm.bias = nn.Parameter(torch.randn(32))
+    bridge = TransformerBridge(model)
+    bridge.process_weights(check="each")
+    assert bridge.blocks[0].attn.b_O.any()
+    with pytest.raises(ProcessingError, match="no bias to take up"):
+        bridge.process_weights(refactor_factored_attn_matrices=True)
 
 
 def test_without_an_output_layer() -> None:
@@ -207,6 +275,8 @@ def test_native_models_keep_their_function(fields: dict[str, Any]) -> None:
 
 REFACTOR: list[tuple[Callable[[], TransformerBridge], str]] = [
     (lambda: TransformerBridge(tiny("gpt_neox")), "rotated by their positions"),
+    (lambda: TransformerBridge(tiny("phi-gqa-normed")), "rotated by their positions"),
+    (lambda: TransformerBridge(tiny("qwen2_moe-gqa")), "rotated by their positions"),
     (lambda: native(n_key_value_heads=1), "2 query heads share 1 heads"),
     (lambda: native(d_head=20), "d_head=20 is more than d_model=16"),
     (lambda: TransformerBridge(tiny("opt-no-bias")), "no bias to take up"),

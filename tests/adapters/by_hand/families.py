@@ -33,6 +33,9 @@ GEMMA3 = WINDOWED | {
     "rope_parameters": {kind: {"rope_type": "default", **values} for kind, values in ROPE.items()},
 }  # fmt: skip
 
+UP_DOWN = ("gate_up_proj", "down_proj")
+EXPERTS = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
 #: By name: the class of the model, and what its configuration says.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neo": ("GPTNeo", NEO),
@@ -41,6 +44,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj-tied-all-rotated": ("GPTJ", GPTJ | {"tie_word_embeddings": True, "rotary_dim": 8, "n_inner": 20}),
     "phi": ("Phi", SIZES),
     "phi-gqa-normed": ("Phi", SIZES | {"num_key_value_heads": 2, "qk_layernorm": True}),
+    "phi-mqa-quarter-rotated": (
+        "Phi",
+        SIZES
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25}},
+    ),
     "gemma-mqa": ("Gemma", SIZES | {"num_key_value_heads": 1, "head_dim": 8}),
     "gemma-mha-bias-untied": (
         "Gemma",
@@ -59,6 +68,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral-gqa": ("Mixtral", SIZES | {"num_key_value_heads": 2, "num_local_experts": 4}),
     "mixtral-mha-window": ("Mixtral", SIZES | {"num_key_value_heads": 4, "num_local_experts": 3, "sliding_window": 3}),
+    "gpt_oss-gqa": (
+        "GptOss",
+        WINDOWED
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.5, "swiglu_alpha": 1.3}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    ),
+    "gpt_oss-mha-no-bias-tied": (
+        "GptOss",
+        WINDOWED
+        | {"num_key_value_heads": 4, "num_local_experts": 3, "num_experts_per_tok": 1, "attention_bias": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe-gqa": (
+        "Qwen2Moe",
+        EXPERTS | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 20, "norm_topk_prob": True},
+    ),
+    "qwen2_moe-dense-window": (
+        "Qwen2Moe",
+        EXPERTS
+        | {"num_key_value_heads": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}
+        | {"use_sliding_window": True, "sliding_window": 3, "qkv_bias": False, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe-equal-widths": (
+        "Qwen2Moe",
+        EXPERTS
+        | {"num_key_value_heads": 1, "decoder_sparse_step": 2, "intermediate_size": 32}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_moe-gqa": ("Qwen3Moe", EXPERTS | {"num_key_value_heads": 2, "head_dim": 6, "mlp_only_layers": [1]}),
     "phi3-gqa": (
         "Phi3",
         SIZES
@@ -107,7 +145,9 @@ def by_hand(case: str, hf: PreTrainedModel) -> Model:
     elif family == "GPTJ":
         model.rotary, model.adjacent, model.parallel = (config.rotary_dim, [1e4, 1e4]), True, True
     elif family == "Phi":
-        model.rotary, model.parallel = (d_head // 2, [1e4, 1e4]), True
+        rope = config.rope_parameters
+        dims = int(d_head * rope["partial_rotary_factor"])
+        model.rotary, model.parallel = (dims, [rope["rope_theta"]] * 2), True
     elif family == "OPT":
         model.act = F.relu
     else:
@@ -125,9 +165,23 @@ def by_hand(case: str, hf: PreTrainedModel) -> Model:
         dims = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1.0))
         model.rotary = (dims, [config.rope_parameters["rope_theta"]] * 2)
     model.adjacent |= family in ("Helium", "Ernie4_5")
-    if family == "Mixtral":
-        model.experts = config.num_experts_per_tok
+    model.experts = getattr(config, "num_experts_per_tok", 0)
+    model.shares_sum_to_one = getattr(config, "norm_topk_prob", True)
+    if family == "GptOss":
+        model.by_logits, model.gated = True, clamped(config.swiglu_limit, config.swiglu_alpha)
+        model.sinks = [weights[f"model.layers.{i}.self_attn.sinks"] for i in range(2)]
     return model
+
+
+def clamped(limit: float, alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """What gpt-oss makes of gate and of what stands beside it."""
+
+    def gated(gate: Tensor, beside: Tensor) -> Tensor:
+        gate = torch.where(gate > limit, limit, gate)
+        beside = torch.where(beside.abs() > limit, beside.sign() * limit, beside)
+        return gate / (1 + torch.exp(-alpha * gate)) * (1 + beside)
+
+    return gated
 
 
 def new_gelu(x: Tensor) -> Tensor:
@@ -218,7 +272,7 @@ def opt(sort: Sorter) -> None:
 
 
 def llama(sort: Sorter) -> None:
-    """All that have its shape, and Gemma, Mixtral, Phi-3 and Qwen."""
+    """All that have its shape, and Gemma, gpt-oss, Mixtral, Phi-3 and Qwen."""
     weights = sort.weights
     table = weights["model.embed_tokens.weight"]
     sort.linear["embed"] = table * (math.sqrt(table.shape[1]) if sort.offset else 1.0), 0.0
@@ -243,6 +297,8 @@ def llama(sort: Sorter) -> None:
             sort.add_norm(f"{block}.{ours}", f"{at}.{theirs}")
         if f"{at}.mlp.gate.weight" in weights:
             experts(sort, f"{block}.mlp", f"{at}.mlp")
+        elif f"{at}.mlp.router.weight" in weights:
+            gpt_oss_experts(sort, f"{block}.mlp", f"{at}.mlp")
         else:
             for ours, theirs in (("gate", "gate_proj"), ("in", "up_proj"), ("out", "down_proj")):
                 sort.add_linear(f"{block}.mlp.{ours}", f"{at}.mlp.{theirs}")
@@ -257,3 +313,18 @@ def experts(sort: Sorter, name: str, path: str) -> None:
         gate, up = both.chunk(2)
         parts = {"gate": gate, "in": up, "out": down[expert]}
         sort.linear |= {f"{name}.experts.{expert}.{part}": (weight, 0.0) for part, weight in parts.items()}
+    if f"{path}.shared_expert_gate.weight" in sort.weights:
+        sort.add_linear(f"{name}.shared_expert_gate", f"{path}.shared_expert_gate")
+        for ours, theirs in (("gate", "gate_proj"), ("in", "up_proj"), ("out", "down_proj")):
+            sort.add_linear(f"{name}.shared_expert.{ours}", f"{path}.shared_expert.{theirs}")
+
+
+def gpt_oss_experts(sort: Sorter, name: str, path: str) -> None:
+    """Gate and up in turn, inputs before outputs, with biases."""
+    sort.add_linear(f"{name}.router", f"{path}.router")
+    up, down = ((sort.weights[f"{path}.experts.{at}"], sort.weights[f"{path}.experts.{at}_bias"]) for at in UP_DOWN)
+    for expert in range(len(up[0])):
+        at = f"{name}.experts.{expert}"
+        for start, part in enumerate(("gate", "in")):
+            sort.linear[f"{at}.{part}"] = up[0][expert, :, start::2].T, up[1][expert, start::2]
+        sort.linear[f"{at}.out"] = down[0][expert].T, down[1][expert]

@@ -172,8 +172,9 @@ def test_padding_is_not_attended_to() -> None:
     for name in ("encoder.1.attn.hook_pattern", "decoder.2.cross_attn.hook_pattern"):
         assert cache[name][0, ..., -3:].abs().max() == 0
         assert (cache[name.replace("pattern", "attn_scores")][0, ..., -3:] == -torch.inf).all()
+    # Scores without a scale are large, and so is what another order of summing makes of them in the kernel.
     torch.testing.assert_close(
-        cache["decoder.2.hook_resid_post"][:1], alone["decoder.2.hook_resid_post"], atol=1e-5, rtol=1e-4
+        cache["decoder.2.hook_resid_post"][:1], alone["decoder.2.hook_resid_post"], atol=3e-5, rtol=1e-4
     )
 
 

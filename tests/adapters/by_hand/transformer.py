@@ -22,6 +22,7 @@ class Model:
         norm: weights and biases of norms.
         heads, kv_heads: of queries, and of keys and values.
         act: the activation function.
+        gated: what an expert makes of its gate and of what stands beside it; None: ``act(gate) * pre``.
         eps: of all norms.
         centered: the norms are layer norms.
         scale: what scores are divided by.
@@ -29,7 +30,10 @@ class Model:
         adjacent: neighbours are rotated together, not the two halves.
         windows: how many positions each layer sees; None: all.
         parallel: attention and MLP read the same.
-        experts: how many experts are chosen; 0: there is one MLP.
+        experts: how many experts are chosen, in the layers that have a router.
+        by_logits: they are chosen by their logits, and the softmax is over those.
+        shares_sum_to_one: the probabilities of the chosen ones are divided by their sum.
+        sinks: each layer's attention sinks, ``[head]``.
         logit_cap: the soft cap of the logits; 0: none.
     """
 
@@ -46,7 +50,11 @@ class Model:
     adjacent: bool = False
     windows: list[int | None] = field(default_factory=lambda: [None, None])
     parallel: bool = False
+    gated: Callable[[Tensor, Tensor], Tensor] | None = None
     experts: int = 0
+    by_logits: bool = False
+    shares_sum_to_one: bool = True
+    sinks: list[Tensor] | None = None
     logit_cap: float = 0.0
 
 
@@ -136,7 +144,12 @@ class Run:
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
         forbidden = (distance < 0) | (distance >= (model.windows[layer] or math.inf))
         scores = self.hook(f"{block}.attn.hook_attn_scores", scores.masked_fill(forbidden, -math.inf))
-        pattern = self.hook(f"{block}.attn.hook_pattern", scores.softmax(-1))
+        if model.sinks:
+            sinks = model.sinks[layer].view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+            pattern = torch.cat([sinks, scores], dim=-1).softmax(-1)[..., 1:]
+        else:
+            pattern = scores.softmax(-1)
+        pattern = self.hook(f"{block}.attn.hook_pattern", pattern)
         z = torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(groups, 2))
         z = self.hook(f"{block}.attn.hook_z", z)
         weight, bias = model.linear[f"{block}.attn.o"]  # d_model head d_head
@@ -150,7 +163,7 @@ class Run:
     def mlp(self, x: Tensor, block: str) -> Tensor:
         x = self.normed(f"{block}.ln2", self.hook(f"{block}.hook_mlp_in", x) if self.fine else x)
         name = f"{block}.mlp"
-        out = self.mixture(x, name) if self.model.experts else self.feed_forward(x, name)
+        out = self.mixture(x, name) if f"{name}.router" in self.model.linear else self.feed_forward(x, name)
         out = self.normed(f"{block}.ln2_post", out) if f"{block}.ln2_post" in self.model.norm else out
         return self.hook(f"{block}.hook_mlp_out", out)
 
@@ -164,9 +177,14 @@ class Run:
 
     def mixture(self, x: Tensor, name: str) -> Tensor:
         logits = self.hook(f"{name}.hook_router_logits", self.apply(f"{name}.router", x))
-        everyone = self.hook(f"{name}.hook_expert_weights", logits.softmax(-1))
+        everyone = logits if self.model.by_logits else self.hook(f"{name}.hook_expert_weights", logits.softmax(-1))
         best, chosen = everyone.topk(self.model.experts, dim=-1)
-        weights = self.hook(f"{name}.hook_topk_weights", best / best.sum(-1, keepdim=True))
+        if self.model.by_logits:
+            everyone = torch.zeros_like(logits).scatter(-1, chosen, best.softmax(-1))
+            best = self.hook(f"{name}.hook_expert_weights", everyone).gather(-1, chosen)
+        elif self.model.shares_sum_to_one:
+            best = best / best.sum(-1, keepdim=True)
+        weights = self.hook(f"{name}.hook_topk_weights", best)
         chosen = self.hook(f"{name}.hook_expert_indices", chosen)
         rows, share = x.flatten(0, 1), weights.flatten(0, 1)
         ranks, out = chosen.flatten(0, 1).T, torch.zeros_like(rows)
@@ -175,9 +193,15 @@ class Run:
             rank, row = torch.where(ranks == expert)
             gate = self.hook(f"{at}.hook_gate", self.apply(f"{at}.gate", rows[row]))
             pre = self.hook(f"{at}.hook_pre", self.apply(f"{at}.in", rows[row]))
-            made = self.apply(f"{at}.out", self.hook(f"{at}.hook_post", self.model.act(gate) * pre))
+            post = self.model.gated(gate, pre) if self.model.gated else self.model.act(gate) * pre
+            made = self.apply(f"{at}.out", self.hook(f"{at}.hook_post", post))
             out = out.index_add(0, row, made * share[row, rank].unsqueeze(-1))
-        return out.view_as(x)
+        out = out.view_as(x)
+        at = f"{name}.shared_expert"
+        if f"{at}_gate" not in self.model.linear:
+            return out
+        shared = self.hook(f"{at}.hook_out", self.feed_forward(x, at))
+        return out + self.hook(f"{at}_gate.hook_out", self.apply(f"{at}_gate", x)).sigmoid() * shared
 
     def run(self, tokens: Tensor) -> Tensor:
         model = self.model

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bridge.hook_point import STATE, Owner
-from bridge.processing_files import Carried, untie
-from bridge.processing_limits import Limits, is_as_left, no_processing
-from bridge.processing_parts import Parts
-from bridge.processing_steps import STEPS
+from bridge.processing.broken import all_or_broken, is_broken
+from bridge.processing.check import Check, ProcessingError
+from bridge.processing.limits import Limits, is_as_left, no_processing
+from bridge.processing.parts import Parts
+from bridge.processing.saving import Carried, untie
+from bridge.processing.steps import STEPS
 from bridge.weights import WeightMethods
 
 #: The field of the Hugging Face configuration that says what was done, so that a saved model knows it.
@@ -34,10 +34,6 @@ class ByDefault(NamedTuple):
 
 ON, OFF = ByDefault(True), ByDefault(False)
 Choice = bool | ByDefault
-
-
-class ProcessingError(ValueError):
-    """A transform that was asked for cannot be done, or did not leave the model's function as it was."""
 
 
 class ProcessingMethods(WeightMethods):
@@ -111,6 +107,7 @@ class ProcessingMethods(WeightMethods):
         refactor_factored_attn_matrices: Choice = OFF,
         no_processing: bool = False,
         check: bool | Literal["each"] = True,
+        disable_warnings: bool = False,
     ) -> None:
         """Makes weights and activations those of ``HookedTransformer.from_pretrained``, with its defaults.
 
@@ -118,6 +115,7 @@ class ProcessingMethods(WeightMethods):
             fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices, check:
                 as for `process_weights`.
             no_processing: leave the weights as they are (``HookedTransformer.from_pretrained_no_processing``).
+            disable_warnings: is accepted; there are none.
 
         Raises:
             ProcessingError: as for `process_weights`.
@@ -145,6 +143,11 @@ class ProcessingMethods(WeightMethods):
         Raises:
             ProcessingError: one of these was asked for by name.
         """
+        if is_broken(self.core):
+            raise ProcessingError(
+                f"the weights of {self.cfg.model_name} are as a call left them that did not come to its end: load them "
+                "again. Nothing was changed"
+            )
         parts, why = None, no_processing(self.core, self.architecture)
         reasons = dict.fromkeys(asked, why) if why else {}
         if not why:
@@ -172,25 +175,26 @@ class ProcessingMethods(WeightMethods):
     def _do(self, todo: list[str], parts: Parts, check: bool | str, report: dict[str, str]) -> None:
         device = self.cfg.device.type
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
-            before = self._log_probs() if check else None
-            if {"fold_ln", "center_writing_weights", "center_unembed"} & set(todo):
-                untie(self.core, self.architecture)
-                self.cfg.tie_word_embeddings = bool(getattr(self.core.config, "tie_word_embeddings", False))
-            carried = Carried(self.core)
-            waiting: list[str] = []
-            for name, step in STEPS.items():
-                again = name == "fold_value_biases" and report.get(name) == DONE and not is_as_left(parts, name)
-                if name not in todo and not again:
-                    continue
-                step(parts, carried)
-                report[name] = DONE
-                waiting.append(name)
-                if check == "each":
-                    self._compare(before, waiting)
-                    waiting = []
-            carried.note()
-            if waiting and check:
-                self._compare(before, waiting)
+            before = Check(self.core, self.cfg) if check else None
+            with all_or_broken(self.core):
+                if {"fold_ln", "center_writing_weights", "center_unembed"} & set(todo):
+                    untie(self.core, self.architecture)
+                    self.cfg.tie_word_embeddings = bool(getattr(self.core.config, "tie_word_embeddings", False))
+                carried = Carried(self.core)
+                waiting: list[str] = []
+                for name, step in STEPS.items():
+                    again = name == "fold_value_biases" and report.get(name) == DONE and not is_as_left(parts, name)
+                    if name not in todo and not again:
+                        continue
+                    step(parts, carried)
+                    report[name] = DONE
+                    waiting.append(name)
+                    if before and check == "each":
+                        before.compare(waiting)
+                        waiting = []
+                carried.note()
+                if before and waiting:
+                    before.compare(waiting)
 
     def _write_record(self, report: dict[str, str]) -> None:
         self.cfg.processed = report
@@ -205,7 +209,7 @@ class ProcessingMethods(WeightMethods):
         record = getattr(self.core.config, RECORD, None)
         if record and not no_processing(self.core, self.architecture):
             parts = Parts(self.weights)
-            # A saved model's biases may stand in its norms (see `processing_files`): it is processed anew when loaded.
+            # A saved model's biases may stand in its norms (see `processing.saving`): it is processed anew when loaded.
             if all(is_as_left(parts, name) for name, state in record.items() if state == DONE):
                 self._write_record(dict(record))
 
@@ -222,42 +226,12 @@ class ProcessingMethods(WeightMethods):
         """
         record = getattr(self.core.config, RECORD, None)
         if record and not self.cfg.processed and not no_processing(self.core, self.architecture):
-            self.process_weights(**{name: record.get(name) == DONE for name in STEPS})
+            # What is done twice is done once, but the factors of a head are free to change sign.
+            factors, parts = "refactor_factored_attn_matrices", Parts(self.weights)
+            again = {name: record.get(name) == DONE for name in STEPS}
+            again[factors] = again[factors] and not is_as_left(parts, factors)
+            self.process_weights(**again)
             self._write_record({**record, **self.cfg.processed})
-
-    def _log_probs(self) -> Tensor:
-        """Log probabilities of random tokens (of a model without an output layer: what it returns)."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (2, min(16, self.cfg.n_ctx or 16))
-        tokens = torch.randint(self.cfg.d_vocab, shape, generator=generator).to(self.cfg.device)
-        modes = [(module, module.training) for module in self.core.modules()]
-        # The user's hooks are not for this run.
-        owner, STATE.owner = STATE.owner, Owner(threading.current_thread())
-        try:
-            self.core.eval()
-            output = self.core(tokens, use_cache=False)
-        finally:
-            STATE.owner = owner
-            for module, training in modes:
-                module.training = training
-        logits = getattr(output, "logits", None)
-        return output[0].float() if logits is None else logits.float().log_softmax(-1)
-
-    def _compare(self, before: Tensor | None, steps: list[str]) -> None:
-        assert before is not None
-        after = self._log_probs()
-        difference = (after - before).abs().max()
-        size = max(1.0, float(before.abs().max()) / 10)
-        allowed = {torch.float16: 0.05, torch.bfloat16: 0.4}.get(self.cfg.dtype, 1e-4) * size
-        if self.cfg.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-            allowed = max(allowed, 0.01 * size)  # the user lets products be rounded
-        if not bool(difference <= allowed):  # nan is no agreement
-            which = steps[0] if len(steps) == 1 else f"one of {', '.join(steps)} (check='each' says which)"
-            raise ProcessingError(
-                f"log probabilities changed by {float(difference):.2g} (at most {allowed:.2g} is rounding) through "
-                f"{which}. The model's weights have been changed: load it again. This is a mistake of ours, or of the "
-                f"adapter for {type(self.core).__name__}; please report it."
-            )
 
 
 def is_processed(model: nn.Module) -> bool:

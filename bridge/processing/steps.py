@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from adapters.paths import join
-from bridge.processing_files import Carried
-from bridge.processing_parts import Norm, Parts, Reader, ensure_bias
+from bridge.processing.parts import Norm, Parts, Reader, ensure_bias, norm_parameters, precise
+from bridge.processing.saving import Carried
 from weight_processing import (
     center_unembed,
     center_writing_weights,
@@ -18,12 +18,6 @@ from weight_processing import (
     refactor_query_key,
     refactor_value_output,
 )
-
-
-def precise(x: Tensor) -> Tensor:
-    """In the type that is computed in: float64, or float32 for half precision and where there is no float64."""
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    return x.to(torch.float32 if half or x.device.type == "mps" else torch.float64)
 
 
 def _pieces(parts: Parts, x: Tensor, dim: int) -> Iterator[Tensor]:
@@ -49,13 +43,14 @@ def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Te
 def do_fold_ln(parts: Parts, carried: Carried) -> None:
     """Folds every norm into all its readers, and leaves it with ones and zeros."""
     for norm in parts.norms:
-        w, b = (None if x is None else precise(x) for x in parts.affine(norm))
+        w, b = parts.affine(norm)
         b = None if b is None or not bool(b.any()) else b
+        bare = set() if b is None else {r.holder for r in norm.readers if not parts.has_bias(r.holder)}
+        if bare:
+            carried.add_readers(norm, bare)
         for reader in norm.readers:
-            if b is not None and not parts.has_bias(reader.holder):
-                carried.add_reader(norm.path, reader.holder)
             _fold_into(parts, reader, norm, w, b)
-        weight, bias = (getattr(parts.weights.module(norm.path), name, None) for name in ("weight", "bias"))
+        weight, bias = norm_parameters(parts.weights.module(norm.path))
         if weight is not None:
             weight.fill_(1.0 - norm.kind.offset)
         if bias is not None:
@@ -94,7 +89,7 @@ def do_fold_value_biases(parts: Parts, carried: Carried) -> None:
             for biases, heads in zip(b_V.split(1), W_O.split(len(W_O) // len(b_V)), strict=True)
         )
         if not parts.has_bias(output) or carried.has_output(output):
-            carried.add_output(output, parts.value(path), b_V, len(W_O))
+            carried.add_output(parts, path, b_V)
             ensure_bias(parts.weights.module(output))
         b_O = parts.get(f"{at}.b_O")()
         b_O.copy_(precise(b_O) + more)
@@ -106,14 +101,12 @@ def do_refactor(parts: Parts, carried: Carried) -> None:
     do_fold_value_biases(parts, carried)
     for name, path in parts.blocks:
         at = f"{name}.{parts.attn.name}"
-        attn = parts.attn
         names = ("W_Q", "b_Q", "W_K", "b_K")
         views = [parts.get(f"{at}.{part}")() for part in names]
         new = refactor_query_key(*map(precise, views))
         for part, view, value in zip(names, views, new, strict=True):
-            projection = attn.q if part.endswith("Q") else attn.k
             # Where there is no bias its row of the matrix was zero, and is zero.
-            if part.startswith("W") or parts.has_bias(join(path, attn.path, projection.path)):
+            if part.startswith("W") or parts.has_bias(parts.projection(path, part[-1])):
                 view.copy_(value)
         W_V, W_O = (parts.get(f"{at}.{part}")() for part in ("W_V", "W_O"))
         for view, value in zip((W_V, W_O), refactor_value_output(precise(W_V), precise(W_O)), strict=True):
@@ -130,14 +123,35 @@ STEPS: dict[str, Callable[[Parts, Carried], None]] = {
 }
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
 def written(parts: Parts, step: str) -> dict[str, Callable[[], Tensor]]:
-    """The matrices that a transform needs to write to, by canonical name."""
+    """The parameters that a transform needs to write to, by canonical name."""
     if step == "fold_ln":
-        return {reader.name: reader.weight for norm in parts.norms for reader in norm.readers}
+        found: dict[str, Callable[[], Tensor]] = {}
+        for norm in parts.norms:
+            for name, x in zip("wb", norm_parameters(parts.weights.module(norm.path)), strict=True):
+                if x is not None:
+                    found[f"{norm.name}.{name}"] = partial(_itself, x)
+            for reader in norm.readers:
+                found[reader.name] = reader.weight
+                if reader.bias is not None and parts.has_bias(reader.holder):
+                    found[f"{reader.name} (its bias)"] = reader.bias
+        return found
     if step == "center_writing_weights":
         return parts.writers
     if step == "center_unembed":
-        return {"unembed.W_U": parts.get("unembed.W_U")}
-    letters = ("W_V", "W_O") if step == "fold_value_biases" else ("W_Q", "W_K", "W_V", "W_O")
-    names = [parts.find(f"{name}.{parts.attn.name}", w) for name, _ in parts.blocks for w in letters]
-    return {name: parts.get(name) for name in names}
+        names = ["unembed.W_U"] + ["unembed.b_U"] * parts.has_bias("." + parts.architecture.unembed)
+        return {name: parts.get(name) for name in names}
+    found = {}
+    letters = ("V", "O") if step == "fold_value_biases" else ("Q", "K", "V", "O")
+    for name, path in parts.blocks:
+        for letter in letters:
+            at = f"{name}.{parts.attn.name}"
+            weight, bias = parts.find(at, f"W_{letter}"), parts.find(at, f"b_{letter}")
+            found[weight] = parts.get(weight)
+            if parts.has_bias(parts.projection(path, letter)):
+                found[bias] = parts.get(bias)
+    return found

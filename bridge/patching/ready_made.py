@@ -2,7 +2,7 @@
 
 Example:
     >>> from bridge import TransformerBridge
-    >>> from bridge.patch_activations import get_act_patch_attn_head_out_all_pos, get_act_patch_resid_pre
+    >>> from bridge.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_resid_pre
     >>> bridge = TransformerBridge.boot_embedded()
     >>> texts = [f"When Mary and John went to the store, {name} gave a drink to" for name in ("John", "Mary")]
     >>> clean, corrupted = bridge.to_tokens(texts)[:, None]
@@ -24,7 +24,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bridge.patch_setters import (
+from bridge.patching.generic import Metric, PatchSetter, generic_activation_patch
+from bridge.patching.setters import (
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
@@ -32,7 +33,6 @@ from bridge.patch_setters import (
     layer_pos_head_vector_patch_setter,
     layer_pos_patch_setter,
 )
-from bridge.patching import Metric, PatchSetter, generic_activation_patch
 
 _DOC = """Patches {what}, and measures each patch.
 

@@ -1,10 +1,4 @@
-"""Activation patching: which activations of a clean run bring a corrupted run's answer back.
-
-Two prompts of the same length, of which one leads to another answer. The corrupted one is run again and again, each
-time with one activation replaced by what it was in the clean run, and a metric of the logits says how much that repairs
-(causal tracing of Meng et al. 2022, "Locating and Editing Factual Associations in GPT"; for single heads Wang et al.
-2022, "Interpretability in the Wild"). Names and arguments are those of ``transformer_lens.patching``.
-"""
+"""Any activation, patched piece by piece."""
 
 from __future__ import annotations
 
@@ -17,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from bridge.cache import act_name
 from bridge.hook_point import HookPoint
 from bridge.inputs import as_tokens
 from bridge.names import suggestion
-from bridge.patch_runs import PatchedRuns
+from bridge.patching.runs import PatchedRuns
+from bridge.short_names import act_name
 
 #: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
 PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
@@ -49,7 +43,7 @@ def generic_activation_patch(
     """Patches one piece of the clean run after another into the corrupted run, and measures each.
 
     Runs start at the layer of their patch, from the corrupted residual stream, wherever that changes no result (see
-    `bridge.patch_runs.PatchedRuns`); a metric that asks for gradients gets them down to that layer.
+    `bridge.patching.runs.PatchedRuns`); a metric that asks for gradients gets them down to that layer.
 
     Args:
         model: the bridge.
@@ -57,7 +51,7 @@ def generic_activation_patch(
         clean_cache: the activations of the clean run, with their batch axis.
         patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
         patch_setter: called as ``setter(corrupted_activation, index, clean_activation)``; those of
-            `bridge.patch_setters`, or one of your own.
+            `bridge.patching.setters`, or one of your own.
         activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``.
         index_axis_names: what to go through, the layer first: all combinations of ``"layer"``, ``"pos"``, ``"head"``
             (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``.
@@ -81,7 +75,7 @@ def generic_activation_patch(
 
     Example:
         >>> from bridge import TransformerBridge
-        >>> from bridge.patch_setters import layer_pos_patch_setter
+        >>> from bridge.patching import layer_pos_patch_setter
         >>> from bridge.patching import generic_activation_patch
         >>> bridge = TransformerBridge.boot_embedded()
         >>> clean, corrupted = bridge.to_tokens(["Mary and", "John and"])[:, None]

@@ -1,6 +1,6 @@
 """Patch setters: each copies one piece of a clean activation into a corrupted one.
 
-`bridge.patching.generic_activation_patch` calls them as ``setter(corrupted_activation, index, clean_activation)``; the
+`generic_activation_patch` calls them as ``setter(corrupted_activation, index, clean_activation)``; the
 index starts with the layer, which has chosen the activation already. They change the corrupted activation in place and
 return it. A clean activation of one row serves every row of the corrupted batch.
 """
@@ -31,7 +31,7 @@ def layer_pos_patch_setter(corrupted_activation: Tensor, index: Sequence[int], c
 
     Example:
         >>> import torch
-        >>> from bridge.patch_setters import layer_pos_patch_setter
+        >>> from bridge.patching import layer_pos_patch_setter
         >>> layer_pos_patch_setter(torch.zeros(1, 3, 2), [0, 1], torch.ones(1, 3, 2))[0].tolist()
         [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     """
@@ -57,7 +57,7 @@ def layer_pos_head_vector_patch_setter(
 
     Example:
         >>> import torch
-        >>> from bridge.patch_setters import layer_pos_head_vector_patch_setter
+        >>> from bridge.patching import layer_pos_head_vector_patch_setter
         >>> layer_pos_head_vector_patch_setter(torch.zeros(1, 2, 2, 1), [0, 1, 0], torch.ones(1, 2, 2, 1)).flatten()
         tensor([0., 0., 1., 0.])
     """
@@ -83,7 +83,7 @@ def layer_head_vector_patch_setter(
 
     Example:
         >>> import torch
-        >>> from bridge.patch_setters import layer_head_vector_patch_setter
+        >>> from bridge.patching import layer_head_vector_patch_setter
         >>> layer_head_vector_patch_setter(torch.zeros(1, 2, 2, 1), [0, 1], torch.ones(1, 2, 2, 1)).flatten()
         tensor([0., 1., 0., 1.])
     """
@@ -109,7 +109,7 @@ def layer_head_pattern_patch_setter(
 
     Example:
         >>> import torch
-        >>> from bridge.patch_setters import layer_head_pattern_patch_setter
+        >>> from bridge.patching import layer_head_pattern_patch_setter
         >>> layer_head_pattern_patch_setter(torch.zeros(1, 2, 1, 2), [0, 1], torch.ones(1, 2, 1, 2)).flatten()
         tensor([0., 0., 1., 1.])
     """
@@ -135,7 +135,7 @@ def layer_head_pos_pattern_patch_setter(
 
     Example:
         >>> import torch
-        >>> from bridge.patch_setters import layer_head_pos_pattern_patch_setter
+        >>> from bridge.patching import layer_head_pos_pattern_patch_setter
         >>> layer_head_pos_pattern_patch_setter(torch.zeros(1, 1, 2, 2), [0, 0, 1], torch.ones(1, 1, 2, 2)).flatten()
         tensor([0., 0., 1., 1.])
     """
@@ -161,7 +161,7 @@ def layer_head_dest_src_pos_pattern_patch_setter(
 
     Example:
         >>> import torch
-        >>> from bridge.patch_setters import layer_head_dest_src_pos_pattern_patch_setter as setter
+        >>> from bridge.patching import layer_head_dest_src_pos_pattern_patch_setter as setter
         >>> setter(torch.zeros(1, 1, 2, 2), [0, 0, 1, 0], torch.ones(1, 1, 2, 2)).flatten()
         tensor([0., 0., 1., 0.])
     """

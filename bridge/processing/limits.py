@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bridge.processing_parts import Parts
-from bridge.processing_steps import written
+from bridge.processing.parts import Parts, norm_parameters
+from bridge.processing.saving import Carried
+from bridge.processing.steps import written
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -49,12 +49,14 @@ class Limits:
 
     def _weights(self, step: str) -> str:
         """Every matrix that is written has to be a view of a parameter of a plain layer."""
-        stored = {p.untyped_storage().data_ptr() for p in self.core.parameters()}
+        stored = {p.untyped_storage().data_ptr() for p in self.core.parameters() if type(p) is nn.Parameter}
         for name, get in written(self.parts, step).items():
             try:
                 weight = get()
             except TypeError as error:  # what `Weights.matrix` says of LoRA and quantised layers
                 return str(error)
+            if type(weight) not in (Tensor, nn.Parameter):
+                return f"{name} is a {type(weight).__name__}: quantised or spread, not a plain tensor"
             if weight.dtype not in _TYPES:
                 return f"{name} is of type {weight.dtype}"
             if weight.is_inference():
@@ -66,10 +68,16 @@ class Limits:
     def _structure(self) -> str:
         if others := self.parts.undeclared():
             return f"the adapter does not say what these parameters read and write: {', '.join(others[:3])}"
-        count = Counter(id(p) for _, p in self.core.named_parameters(remove_duplicate=False))
-        tied = id(self.parts.weights.module(self.a.embed).weight)
-        twice = [name for name, p in self.core.named_parameters() if count[id(p)] > 1 and id(p) != tied]
-        return f"{twice[0]} is used in more than one place" if twice else ""
+        places: dict[int, list[str]] = {}
+        for name, parameter in self.core.named_parameters(remove_duplicate=False):
+            if type(parameter) is nn.Parameter and parameter.numel():
+                places.setdefault(parameter.data_ptr(), []).append(name)
+        embedding: Any = self.parts.weights.module(self.a.embed)
+        tied = places.get(embedding.weight.data_ptr(), []) if type(embedding.weight) is nn.Parameter else []
+        if len(tied) == 2 and f"{self.a.unembed}.weight" in tied:
+            places.pop(embedding.weight.data_ptr())
+        twice = [names for names in places.values() if len(names) > 1]
+        return f"{twice[0][0]} is used in more than one place" if twice else ""
 
     def _fold_ln(self) -> str:
         block = self.block
@@ -82,7 +90,10 @@ class Limits:
         for norm in self.parts.norms:
             if not norm.readers:
                 return f"nothing is known to read {norm.name}"
-            bias = self.parts.affine(norm)[1]
+            module = self.parts.weights.module(norm.path)
+            weight, bias = norm_parameters(module)
+            if any(x is not None and id(x) not in map(id, module._parameters.values()) for x in (weight, bias)):
+                return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
             if bias is None or not bool(bias.any()):
                 continue
             if not norm.kind.centered:
@@ -97,10 +108,10 @@ class Limits:
 
     def _center_writing_weights(self) -> str:
         block, final = self.block, self.parts.final_kind
-        if block.norm.identity or (final is None and self.parts.weights.has("." + self.a.unembed)):
+        normed = (block.ln1 or not block.attn) and (block.ln2 or block.shared_norm or not block.mlp)
+        if block.norm.identity or final is None or not normed:
             return "something reads the residual stream without a norm, which would see the mean that is taken out"
-        kinds = [block.norm] + ([final] if final else [])
-        if not all(kind.centered for kind in kinds):
+        if not (block.norm.centered and final.centered):
             return "it has RMS norms, which do not subtract the mean of what they read"
         if block.ln1_post or block.ln2_post:
             return "what attention and MLP write goes through a norm, whose output does not sum to zero"
@@ -119,14 +130,8 @@ class Limits:
         attn = self.block.attn
         if attn is None:
             return "it has no attention"
-        if attn.sink:
+        if attn.sinks:
             return "it has attention sinks: the rows of its pattern do not sum to one"
-        fused_without_place = attn.v.part is not None and any(
-            not self.parts.has_bias(self.parts.output(path)) and self.parts.has_bias(self.parts.value(path))
-            for _, path in self.parts.blocks
-        )
-        if fused_without_place:
-            return "the output projection has no bias, and the values' are a part of a fused one"
         return ""
 
     def _refactor_factored_attn_matrices(self) -> str:
@@ -141,7 +146,8 @@ class Limits:
             return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} heads of keys and values"
         if cfg.d_head > cfg.d_model:
             return f"d_head={cfg.d_head} is more than d_model={cfg.d_model}"
-        if not all(self.parts.has_bias(self.parts.output(path)) for _, path in self.parts.blocks):
+        outputs, carried = [self.parts.output(path) for _, path in self.parts.blocks], Carried(self.core)
+        if not all(self.parts.has_bias(path) and not carried.has_output(path) for path in outputs):
             return "the output projection has no bias to take up those of the values"
         return ""
 
@@ -152,7 +158,9 @@ def is_as_left(parts: Parts, step: str) -> bool:
         seen = [norm.readers[0].weight()[..., :64] for norm in parts.norms if norm.kind.centered]
         return all(parts.is_plain(norm) for norm in parts.norms) and all(_sums_to_zero(W, -2) for W in seen)
     if step == "center_writing_weights":
-        return all(_sums_to_zero(get()[:64], -1) for get in parts.writers.values() if get().ndim > 1)
+        # A head that writes nothing has any directions whatever in its output matrix, once that is refactored.
+        seen = [get()[:64] for name, get in parts.writers.items() if not name.endswith("W_O")]
+        return all(_sums_to_zero(W, -1) for W in seen if W.ndim > 1)
     if step == "center_unembed":
         return _sums_to_zero(parts.get("unembed.W_U")()[:8], -1)
     at = [f"{name}.{parts.attn.name}" for name, _ in parts.blocks]

@@ -1,0 +1,302 @@
+"""Rough evaluations: losses on texts, the induction loss, and the indirect object identification task."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+
+from bridge.legacy.datasets import load_from_hub, tokenize_and_concatenate
+from bridge.legacy.tokens import lm_cross_entropy_loss
+from bridge.names import suggestion
+
+_TEXT = (
+    "The old lighthouse keeper climbed the stairs every evening to light the lamp. From the window he could see the "
+    "harbour, where the fishing boats came home before dark, and further out the ships that carried grain and timber "
+    "to other countries. He had done this for thirty years, and he knew most of the captains by name."
+)
+
+
+def sanity_check(model: Any) -> Float[Tensor, ""]:
+    """The loss on one paragraph of plain English, to see at a glance whether a model has learnt the language.
+
+    Args:
+        model: a `HookedTransformer` with a tokenizer.
+    """
+    return model(_TEXT, return_type="loss")
+
+
+def make_wiki_data_loader(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
+    """Rows of Wikitext 2. This and its siblings need the package `datasets`, and the hub.
+
+    Args:
+        tokenizer: with BOS and EOS.
+        batch_size: how many rows at a time.
+    """
+    return _loader(("wikitext", "wikitext-2-v1"), tokenizer, batch_size)
+
+
+def make_owt_data_loader(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
+    """Rows of 10,000 texts of OpenWebText."""
+    return _loader(("stas/openwebtext-10k",), tokenizer, batch_size)
+
+
+def make_pile_data_loader(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
+    """Rows of the first 10,000 texts of the Pile."""
+    return _loader(("NeelNanda/pile-10k",), tokenizer, batch_size)
+
+
+def make_code_data_loader(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
+    """Rows of Python code."""
+    return _loader(("codeparrot/codeparrot-valid-v2-near-dedup",), tokenizer, batch_size, "content")
+
+
+def _loader(names: tuple[str, ...], tokenizer: Any, batch_size: int, column: str = "text") -> DataLoader[Any]:
+    rows = tokenize_and_concatenate(load_from_hub(*names), tokenizer, column_name=column)
+    return DataLoader(rows, batch_size=batch_size, shuffle=True, drop_last=True)
+
+
+DATASET_NAMES = ["wiki", "owt", "pile", "code"]
+DATASET_LOADERS: list[Callable[..., DataLoader[Any]]] = [
+    make_wiki_data_loader,
+    make_owt_data_loader,
+    make_pile_data_loader,
+    make_code_data_loader,
+]
+
+
+@torch.inference_mode()
+def evaluate_on_dataset(
+    model: Any,
+    data_loader: Iterable[Mapping[str, Tensor]],
+    truncate: int = 100,
+    device: torch.device | str | None = None,
+) -> float:
+    """The mean loss over batches.
+
+    Args:
+        model: a `HookedTransformer`.
+        data_loader: batches such as ``{"tokens": tensor}``, with tokens ``[batch, pos]``.
+        truncate: look at so many batches at most.
+        device: where to put the tokens; None: where the model is.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    device = model.cfg.device if device is None else device
+    losses = [
+        model(batch["tokens"].to(device), return_type="loss").mean().item()
+        for batch in tqdm(islice(data_loader, truncate))
+    ]
+    if not losses:
+        raise ValueError("there are no batches to evaluate on: the data loader is empty")
+    return sum(losses) / len(losses)
+
+
+def evaluate(model: Any, truncate: int = 100, batch_size: int = 8, tokenizer: Any = None) -> dict[str, float]:
+    """The losses on the four data sets of `DATASET_NAMES`, which are printed too.
+
+    Args:
+        model: a `HookedTransformer`.
+        truncate: look at so many batches of each at most.
+        batch_size: how many rows at a time.
+        tokenizer: None: the model's.
+    """
+    losses = {}
+    for name, loader in zip(DATASET_NAMES, DATASET_LOADERS, strict=True):
+        batches = loader(tokenizer=tokenizer or model.tokenizer, batch_size=batch_size)
+        losses[f"{name}_loss"] = evaluate_on_dataset(model, batches, truncate)
+        print(f"{name}: {losses[f'{name}_loss']}")
+    return losses
+
+
+@torch.inference_mode()
+def induction_loss(
+    model: Any,
+    tokenizer: Any = None,
+    batch_size: int = 4,
+    subseq_len: int = 384,
+    prepend_bos: bool | None = None,
+    device: torch.device | str | None = None,
+) -> Float[Tensor, ""]:
+    """The loss on the second half of rows of random tokens that are repeated once: low where induction heads are.
+
+    Args:
+        model: a `HookedTransformer`.
+        tokenizer: says what BOS is; None: the model's.
+        batch_size: how many rows.
+        subseq_len: the length of each half.
+        prepend_bos: write BOS over the first token; None: as the model does.
+        device: where to put the tokens; None: where the model is.
+
+    Raises:
+        ValueError: both halves are longer than the model's context, or its vocabulary is too small to draw from.
+    """
+    cfg = model.cfg
+    if cfg.n_ctx is not None and cfg.n_ctx > 0 and 2 * subseq_len > cfg.n_ctx:
+        raise ValueError(f"subseq_len is {subseq_len}; twice that is more than the model's context of {cfg.n_ctx}")
+    low, high = 100, min(20000, cfg.d_vocab)  # neither special tokens nor the rarest
+    if high <= low:
+        raise ValueError(f"tokens are drawn from number {low} on, and the model has {cfg.d_vocab}")
+    half = torch.randint(low, high, (batch_size, subseq_len)).to(cfg.device if device is None else device)
+    tokens = half.repeat(1, 2)
+    if cfg.default_prepend_bos if prepend_bos is None else prepend_bos:
+        tokens[:, 0] = (model.tokenizer if tokenizer is None else tokenizer).bos_token_id
+    losses = lm_cross_entropy_loss(model(tokens, return_type="logits"), tokens, per_token=True)
+    return losses[:, subseq_len + 1 :].mean()
+
+
+class IOIDataset(Dataset[dict[str, Tensor]]):
+    """Prompts for indirect object identification (Wang et al. 2022, "Interpretability in the Wild").
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        templates: texts with ``[A]``, the indirect object, ``[B]``, the subject, and places for nouns, such as
+            ``[OBJECT]``; ``[A]`` ends them.
+        names: what stands for ``[A]`` and ``[B]``.
+        nouns: for each kind, what stands there.
+        num_samples: how many prompts.
+        symmetric: each comes with its twin, in which the names are exchanged.
+        prepend_bos: start prompts with BOS.
+        seed: of the choices, which are made apart from everybody else's.
+
+    Raises:
+        ValueError: fewer than two names.
+
+    Example:
+        >>> from bridge.embedded import MODEL_DIR
+        >>> from bridge.legacy import HookedTransformer
+        >>> from bridge.legacy.evals import IOIDataset, ioi_eval
+        >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
+        >>> data = IOIDataset(model.tokenizer, ["When [B] and [A] went to the store, [B] gave a drink to [A]"],
+        ...     nouns={}, num_samples=10)
+        >>> ioi_eval(model, data)["Accuracy"]
+        1.0
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        templates: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+        nouns: Mapping[str, Sequence[str]] | None = None,
+        num_samples: int = 1000,
+        symmetric: bool = False,
+        prepend_bos: bool = True,
+        seed: int | None = 42,
+    ) -> None:
+        self.tokenizer, self.prepend_bos = tokenizer, prepend_bos
+        self.templates = list(self.get_default_templates() if templates is None else templates)
+        self.names = list(self.get_default_names() if names is None else names)
+        self.nouns = dict(self.get_default_nouns() if nouns is None else nouns)
+        if len(self.names) < 2:
+            raise ValueError(f"two names are needed, for [A] and for [B]; there are {len(self.names)}")
+        self._random = random.Random(seed)
+        self.samples: list[dict[str, str]] = []
+        for _ in range(num_samples // 2 if symmetric else num_samples):
+            self.samples += self.get_sample(symmetric)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, idx: int) -> dict[str, Tensor]:
+        sample = self.samples[idx]
+        found = {
+            name: torch.tensor(self.tokenizer.encode(sample[key], add_special_tokens=False), dtype=torch.long)
+            for name, key in (("prompt", "text"), ("IO", "IO"), ("S", "S"))
+        }
+        if self.prepend_bos:
+            found["prompt"] = torch.cat([torch.tensor([self.tokenizer.bos_token_id]), found["prompt"]])
+        return found
+
+    def get_sample(self, symmetric: bool = False) -> list[dict[str, str]]:
+        """The next prompt, with the names in it: ``{"text", "IO", "S"}``; with its twin where `symmetric` is true."""
+        template = self._random.choice(self.templates)
+        for kind, choices in self.nouns.items():
+            template = template.replace(f"[{kind}]", self._random.choice(choices))
+        first, second = self._random.sample(self.names, 2)
+        pairs = [(first, second), (second, first)] if symmetric else [(first, second)]
+        return [{"text": template.replace("[A]", a).replace("[B]", b), "IO": f" {a}", "S": f" {b}"} for a, b in pairs]
+
+    @staticmethod
+    def get_default_names() -> list[str]:
+        """The names when none are given."""
+        return ["John", "Mary"]
+
+    @staticmethod
+    def get_default_templates() -> list[str]:
+        """The templates when none are given: one names the indirect object first, the other the subject."""
+        return [
+            "When [A] and [B] came to the [LOCATION] to look for [OBJECT], [B] passed the [OBJECT] to [A]",
+            "When [B] and [A] came to the [LOCATION], [B] passed the [OBJECT] to [A]",
+        ]
+
+    @staticmethod
+    def get_default_nouns() -> dict[str, list[str]]:
+        """The nouns when none are given."""
+        return {"LOCATION": ["store", "market"], "OBJECT": ["milk", "eggs", "bread"]}
+
+
+@torch.inference_mode()
+def ioi_eval(
+    model: Any,
+    dataset: Dataset[dict[str, Tensor]] | None = None,
+    batch_size: int = 8,
+    num_samples: int = 1000,
+    tokenizer: Any = None,
+    symmetric: bool = False,
+) -> dict[str, float]:
+    """How clearly a model prefers the indirect object to the subject.
+
+    The names are compared at the first token in which they differ.
+
+    Args:
+        model: a `HookedTransformer`.
+        dataset: rows ``{"prompt", "IO", "S"}`` of tokens; a prompt ends with its IO. None: an `IOIDataset`.
+        batch_size: how many prompts at a time.
+        num_samples, tokenizer, symmetric: of the `IOIDataset`.
+
+    Returns:
+        ``{"Logit Difference": mean, "Accuracy": share}``.
+
+    Raises:
+        ValueError: one name is the beginning of the other.
+    """
+    if dataset is None:
+        dataset = IOIDataset(tokenizer or model.tokenizer, num_samples=num_samples, symmetric=symmetric)
+    batches: DataLoader[Any] = DataLoader(dataset, batch_size=batch_size, collate_fn=list)
+    differences: list[float] = []
+    for batch in tqdm(batches):
+        prompts = [row["prompt"] for row in batch]
+        logits = model(torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), return_type="logits")
+        for i, row in enumerate(batch):
+            length = min(len(row["IO"]), len(row["S"]))
+            differs = (row["IO"][:length] != row["S"][:length]).nonzero()
+            if not len(differs):
+                raise ValueError(f"the names {row['IO'].tolist()} and {row['S'].tolist()} do not differ at any token")
+            at = int(differs[0])
+            before = logits[i, len(row["prompt"]) - len(row["IO"]) + at - 1]
+            differences.append(float(before[row["IO"][at]] - before[row["S"][at]]))
+    return {
+        "Logit Difference": sum(differences) / len(differences),
+        "Accuracy": sum(difference > 0 for difference in differences) / len(differences),
+    }
+
+
+_NOT_HERE = dict.fromkeys(
+    ("mmlu_eval", "make_mmlu_data_loader", "MMLU_SUBJECTS", "MMLU_ANSWER_LETTERS"),
+    "the package lm_eval evaluates model.original_model on MMLU",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NOT_HERE:
+        raise AttributeError(f"bridge.legacy.evals has no {name}: {_NOT_HERE[name]}. See docs/migration.md")
+    raise AttributeError(f"module 'bridge.legacy.evals' has no attribute {name!r}.{suggestion(name, list(globals()))}")

@@ -1,0 +1,213 @@
+"""Loading a model, or making one from a configuration, with HookedTransformer's arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from adapters.config import ModelConfig
+from bridge.bridge import TransformerBridge
+from bridge.legacy.devices import get_device
+from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
+from bridge.names import suggestion
+from bridge.tokens import TokenError
+
+#: What `from_pretrained` passes on, besides its own arguments.
+_PASSED_ON = (
+    "revision", "trust_remote_code", "attn_implementation", "model_class", "cache_dir", "force_download",
+    "local_files_only", "token",
+)  # fmt: skip
+#: What a model may be made from.
+Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
+
+
+class LoadedAsBefore(TransformerBridge):
+    """A bridge that is loaded with HookedTransformer's arguments, or made from its configuration."""
+
+    #: Where a model is to be, when it was not put there (``move_to_device=False``).
+    intended_device: torch.device | None = None
+
+    def move_model_modules_to_device(self) -> None:
+        """Puts the model where it would be without ``move_to_device=False``."""
+        if self.intended_device is not None:
+            self.original_model.to(self.intended_device)
+
+    def to(self, device_or_dtype: Any = None, *more: Any, print_details: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Moves the model, or changes the type of its weights.
+
+        Args:
+            device_or_dtype: a device or a type.
+            more: as for `torch.nn.Module.to`; True or False is `print_details`.
+            print_details: is accepted; nothing is printed.
+            kwargs: as for `torch.nn.Module.to`.
+        """
+        given = [x for x in (device_or_dtype, *more) if x is not None and not isinstance(x, bool)]
+        self.original_model.to(*given, **kwargs)
+        return self
+
+    def cuda(self, device: int | torch.device | None = None) -> Any:
+        """Moves the model to a GPU."""
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or torch.device("cuda"))
+
+    def cpu(self) -> Any:
+        """Moves the model to the CPU."""
+        return self.to(torch.device("cpu"))
+
+    def mps(self) -> Any:
+        """Moves the model to Apple's GPU."""
+        return self.to(torch.device("mps"))
+
+    @classmethod
+    def _load(
+        cls,
+        model_name: str,
+        *,
+        hf_model: nn.Module | None,
+        tokenizer: Any,
+        device: torch.device | str | None,
+        move_to_device: bool,
+        dtype: torch.dtype | str,
+        passed_on: dict[str, Any],
+        n_devices: int = 1,
+        processing: bool = False,
+        **loading: Any,
+    ) -> Any:
+        """A bridge around a loaded model, or around the given one: a copy of it where anything has to change."""
+        kind = _type(passed_on.pop("torch_dtype", dtype))
+        passed_on.pop("low_cpu_mem_usage", None)  # as transformers always loads now
+        for name in passed_on:
+            if name not in _PASSED_ON:
+                raise TypeError(
+                    f"{name!r} is no argument of from_pretrained.{suggestion(name, _PASSED_ON)} For a model that is "
+                    "loaded in another way, load it with transformers and pass it as hf_model."
+                )
+        official = get_official_model_name(model_name)
+        target = None if not move_to_device or n_devices > 1 else torch.device(device or get_device())
+        loading["n_devices"] = n_devices if n_devices > 1 else None
+        if hf_model is None:
+            loading["dtype"] = kind
+        else:
+            loading |= {"hf_model": _copied(hf_model, processing, kind, target), "n_ctx": None}
+        bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
+        if target is not None and hf_model is None:
+            bridge.original_model.to(target)
+        bridge.intended_device = torch.device(device or get_device()) if n_devices == 1 else None
+        bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
+        return bridge
+
+    @classmethod
+    def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any, torch.device | None]:
+        """The model and the tokenizer that a configuration describes, and where it is to be; a model is taken as it
+        is."""
+        if isinstance(given, str):
+            raise TypeError(f"{given!r} is no configuration: {cls.__name__}.from_pretrained({given!r}) loads a model")
+        if isinstance(given, nn.Module):
+            return given, tokenizer, None
+        config = HookedTransformerConfig.unwrap(given)
+        if tokenizer is None and config.tokenizer_name is not None:
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
+        if config.d_vocab == -1:
+            if tokenizer is None:
+                raise TokenError("Must provide a tokenizer if d_vocab is not provided")
+            config.d_vocab = max(tokenizer.get_vocab().values()) + 1
+            config.d_vocab_out = config.d_vocab if config.d_vocab_out == -1 else config.d_vocab_out
+        return cls._model_of(config, move_to_device), tokenizer, torch.device(config.device or get_device())
+
+    @classmethod
+    def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        """A model with random weights."""
+        raise NotImplementedError
+
+
+class UnprocessedAsBefore(LoadedAsBefore):
+    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is.
+
+    Args:
+        cfg: a `HookedTransformerConfig` or its fields, for a model with random weights; or a Hugging Face model, which
+            is wrapped as it is.
+        tokenizer: for text. None: the one that ``cfg.tokenizer_name`` names.
+        move_to_device: put a new model where ``cfg.device`` says.
+
+    Raises:
+        ValueError, TypeError: as for `HookedTransformerConfig`; or fields for which the model has no place.
+    """
+
+    #: The class to load; None: what the configuration's architecture says.
+    loads: Any = None
+
+    def __init__(self, cfg: Made, tokenizer: Any = None, move_to_device: bool = True) -> None:
+        model, tokenizer, where = self._make(cfg, tokenizer, move_to_device)
+        super().__init__(model)
+        self.intended_device = where
+        self.tokenizer = tokenizer
+        if tokenizer is not None:
+            self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None) or None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        checkpoint_index: int | None = None,
+        checkpoint_value: int | None = None,
+        hf_model: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        move_to_device: bool = True,
+        dtype: torch.dtype | str = torch.float32,
+        **from_pretrained_kwargs: Any,
+    ) -> Any:
+        """Loads a model.
+
+        Args:
+            model_name, checkpoint_index, checkpoint_value, hf_model, device, tokenizer, move_to_device, dtype,
+                from_pretrained_kwargs: as for `HookedTransformer.from_pretrained`.
+
+        Raises:
+            ValueError, TypeError: as for `HookedTransformer.from_pretrained`.
+        """
+        if hf_model is None and cls.loads is not None:
+            from_pretrained_kwargs.setdefault("model_class", cls.loads)
+        return cls._load(
+            model_name, hf_model=hf_model, tokenizer=tokenizer, device=device, move_to_device=move_to_device,
+            dtype=dtype, passed_on=from_pretrained_kwargs, checkpoint_index=checkpoint_index,
+            checkpoint_value=checkpoint_value,
+        )  # fmt: skip
+
+    @classmethod
+    def _fields(cls, config: HookedTransformerConfig, names: Mapping[str, str], fixed: Mapping[str, Any]) -> Any:
+        """A configuration's fields by Hugging Face's names.
+
+        Raises:
+            ValueError: a field has a value for which the model has no place.
+        """
+        if config.d_vocab_out != config.d_vocab:
+            raise ValueError(f"d_vocab_out is {config.d_vocab_out}; {cls.__name__} has as many as d_vocab")
+        for name, allowed in fixed.items():
+            if getattr(config, name) != allowed:
+                raise ValueError(f"{name} is {getattr(config, name)!r}; in a {cls.__name__} it can only be {allowed!r}")
+        return {theirs: getattr(config, ours) for theirs, ours in names.items()}
+
+
+def _type(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPE_FROM_STRING:
+        raise ValueError(f"dtype is {dtype!r}; it must be a torch.dtype or one of {', '.join(DTYPE_FROM_STRING)}")
+    return DTYPE_FROM_STRING[dtype]
+
+
+def _copied(model: nn.Module, processing: bool, dtype: torch.dtype, device: torch.device | None) -> nn.Module:
+    """The user's model, or a copy where something is to be different: the user's stays as it is."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    places = {parameter.device for parameter in model.parameters()}
+    here = device is None or all(p.type == device.type and device.index in (None, p.index) for p in places)
+    if not processing and kinds == {dtype} and here:
+        return model
+    copied: nn.Module = copy.deepcopy(model)
+    return copied.to(dtype=dtype) if device is None else copied.to(device=device, dtype=dtype)

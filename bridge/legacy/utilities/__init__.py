@@ -1,0 +1,1 @@
+"""The modules that HookedTransformer keeps under `utilities`: devices and activation functions."""
