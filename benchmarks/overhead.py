@@ -144,17 +144,18 @@ def measure(name: str, shape: tuple[int, int], rounds: int, arguments: argparse.
 def peer(hf: Any, eager: Any, tokens: Any, layer: str, rounds: int, arguments: argparse.Namespace) -> None:
     """The same for TransformerLens' bridge, around a copy of the same model."""
     import copy
+    import tempfile
 
     from transformer_lens.model_bridge import TransformerBridge as Peer
 
-    def build(model: Any) -> Any:
-        return Peer.boot_transformers(type(model).__name__, hf_model=copy.deepcopy(model), device=arguments.device)
-
-    try:
-        theirs = build(hf)
-    except (OSError, ValueError, TypeError) as error:
-        print(f"  (TransformerLens could not wrap this model without a hub: {type(error).__name__})")
-        return
+    with tempfile.TemporaryDirectory() as folder:  # it looks for a configuration and a tokenizer by name
+        hf.config.save_pretrained(folder)
+        theirs = Peer.boot_transformers(
+            folder,
+            hf_model=copy.deepcopy(hf),
+            tokenizer=TransformerBridge.boot_embedded().tokenizer,
+            device=arguments.device,
+        )
     results = medians(
         {
             "hf(tokens)": lambda: hf(tokens),

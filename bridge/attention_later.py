@@ -50,11 +50,9 @@ class _Look(TorchFunctionMode):
         raise _Found(scores=scores)
 
 
-def _kept(x: Any) -> Any:
+def _kept(x: Tensor) -> Tensor:
     """What a cache may hold of an argument: no graph, and nothing that could change unseen."""
-    if not isinstance(x, Tensor):
-        return x
-    return x.clone() if x.is_inference() else x.detach()
+    return x.clone() if x.is_inference() else x.detach() if x.requires_grad else x
 
 
 class AttentionCall:
@@ -80,7 +78,7 @@ class AttentionCall:
     ) -> None:
         self.eager, self.implementation, self.module = eager, implementation, module
         self.query, self.key, self.mask = _kept(query), _kept(key), mask
-        self.kwargs = {name: _kept(x) for name, x in kwargs.items()}
+        self.kwargs = {name: _kept(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
         self.seen = self.versions()
 
     def versions(self) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ class BootMethods:
         loaded = hf_model is None
         if hf_model is None:
             config = AutoConfig.from_pretrained(repository, **where)
-            _override(config, dict(hf_config_overrides or {}) | _context(config, n_ctx))
+            _override(config, dict(hf_config_overrides or {}) | context_fields(config, n_ctx))
             loader = model_class or _class_for(config)
             if max_memory is not None and device_map is None and n_devices is None:
                 raise ValueError("max_memory says how to spread a model: it needs device_map or n_devices")
@@ -187,7 +187,12 @@ def _override(config: Any, changes: Mapping[str, Any]) -> None:
         setattr(config, name, value)
 
 
-def _context(config: Any, n_ctx: int | None) -> dict[str, int]:
+def context_fields(config: Any, n_ctx: int | None) -> dict[str, int]:
+    """What to change in a Hugging Face configuration for another context length.
+
+    Raises:
+        ValueError: it has none, or the model has learned fewer positions.
+    """
     if n_ctx is None:
         return {}
     name = next((n for n in ("max_position_embeddings", "n_positions", "seq_length") if hasattr(config, n)), None)

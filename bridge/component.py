@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from adapters.weights import Weights
+from bridge.factored_matrix import FactoredMatrix
 from bridge.hook_point import HookPoint
 from bridge.names import Names, suggestion
 
@@ -39,7 +40,7 @@ class Tree:
                     prefix = full
         return self._children
 
-    def get(self, prefix: str, name: str) -> HookPoint | Component | ComponentList | Tensor:
+    def get(self, prefix: str, name: str) -> HookPoint | Component | ComponentList | Tensor | FactoredMatrix:
         """What stands under `name` at `prefix`.
 
         Raises:
@@ -48,6 +49,9 @@ class Tree:
         below = self.children.get(prefix, {})
         full = below.get(name)
         if full is None:
+            if name in ("OV", "QK") and "W_O" in below:  # of one layer's heads, [n_heads, d_model, d_model]
+                W_Q, W_K, W_V, W_O = (self._leaf(f"{prefix}.W_{letter}") for letter in "QKVO")
+                return FactoredMatrix(W_V, W_O) if name == "OV" else FactoredMatrix(W_Q, W_K.mT)
             raise AttributeError(f"{prefix or 'the bridge'} has no {name!r}.{suggestion(name, below)}")
         if full not in self.children:
             return self._leaf(full)
@@ -55,7 +59,7 @@ class Tree:
             return ComponentList(self, full)
         return Component(self, full)
 
-    def _leaf(self, name: str) -> HookPoint | Tensor:
+    def _leaf(self, name: str) -> Any:
         weights = self.weights()
         if name in weights.getters:
             return weights[name]

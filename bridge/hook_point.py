@@ -310,9 +310,11 @@ class HookPoint:
             return
         if identity or view.identity:
             act = x
-        else:
+        elif torch.is_grad_enabled():
             with torch.no_grad():  # what is only looked at is no part of the graph
                 act = view.get(x, call)
+        else:
+            act = view.get(x, call)
         reader.fn(act.clone() if shield else act, hook=self)
 
     def _edit(self, listener: Listener, act: Tensor) -> Tensor | None:

@@ -49,6 +49,18 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside a ``with`` statement; afterwards every module is in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def _any_compiled(model: nn.Module) -> bool:
     """Whether a module or its forward was compiled. (`Module.modules` takes ten times as long, in every run.)"""
     left: list[nn.Module | None] = [model]

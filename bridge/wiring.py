@@ -78,8 +78,9 @@ class SiteHook:
         return x
 
     def _fire(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        call, start, owner, last = _NO_CALL, STATE.start_at, STATE.owner, None
-        for index, point in enumerate(self.points):
+        call, start, owner, points = _NO_CALL, STATE.start_at, STATE.owner, self.points
+        last = -1 if len(points) == 1 else self._last_writer()
+        for index, point in enumerate(points):
             if start is not None and point.point.depth < start:
                 continue  # before the layer that this run starts at
             if call is _NO_CALL and (point.view.contextual or point.sources):
@@ -87,9 +88,7 @@ class SiteHook:
             if point.sources:
                 if all(listener.owner is not owner for listener in point.listeners):
                     continue  # attached by another thread, perhaps after this run had passed the sources
-                call.sources = tuple(STATE.sources[source] for source in point.sources)
-            if last is None:
-                last = self._last_writer()
+                call.sources = tuple([STATE.sources[source] for source in point.sources])
             reader = point.reader  # once: another thread may change it
             if reader is None:
                 x = point.fire(x, call, shield=index < last)
@@ -102,8 +101,8 @@ class SiteHook:
         owner, last = STATE.owner, -1
         for index, point in enumerate(self.points):
             if (
-                point.reader is None
-                and point.view.writes_through
+                point.view.writes_through
+                and point.reader is None
                 and any(listener.owner is owner and listener.kind != "read" for listener in point.listeners)
             ):
                 last = index
@@ -216,22 +215,22 @@ class Wiring:
 
     def listen(self, points: Iterable[HookPoint], listeners: Sequence[Listener]) -> None:
         """Attaches the same listeners to many points (see `add`)."""
+        alone = listeners[0] if len(listeners) == 1 and listeners[0].kind == "read" else None
         with self.lock:
             for point in points:
+                if alone is not None and not point.listeners:  # a cache, which leads to nothing else
+                    self._connect(point)
+                    point.listeners, point.reader = (alone,), alone
+                    continue
                 for listener in listeners:
-                    if listener.kind == "read":  # a cache, which leads to nothing else
-                        if not point.listeners:
-                            self._connect(point)
-                        point.set_listeners((*point.listeners, listener))
-                    else:
-                        self.add(point, listener)
+                    self.add(point, listener)
 
     def forget(self, points: Iterable[HookPoint], listeners: Sequence[Listener]) -> None:
         """Removes what `listen` attached."""
         with self.lock:
             for point in points:
-                if point.reader is not None and point.reader is listeners[0]:
-                    point.set_listeners(())
+                if point.reader is listeners[0]:
+                    point.listeners, point.reader = (), None
                     self._disconnect(point)
                 else:
                     self.remove(point, listeners)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from bridge.boot import context_fields
 from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loaded import LoadedAsBefore, Made
@@ -157,6 +158,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
             bridge._keep_layers(first_n_layers)
         cfg = bridge.cfg
         if n_ctx is not None:
+            context_fields(bridge.core.config, n_ctx)  # an `hf_model` may have fewer positions
             cfg.n_ctx = n_ctx
         if bridge.tokenizer is not None:
             bridge._adopt(bridge.tokenizer, default_padding_side)  # a copy already

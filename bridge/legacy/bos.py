@@ -58,14 +58,14 @@ def get_input_with_manually_prepended_bos(tokenizer: Any, input: str | list[str]
 
 
 def get_tokens_with_bos_removed(tokenizer: Any, tokens: Int[Tensor, "... pos"]) -> Int[Tensor, "... pos-1"]:
-    """Rows of tokens without the BOS that each starts with.
+    """Rows of tokens without the BOS that each starts with; where padding is on the right, without the first token.
 
     Args:
         tokenizer: says on which side is padding, and what BOS and padding are.
         tokens: the rows.
 
     Raises:
-        ValueError: a row has no BOS.
+        ValueError: where padding is on the left, a row has no BOS.
 
     Example:
         >>> import torch

@@ -267,7 +267,7 @@ def ioi_eval(
         ``{"Logit Difference": mean, "Accuracy": share}``.
 
     Raises:
-        ValueError: one name is the beginning of the other.
+        ValueError: a prompt does not end with its IO; or one name is the beginning of the other.
     """
     if dataset is None:
         dataset = IOIDataset(tokenizer or model.tokenizer, num_samples=num_samples, symmetric=symmetric)
@@ -277,6 +277,9 @@ def ioi_eval(
         prompts = [row["prompt"] for row in batch]
         logits = model(torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), return_type="logits")
         for i, row in enumerate(batch):
+            end = row["prompt"][-len(row["IO"]) :]
+            if not torch.equal(end, row["IO"]):
+                raise ValueError(f"a prompt ends with {end.tolist()}; it must end with its IO, {row['IO'].tolist()}")
             length = min(len(row["IO"]), len(row["S"]))
             differs = (row["IO"][:length] != row["S"][:length]).nonzero()
             if not len(differs):

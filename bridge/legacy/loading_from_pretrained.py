@@ -19,6 +19,7 @@ from bridge.legacy.model_names import (
     OFFICIAL_MODEL_NAMES,
     get_official_model_name,
 )
+from bridge.names import suggestion
 
 __all__ = [
     "DEFAULT_MODEL_ALIASES",
@@ -174,3 +175,19 @@ DTYPE_FROM_STRING = {
     "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16,
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
 }  # fmt: skip
+
+
+_CONFIG, _NAMES = "get_pretrained_model_config gives a configuration", "such models say so when they are loaded"
+_NOT_HERE = {
+    "convert_hf_model_config": _CONFIG,
+    "convert_neel_model_config": _CONFIG,
+    "get_basic_config": _CONFIG,
+    "NON_HF_HOSTED_MODEL_NAMES": _NAMES,
+    "NEED_REMOTE_CODE_MODELS": _NAMES,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NOT_HERE:
+        raise AttributeError(f"{__name__} has no {name}: {_NOT_HERE[name]}. See docs/migration.md")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{suggestion(name, __all__)}")

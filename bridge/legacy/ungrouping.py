@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adapters.paths import join
 from bridge.bridge import TransformerBridge
+from bridge.modules import evaluating
 
 #: What attention modules call the number of key heads.
 _COUNTS = ("num_key_value_heads", "num_kv_heads")
@@ -52,7 +53,11 @@ class UngroupsAsBefore(TransformerBridge):
             self._check_unheard()
             groups = self.cfg.n_heads // next(old for _, name, old in self.grouped if name in _COUNTS)
             for holder, name, old in self.grouped:
-                if isinstance(old, nn.Linear) and not _same(getattr(holder, name), _repeated(old, groups, self.cfg)):
+                if not isinstance(old, nn.Linear):
+                    continue
+                now = getattr(holder, name)
+                old.to(now.weight)  # where the model has been moved since, in its type
+                if not _same(now, _repeated(old, groups, self.cfg)):
                     raise RuntimeError(f"{name} was changed since keys and values were ungrouped: that would be lost")
             self._regroup()
         self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
@@ -83,11 +88,11 @@ class UngroupsAsBefore(TransformerBridge):
             replaced.append((module, "num_key_value_groups", groups))
         replaced += [(config, name, n_kv) for name in (*_COUNTS, "n_key_value_heads") if hasattr(config, name)]
         before = self._probe()
-        for holder, name, old in replaced:
-            new = 1 if name == "num_key_value_groups" else self.cfg.n_heads
-            setattr(holder, name, _repeated(old, groups, self.cfg) if isinstance(old, nn.Linear) else new)
         self.grouped = replaced
         try:
+            for holder, name, old in replaced:
+                new = 1 if name == "num_key_value_groups" else self.cfg.n_heads
+                setattr(holder, name, _repeated(old, groups, self.cfg) if isinstance(old, nn.Linear) else new)
             self._rewire()
             after, exact = self._probe(), self.cfg.dtype in (torch.float32, torch.float64)
             if not torch.allclose(after, before, atol=1e-4 if exact else 0.1):
@@ -107,19 +112,18 @@ class UngroupsAsBefore(TransformerBridge):
     @torch.no_grad()
     def _probe(self) -> Tensor:
         """Log probabilities of a few tokens."""
-        training, length = self.training, min(6, self.cfg.n_ctx or 6)
-        self.eval()
+        length = min(6, self.cfg.n_ctx or 6)
         tokens = torch.arange(length, device=self.cfg.device)[None] * 7 % self.cfg.d_vocab
-        found: Tensor = self.original_model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
-        self.train(training)
-        return found
+        with evaluating(self.original_model):
+            found: Tensor = self.original_model(input_ids=tokens, use_cache=False).logits
+        return found.float().log_softmax(-1)
 
     def _rewire(self) -> None:
         """The bridge anew, around a model that has changed."""
         kept = {name: getattr(self, name) for name in ("tokenizer", "dataset", "intended_device", "grouped")}
         cfg, model = self.cfg, self.original_model
-        del self._tree
-        type(self).__init__(self, model)
+        self.__dict__.pop("_tree", None)
+        TransformerBridge.__init__(self, model)  # a subclass of the user's may have other arguments
         for name in ("n_layers", "n_key_value_heads", "attn_types"):
             setattr(cfg, name, getattr(self.cfg, name))
         self.cfg = cfg

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,9 @@ from bridge.processing.check import ProcessingError
 
 Samples = dict[str, Tensor]
 
-#: For each such model, some values of each parameter that was written to: a model that was loaded again has others.
-_BROKEN: WeakKeyDictionary[nn.Module, Samples] = WeakKeyDictionary()
+#: Where such a model, and each copy of it, has some values of every parameter that was written to: when it has been
+#: loaded again, it has others.
+_MARK = "transformer_bridge_half_processed"
 _SIZE = 256
 
 
@@ -37,7 +37,7 @@ def all_or_broken(core: nn.Module) -> Iterator[None]:
         now = _samples(core)
         changed = {n: x for n, x in now.items() if n not in before or not _same(x, before[n])}
         if changed:
-            _BROKEN[core] = changed
+            core.__dict__[_MARK] = changed
             if not isinstance(error, ProcessingError):
                 error.add_note("The model's weights are processed in part: load them again.")
         raise
@@ -49,12 +49,12 @@ def is_broken(core: nn.Module) -> bool:
     Args:
         core: the Hugging Face model.
     """
-    if core not in _BROKEN:
+    if _MARK not in core.__dict__:
         return False
     now = _samples(core)
-    if any(name in now and _same(x, now[name]) for name, x in _BROKEN[core].items()):
+    if any(name in now and _same(x, now[name]) for name, x in core.__dict__[_MARK].items()):
         return True
-    del _BROKEN[core]
+    del core.__dict__[_MARK]
     return False
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from bridge.hook_point import STATE, Owner
+from bridge.modules import evaluating
 
 _HALF = (torch.float16, torch.bfloat16)
 #: How much larger than before the rounding error of a model in half precision may be. Each transform rounds the weights
@@ -55,7 +56,9 @@ def _products_in_full() -> Iterator[None]:
             torch.set_float32_matmul_precision(found)
         else:
             for backend, value in zip(_BACKENDS, found, strict=True):
-                backend.fp32_precision = value
+                backend.fp32_precision = "none"  # as `torch.backends.fp32_precision` says: it may be where this is from
+                if backend.fp32_precision != value:
+                    backend.fp32_precision = value
 
 
 class InFloat32(TorchDispatchMode):
@@ -94,8 +97,9 @@ class Check:
 
     In float32 they may change by 1e-4, and for large values by as much more. In half precision a model is as far from
     what its weights mean as its rounding makes it: that is measured, by computing with the same weights in float32. The
-    processed model may be `_TIMES` as far from that, on the average over all tokens. Where a mixture of experts chooses
-    among near equals, rounding changes some tokens by much: there it is the median over the positions.
+    processed model may be `_TIMES` as far from that, or by the type's eps, on the average over all tokens. Where a
+    mixture of experts chooses among near equals, rounding changes some tokens by much: there it is the median over the
+    positions.
 
     Args:
         core: the Hugging Face model, unprocessed.
@@ -175,16 +179,13 @@ class Check:
         generator = torch.Generator().manual_seed(0)
         shape = (2, min(16, self.cfg.n_ctx or 16))
         tokens = torch.randint(self.cfg.d_vocab, shape, generator=generator, device="cpu").to(self.cfg.device)
-        modes = [(module, module.training) for module in self.core.modules()]
         # The user's hooks are not for this run.
         owner, STATE.owner = STATE.owner, Owner(threading.current_thread())
         try:
-            self.core.eval()
-            output = self.core(tokens, use_cache=False)
+            with evaluating(self.core):
+                output = self.core(tokens, use_cache=False)
         finally:
             STATE.owner = owner
-            for module, training in modes:
-                module.training = training
         logits = getattr(output, "logits", None)
         value = output[0] if logits is None else logits
         value = value.to(torch.promote_types(value.dtype, torch.float32))

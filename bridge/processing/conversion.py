@@ -104,7 +104,7 @@ class IntoNorm(ConversionOps):
             rows = (W.T, new.T) if reader.transposed else (W, new)  # d_out d_model
             b = precise(found.pop(key))
             own: list[Tensor] = []
-            pieces = (x.split(max(1, _PIECE // W.numel() * len(x)) or 1) for x in (*rows, b))
+            pieces = (x.split(max(1, _PIECE * len(b) // W.numel())) for x in (*rows, b))
             for old, place, behind in zip(*pieces, strict=True):
                 matrix = precise(old)
                 if not plain:
@@ -137,7 +137,7 @@ def _output_into_values(found: dict[str, Tensor], keys: OutputKeys) -> None:
             f"{keys.path}.bias has changed since the value biases were folded into it, and the model's class has no "
             "place for it: keep it with torch.save(model.state_dict(), ...), not with save_pretrained"
         )
-    values = found[key].double()
+    values = found[key].to(torch.float64, copy=True)
     values[keys.places.to(values.device)] += b_V
     found[key] = values.to(found[key].dtype)
 

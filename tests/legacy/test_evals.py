@@ -108,6 +108,13 @@ def test_the_score_is_the_logit_difference_before_the_answer(shipped):
     assert ioi_eval(shipped, IOIDataset(shipped.tokenizer, turned, nouns={}, num_samples=6))["Accuracy"] == 0
 
 
+@pytest.mark.parametrize("end", [".", " today"])
+def test_a_prompt_that_does_not_end_with_the_answer(shipped, end):
+    data = IOIDataset(shipped.tokenizer, [TEMPLATES[0] + end], nouns={}, num_samples=2)
+    with pytest.raises(ValueError, match="it must end with its IO"):
+        ioi_eval(shipped, data)
+
+
 def test_names_of_several_tokens_are_compared_where_they_differ():
     rows = [{"prompt": torch.tensor([1, 2, 3, 4]), "IO": torch.tensor([3, 4]), "S": torch.tensor([3, 5, 6])}]
 

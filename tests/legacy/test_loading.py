@@ -110,6 +110,8 @@ def test_a_given_model_is_loaded_already():
     )
     assert model.original_model is hf
     assert model.cfg.n_ctx == 20
+    with pytest.raises(ValueError, match=r"n_ctx=4000 is more than the \d+ positions that this model has learned"):
+        HookedTransformer.from_pretrained("gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", n_ctx=4000)
 
 
 def test_fewer_layers_and_another_context():

@@ -57,6 +57,12 @@ def test_what_is_not_offered_says_why(name):
         getattr(transformer_lens, name)
 
 
+@pytest.mark.parametrize("name", ["convert_hf_model_config", "get_basic_config", "NEED_REMOTE_CODE_MODELS"])
+def test_what_loading_does_not_offer_says_why(name):
+    with pytest.raises(AttributeError, match=f"no {name}: .*docs/migration.md"):
+        getattr(transformer_lens.loading, name)
+
+
 def test_a_misspelt_name_gets_a_suggestion():
     with pytest.raises(AttributeError, match="Did you mean HookedTransformer"):
         transformer_lens.HookedTransfomer  # noqa: B018

@@ -147,6 +147,12 @@ def test_analysis_on_the_model(model):
     assert torch.allclose(directions, reference_of["processed/method/tokens_to_residual_directions"], atol=1e-4)
     assert model.all_head_labels() == ["L0H0", "L0H1", "L0H2", "L0H3", "L1H0", "L1H1", "L1H2", "L1H3"]
     assert model.QK.shape == model.OV.shape == (2, 4, 32, 32)
+    for name in ("QK", "OV"):
+        of_layer = getattr(model.blocks[1].attn, name)
+        assert of_layer.shape == (4, 32, 32)
+        assert torch.equal(of_layer[2].AB, getattr(model, name)[1, 2].AB)
+    with pytest.raises(AttributeError, match=r"blocks\.1\.mlp has no 'OV'"):
+        model.blocks[1].mlp.OV  # noqa: B018
     for name in ("W_Q", "W_K", "W_V"):
         assert getattr(model, name).shape == (2, 4, 32, 8)
         assert torch.equal(getattr(model, name)[1], getattr(model.blocks[1].attn, name))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.legacy import HookedTransformer, HookedTransformerKeyValueCache
+from bridge.legacy import HookedTransformer, HookedTransformerKeyValueCache, ungrouping
 from tests.reference import DATA, reference, wrong_logits, wrong_values
 
 FAMILIES = ["llama", "gemma2", "qwen3"]
@@ -101,3 +101,67 @@ def test_what_cannot_be_ungrouped():
     gpt2.set_ungroup_grouped_query_attention(True)
     assert gpt2.cfg.ungroup_grouped_query_attention
     assert wrong_values(gpt2, "gpt2", "processed") == []
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_an_exception_leaves_the_model_as_it_was(run):
+    model, tokens, runs = load("llama"), reference("llama")["tokens"], []
+    layers = model.original_model.model.layers
+    model.train()
+    layers[0].eval()
+    before, modes = model.state_dict(), [module.training for module in model.original_model.modules()]
+
+    def interrupt(*args):
+        runs.append(args)
+        if len(runs) == run:
+            raise KeyboardInterrupt
+
+    handle = layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.set_ungroup_grouped_query_attention(True)
+    handle.remove()
+    assert [module.training for module in model.original_model.modules()] == modes
+    assert all(value.data_ptr() == before[name].data_ptr() for name, value in model.state_dict().items())
+    assert (model.cfg.n_key_value_heads, model.core.config.num_key_value_heads) == (2, 2)
+    model.set_ungroup_grouped_query_attention(True)
+    assert [module.training for module in model.original_model.modules()] == modes
+    assert model.eval().run_with_cache(tokens)[1]["k", 0].shape[2] == 4
+
+
+def test_no_memory_for_the_last_layer(monkeypatch):
+    model, made = load("llama"), []
+
+    def repeated(*args):
+        made.append(args)
+        if len(made) == 4:
+            raise MemoryError
+        return ungrouping_repeated(*args)
+
+    ungrouping_repeated = ungrouping._repeated
+    monkeypatch.setattr(ungrouping, "_repeated", repeated)
+    with pytest.raises(MemoryError):
+        model.set_ungroup_grouped_query_attention(True)
+    assert model.cfg.n_key_value_heads == 2
+    assert wrong_values(model, "llama", "processed") == []
+
+
+def test_back_in_another_type():
+    model, right = load("llama"), load("llama").to(torch.bfloat16)
+    model.set_ungroup_grouped_query_attention(True)
+    model.to(torch.bfloat16)
+    model.set_ungroup_grouped_query_attention(False)
+    assert all(torch.equal(value, right.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_subclass_with_arguments_of_its_own():
+    class Mine(HookedTransformer):
+        def __init__(self, path, mine):
+            super().__init__(load(path).original_model)
+            self.mine = mine
+
+    model, tokens = Mine("llama", mine=3), reference("llama")["tokens"]
+    logits = model(tokens)
+    model.set_ungroup_grouped_query_attention(True)
+    assert torch.equal(model(tokens), logits)
+    assert model.mine == 3
+    assert model.run_with_cache(tokens)[1]["k", 0].shape[2] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,20 @@ def test_products_that_one_backend_lets_be_rounded() -> None:
         backend.fp32_precision = found
 
 
+def test_a_backend_that_follows_the_setting_for_all_still_does() -> None:
+    backend, found = torch.backends.cuda.matmul, torch.backends.fp32_precision
+    before = backend.fp32_precision
+    torch.backends.fp32_precision, backend.fp32_precision = "tf32", "none"
+    try:
+        assert backend.fp32_precision == "tf32"
+        TransformerBridge(tiny("llama")).process_weights()
+        assert backend.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert backend.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision, backend.fp32_precision = found, before
+
+
 def test_what_cannot_be_compared() -> None:
     model = tiny("llama", torch.float16)
     with torch.no_grad():
@@ -186,7 +201,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
     assert caught.value.__notes__ == ["The model's weights are processed in part: load them again."]
     assert bridge.cfg.processed == {}
     half_done = copies(model)
-    for again in (bridge, TransformerBridge(model)):
+    for again in (bridge, TransformerBridge(model), TransformerBridge(copy.deepcopy(model))):
         for choices in ({}, {"fold_ln": True}):
             with pytest.raises(ProcessingError, match="did not come to its end: load them again"):
                 again.process_weights(**choices)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPTN
 
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
-from bridge.processing import is_processed
+from bridge.processing import conversion, is_processed
 from bridge.processing.check import InFloat32
 from tests.adapters.by_hand import families
 from tests.weight_processing.models import SAVED, copies, log_probs, processed, same, tiny, tokens
@@ -228,6 +228,30 @@ def test_in_another_type_since(tmp_path: Path) -> None:
     before = log_probs(model)
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=0.02, rtol=0)
+
+
+def test_saving_in_float64_leaves_the_model_alone(tmp_path: Path) -> None:
+    bridge = TransformerBridge(tiny("qwen2", torch.float64))
+    bridge.process_weights()
+    values = copies(bridge.original_model)
+    bridge.original_model.save_pretrained(tmp_path)
+    assert same(bridge.original_model, values)
+
+
+def test_a_large_matrix_is_written_in_large_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=61, bos_token_id=0, eos_token_id=0))
+    model.transformer.ln_f.bias.data.normal_()
+    TransformerBridge(model.bfloat16().eval()).process_weights()
+    sizes = []
+
+    def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        sizes.append(len(x))
+        return x.to(dtype)
+
+    monkeypatch.setattr(conversion, "_PIECE", 32 * 20)
+    monkeypatch.setattr(conversion, "_rounded", rounded)
+    model.save_pretrained(tmp_path)
+    assert sizes == [20, 20, 20, 1]
 
 
 @pytest.mark.parametrize("how", ["a copy", "the same memory"])

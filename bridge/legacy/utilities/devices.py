@@ -88,7 +88,8 @@ def get_device_for_block_index(index: int, cfg: Any, device: torch.device | str 
     first = torch.device(cfg.device if device is None else device)
     if first.type == "cpu":
         return first
-    return torch.device(first.type, (first.index or 0) + index // (cfg.n_layers // (cfg.n_devices or 1)))
+    each = max(1, cfg.n_layers // (cfg.n_devices or 1))
+    return torch.device(first.type, (first.index or 0) + index // each)
 
 
 def move_to_and_update_config(
