@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adapters.paths import join
 from bridge.bridge import TransformerBridge
+from bridge.hook_point import Handle
 from bridge.modules import evaluating
 
 #: What attention modules call the number of key heads.
@@ -20,6 +21,8 @@ class UngroupsAsBefore(TransformerBridge):
 
     #: What was replaced: holder, attribute, and what stood there.
     grouped: list[tuple[Any, str, Any]] | None = None
+    #: See `bridge.legacy.placing`.
+    spliced: dict[str, tuple[nn.Module, Handle]]
 
     def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
         """Whether each query head has a key and a value of its own: in ``hook_k``, ``hook_v``, ``hook_k_input``, ...
@@ -63,6 +66,11 @@ class UngroupsAsBefore(TransformerBridge):
         self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
 
     def _check_unheard(self) -> None:
+        if self.spliced:
+            raise RuntimeError(
+                f"a module is spliced in at {', '.join(self.spliced)}, which would be lost: put a bare HookPoint() "
+                "there first"
+            )
         if self.wiring.listening:
             raise RuntimeError("hooks are attached, which would be lost: reset_hooks(including_permanent=True) first")
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bridge.legacy import HookedTransformer, HookedTransformerKeyValueCache, ungrouping
+from bridge.legacy.hook_points import HookPoint
 from tests.reference import DATA, reference, wrong_logits, wrong_values
 
 FAMILIES = ["llama", "gemma2", "qwen3"]
@@ -85,6 +86,10 @@ def test_what_cannot_be_ungrouped():
     with pytest.raises(RuntimeError, match="hooks are attached"):
         model.set_ungroup_grouped_query_attention(True)
     model.reset_hooks()
+    model.blocks[0].mlp.hook_post = nn.Identity()
+    with pytest.raises(RuntimeError, match=r"spliced in at blocks\.0\.mlp\.hook_post, which would be lost"):
+        model.set_ungroup_grouped_query_attention(True)
+    model.blocks[0].mlp.hook_post = HookPoint()
     layer = model.original_model.model.layers[1].self_attn
     own, layer.v_proj = layer.v_proj, nn.Sequential(layer.v_proj)
     with pytest.raises(ValueError, match=r"v_proj in model\.layers\.1\.self_attn is no linear layer to their 16"):
