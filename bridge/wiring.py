@@ -220,7 +220,7 @@ class Wiring:
             for point in points:
                 if alone is not None and not point.listeners:  # a cache, which leads to nothing else
                     self._connect(point)
-                    point.listeners, point.reader = (alone,), alone
+                    point.set_listeners((alone,))
                     continue
                 for listener in listeners:
                     self.add(point, listener)
@@ -230,7 +230,7 @@ class Wiring:
         with self.lock:
             for point in points:
                 if point.reader is listeners[0]:
-                    point.listeners, point.reader = (), None
+                    point.set_listeners(())
                     self._disconnect(point)
                 else:
                     self.remove(point, listeners)

@@ -75,11 +75,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    if name in _NOT_HERE:
-        raise AttributeError(f"bridge.legacy has no {name}: {_NOT_HERE[name]}. See docs/migration.md")
-    from bridge.names import suggestion
+    from bridge.legacy.missing import missing
 
-    raise AttributeError(f"module 'bridge.legacy' has no attribute {name!r}.{suggestion(name, __all__)}")
+    raise missing(__name__, name, _NOT_HERE, __all__)
 
 
 def __dir__() -> list[str]:

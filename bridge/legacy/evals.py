@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from bridge.legacy.datasets import load_from_hub, tokenize_and_concatenate
+from bridge.legacy.missing import missing
 from bridge.legacy.tokens import lm_cross_entropy_loss
-from bridge.names import suggestion
 
 _TEXT = (
     "The old lighthouse keeper climbed the stairs every evening to light the lamp. From the window he could see the "
@@ -300,6 +300,4 @@ _NOT_HERE = dict.fromkeys(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NOT_HERE:
-        raise AttributeError(f"bridge.legacy.evals has no {name}: {_NOT_HERE[name]}. See docs/migration.md")
-    raise AttributeError(f"module 'bridge.legacy.evals' has no attribute {name!r}.{suggestion(name, list(globals()))}")
+    raise missing(__name__, name, _NOT_HERE, globals())

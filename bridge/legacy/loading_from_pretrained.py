@@ -13,13 +13,13 @@ from bridge.bridge import TransformerBridge
 from bridge.checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
 from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.legacy.missing import missing
 from bridge.legacy.model_names import (
     DEFAULT_MODEL_ALIASES,
     MODEL_ALIASES,
     OFFICIAL_MODEL_NAMES,
     get_official_model_name,
 )
-from bridge.names import suggestion
 
 __all__ = [
     "DEFAULT_MODEL_ALIASES",
@@ -188,6 +188,4 @@ _NOT_HERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NOT_HERE:
-        raise AttributeError(f"{__name__} has no {name}: {_NOT_HERE[name]}. See docs/migration.md")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{suggestion(name, __all__)}")
+    raise missing(__name__, name, _NOT_HERE, __all__)

@@ -26,6 +26,7 @@ from bridge.legacy.bos import (
 )
 from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
 from bridge.legacy.devices import get_device, warn_if_mps
+from bridge.legacy.missing import missing
 from bridge.legacy.slices import Slice, SliceInput
 from bridge.legacy.tokens import (
     get_attention_mask,
@@ -51,7 +52,6 @@ from bridge.legacy.weight_init import (
     init_xavier_normal_,
     init_xavier_uniform_,
 )
-from bridge.names import suggestion
 from bridge.short_names import act_name
 
 __all__ = [
@@ -313,6 +313,4 @@ _NOT_HERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NOT_HERE:
-        raise AttributeError(f"bridge.legacy.utils has no {name}: {_NOT_HERE[name]}. See docs/migration.md")
-    raise AttributeError(f"module 'bridge.legacy.utils' has no attribute {name!r}.{suggestion(name, __all__)}")
+    raise missing(__name__, name, _NOT_HERE, __all__)

@@ -1,0 +1,26 @@
+"""The error for a name that TransformerLens has and this package has not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from bridge.names import suggestion
+
+
+def missing(module: str, name: str, instead: Mapping[str, str], known: Iterable[str]) -> AttributeError:
+    """What a module's ``__getattr__`` raises.
+
+    Args:
+        module: its name.
+        name: what was asked for.
+        instead: what to use in place of names that are left out on purpose.
+        known: the names that it has.
+
+    Example:
+        >>> from bridge.legacy.missing import missing
+        >>> str(missing("m", "sum", {"sum": "torch.sum adds"}, []))
+        'm has no sum: torch.sum adds. See docs/migration.md'
+    """
+    if name in instead:
+        return AttributeError(f"{module} has no {name}: {instead[name]}. See docs/migration.md")
+    return AttributeError(f"module {module!r} has no attribute {name!r}.{suggestion(name, list(known))}")
