@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bridge.bridge import TransformerBridge
-    from bridge.cache import ActivationCache
-    from bridge.factored_matrix import FactoredMatrix
-    from bridge.hook_point import HookPoint
-    from bridge.names import UnknownHookError
+    from bridge.cache.activation_cache import ActivationCache
+    from bridge.hooks.act_names import act_name
+    from bridge.hooks.hook_point import HookPoint
+    from bridge.hooks.names import UnknownHookError
     from bridge.native import NativeConfig
-    from bridge.short_names import act_name
+    from bridge.weights.factored_matrix import FactoredMatrix
 
 from bridge.version import __version__
 
 _HOME = {
-    "ActivationCache": "bridge.cache",
-    "FactoredMatrix": "bridge.factored_matrix",
-    "HookPoint": "bridge.hook_point",
+    "ActivationCache": "bridge.cache.activation_cache",
+    "FactoredMatrix": "bridge.weights.factored_matrix",
+    "HookPoint": "bridge.hooks.hook_point",
     "NativeConfig": "bridge.native",
     "TransformerBridge": "bridge.bridge",
-    "UnknownHookError": "bridge.names",
-    "act_name": "bridge.short_names",
+    "UnknownHookError": "bridge.hooks.names",
+    "act_name": "bridge.hooks.act_names",
 }
 
 __all__ = [

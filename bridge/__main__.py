@@ -2,6 +2,6 @@
 
 import sys
 
-from bridge.cli import main
+from bridge.cli.main import main
 
 sys.exit(main())

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from adapters import Anatomy, Weights, anatomy
 from adapters.config import ModelConfig
-from bridge.analysis import AnalysisMethods
-from bridge.boot import BootMethods
-from bridge.component import Tree
-from bridge.generation import GenerationMethods
-from bridge.hook_point import Handle, HookFunction, HookPoint
-from bridge.names import Names, NamesFilter
+from bridge.analysis.weight_analysis import AnalysisMethods
+from bridge.generation.generate import GenerationMethods
+from bridge.generation.stream import StreamMethods
+from bridge.hooks.hook_point import Handle, HookFunction, HookPoint
+from bridge.hooks.names import Names, NamesFilter
+from bridge.loading.boot import BootMethods
 from bridge.processing import ProcessingMethods
-from bridge.runs import RunMethods
-from bridge.streaming import StreamMethods
-from bridge.tokens import TokenizerFacts, TokenMethods
-from bridge.wiring import Wiring, strip
+from bridge.run.forward import RunMethods
+from bridge.run.tokenization import TokenizerFacts, TokenMethods
+from bridge.run.wiring import Wiring, strip
+from bridge.weights.component_tree import Tree
 
 
 class TransformerBridge(
@@ -256,7 +256,7 @@ class TransformerBridge(
         Returns:
             The dictionary, the forward hooks and the backward hooks.
         """
-        from bridge.caching import caching_functions
+        from bridge.run.recorder import caching_functions
 
         cache = {} if cache is None else cache
         points = self.names.select(names_filter, self._is_heavy_on)

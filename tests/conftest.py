@@ -8,12 +8,9 @@ from jaxtyping import install_import_hook
 
 CHECKED = [
     "adapters.linear", "adapters.experts", "adapters.norms", "adapters.attention", "adapters.architecture",
-    "adapters.verification",
-    "bridge.analysis", "bridge.attribution", "bridge.bridge", "bridge.cache", "bridge.caching", "bridge.composition",
-    "bridge.decomposition", "bridge.demo", "bridge.factored_matrix", "bridge.layers", "bridge.lens", "bridge.loss",
-    "bridge.needs", "bridge.residual", "bridge.runs", "bridge.stream_norms", "bridge.tokens", "weight_processing",
-    "bridge.head_detector", "bridge.patching",
-    "bridge.svd", "bridge.weights",
+    "adapters.verification", "bridge.analysis", "bridge.bridge", "bridge.cache", "bridge.cli.demo", "bridge.patching",
+    "bridge.run.forward", "bridge.run.layer_range", "bridge.run.loss", "bridge.run.recorder", "bridge.run.tokenization",
+    "bridge.weights.accessors", "bridge.weights.factored_matrix", "weight_processing",
 ]  # fmt: skip
 install_import_hook(CHECKED, "beartype.beartype").__enter__()
 

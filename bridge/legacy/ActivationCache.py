@@ -1,5 +1,5 @@
 """The module that HookedTransformer code imports `ActivationCache` from."""
 
-from bridge.cache import ActivationCache
+from bridge.cache.activation_cache import ActivationCache
 
 __all__ = ["ActivationCache"]

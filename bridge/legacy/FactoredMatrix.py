@@ -1,5 +1,5 @@
 """The module that HookedTransformer code imports `FactoredMatrix` from."""
 
-from bridge.factored_matrix import FactoredMatrix
+from bridge.weights.factored_matrix import FactoredMatrix
 
 __all__ = ["FactoredMatrix"]

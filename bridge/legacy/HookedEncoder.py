@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from adapters.paths import base_path, core_path, join
-from bridge.hook_point import STATE
-from bridge.inputs import as_tokens
+from bridge.hooks.hook_point import STATE
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
-from bridge.runs import Input
+from bridge.run.forward import Input
+from bridge.run.model_inputs import as_tokens
 
 _NAMES = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from adapters.paths import base_path, join
-from bridge.hook_point import STATE
+from bridge.hooks.hook_point import STATE
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
 from bridge.legacy.placing import PartsAsBefore
 from bridge.legacy.reweighing import WeightsAsBefore
 from bridge.legacy.running import RunsAsBefore
-from bridge.runs import Input
+from bridge.run.forward import Input
 
 _NAMES = {
     "d_model": "d_model", "d_kv": "d_head", "d_ff": "d_mlp", "num_layers": "n_layers", "num_heads": "n_heads",

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from bridge.boot import context_fields
 from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loaded import LoadedAsBefore, Made
@@ -19,6 +18,7 @@ from bridge.legacy.placing import PartsAsBefore
 from bridge.legacy.reweighing import WeightsAsBefore
 from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
+from bridge.loading.boot import context_fields
 from bridge.native import NativeConfig, NativeModel
 
 __all__ = ["HookedTransformer", "Output"]

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from adapters.config import ModelConfig
+from bridge.hooks.names import suggestion
 from bridge.legacy.devices import get_device
-from bridge.names import suggestion
 from bridge.native.config import ACT_FNS
 
 #: Fields for which a model made from scratch has no place, and the value that they may have.

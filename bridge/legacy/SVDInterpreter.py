@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.svd import VECTOR_TYPES, SingularVectorError
-from bridge.svd import SVDInterpreter as _SVDInterpreter
+from bridge.analysis.svd import VECTOR_TYPES, SingularVectorError
+from bridge.analysis.svd import SVDInterpreter as _SVDInterpreter
 
 __all__ = ["OUTPUT_EMBEDDING", "VECTOR_TYPES", "SVDInterpreter"]
 

@@ -8,13 +8,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bridge.cache import ActivationCache as ActivationCache
-    from bridge.factored_matrix import FactoredMatrix as FactoredMatrix
+    from bridge.cache.activation_cache import ActivationCache as ActivationCache
     from bridge.legacy.BertNextSentencePrediction import BertNextSentencePrediction as BertNextSentencePrediction
     from bridge.legacy.HookedEncoder import HookedEncoder as HookedEncoder
     from bridge.legacy.HookedEncoderDecoder import HookedEncoderDecoder as HookedEncoderDecoder
     from bridge.legacy.HookedTransformer import HookedTransformer as HookedTransformer
     from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig as HookedTransformerConfig
+    from bridge.weights.factored_matrix import FactoredMatrix as FactoredMatrix
 
 _CLASSES = {
     "ActivationCache": "ActivationCache",

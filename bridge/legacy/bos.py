@@ -10,7 +10,7 @@ from jaxtyping import Int
 from tokenizers import processors
 from torch import Tensor
 
-from bridge.tokens import TokenizerFacts
+from bridge.run.tokenization import TokenizerFacts
 
 
 def get_tokenizer_with_bos(tokenizer: Any) -> Any:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from adapters import Weights
 from adapters.paths import join
-from bridge.component import Component, ComponentList, Tree
-from bridge.hook_point import HookPoint
-from bridge.names import Names
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import Names
+from bridge.weights.component_tree import Component, ComponentList, Tree
 
 
 class EditableComponent(Component):

@@ -1,6 +1,6 @@
 """``transformer_lens.head_detector``'s names."""
 
-from bridge.head_detector import (
+from bridge.analysis.head_detector import (
     DET_PAT_NOT_SQUARE_ERR,
     HEAD_NAMES,
     INVALID_HEAD_NAME_ERR,

@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
+from bridge.hooks.names import suggestion
 from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
-from bridge.names import suggestion
-from bridge.tokens import TokenError
+from bridge.run.tokenization import TokenError
 
 #: What `from_pretrained` passes on, besides its own arguments.
 _PASSED_ON = (

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
-from bridge.checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
 from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.missing import missing
@@ -20,6 +19,7 @@ from bridge.legacy.model_names import (
     OFFICIAL_MODEL_NAMES,
     get_official_model_name,
 )
+from bridge.loading.training_checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
 
 __all__ = [
     "DEFAULT_MODEL_ALIASES",

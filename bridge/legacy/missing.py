@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bridge.names import suggestion
+from bridge.hooks.names import suggestion
 
 
 def missing(module: str, name: str, instead: Mapping[str, str], known: Iterable[str]) -> AttributeError:

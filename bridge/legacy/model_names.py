@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 
-from bridge.names import suggestion
+from bridge.hooks.names import suggestion
 
 #: The hub's organisations and their models. ``{a,b}`` stands for each of these in turn.
 _HUB = {

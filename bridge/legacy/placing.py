@@ -14,16 +14,16 @@ from adapters.paths import base_path, join
 from adapters.points import Point, Site
 from adapters.views import View
 from bridge.bridge import TransformerBridge
-from bridge.experts_tap import TAPS
-from bridge.hook_point import STATE, Handle, HookPoint
-from bridge.layers import StopRun
+from bridge.hooks.hook_point import STATE, Handle, HookPoint
+from bridge.hooks.modules import Finder, first_parameter
+from bridge.hooks.names import suggestion
 from bridge.legacy.editable import EditableComponent, EditableTree
 from bridge.legacy.point import HookPoint as PlacedHookPoint
 from bridge.legacy.running import LegacyNames
 from bridge.legacy.tokens import position_embeddings
-from bridge.modules import Finder, first_parameter
-from bridge.names import suggestion
-from bridge.wiring import SiteHook
+from bridge.run.layer_range import StopRun
+from bridge.run.wiring import SiteHook
+from bridge.taps.experts import TAPS
 
 
 class WeightsInside(Weights):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bridge import hook_point as bridge_point
+from bridge.hooks import hook_point as bridge_point
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None.
 HookFunction = Callable[..., Any]

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from bridge.bridge import TransformerBridge
+from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.names import suggestion
 from bridge.processing import OFF, ON
-from bridge.processing.saving import untie
+from weight_processing.saving import untie
 
 _LOG = logging.getLogger(__name__)
 _TRANSFORMS = (

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from bridge.hooks.names import UnknownHookError, suggestion
 from bridge.legacy.point import Direction, HookFunction, HookPoint
 from bridge.legacy.slices import Slice, SliceInput
-from bridge.names import UnknownHookError, suggestion
 
 #: What chooses hook points: nothing (all), a name, several names, or a function of the name.
 NamesFilter = Callable[[str], bool] | Sequence[str] | str | None

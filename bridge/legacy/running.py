@@ -12,9 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
-from bridge.hook_point import HookPoint
-from bridge.inputs import accepted_arguments, as_tokens
-from bridge.layers import check_layers
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import Names, NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.slices import Slice
 from bridge.legacy.tokens import (
@@ -23,8 +22,9 @@ from bridge.legacy.tokens import (
     lm_cross_entropy_loss,
     position_embeddings,
 )
-from bridge.names import Names, NamesFilter
-from bridge.runs import Input
+from bridge.run.forward import Input
+from bridge.run.layer_range import check_layers
+from bridge.run.model_inputs import accepted_arguments, as_tokens
 
 
 class Output(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from bridge.loss import lm_loss
+from bridge.run.loss import lm_loss
 
 
 def lm_cross_entropy_loss(

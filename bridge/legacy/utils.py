@@ -18,7 +18,8 @@ from huggingface_hub.constants import HF_HUB_CACHE as CACHE_DIR
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.composition import composition_scores
+from bridge.analysis.composition import composition_scores
+from bridge.hooks.act_names import act_name
 from bridge.legacy.bos import (
     get_input_with_manually_prepended_bos,
     get_tokenizer_with_bos,
@@ -52,7 +53,6 @@ from bridge.legacy.weight_init import (
     init_xavier_normal_,
     init_xavier_uniform_,
 )
-from bridge.short_names import act_name
 
 __all__ = [
     "ACTIVATION_FN_DICT",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from bridge.names import suggestion
+from bridge.hooks.names import suggestion
 
 ACT_FNS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "solu", "solu_ln")
 INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal")

@@ -12,7 +12,15 @@ from bridge.patching.generic import (
     generic_activation_patch,
     make_df_from_ranges,
 )
-from bridge.patching.ready_made import (
+from bridge.patching.setters import (
+    layer_head_dest_src_pos_pattern_patch_setter,
+    layer_head_pattern_patch_setter,
+    layer_head_pos_pattern_patch_setter,
+    layer_head_vector_patch_setter,
+    layer_pos_head_vector_patch_setter,
+    layer_pos_patch_setter,
+)
+from bridge.patching.standard import (
     get_act_patch_attn_head_all_pos_every,
     get_act_patch_attn_head_by_pos_every,
     get_act_patch_attn_head_k_all_pos,
@@ -31,14 +39,6 @@ from bridge.patching.ready_made import (
     get_act_patch_mlp_out,
     get_act_patch_resid_mid,
     get_act_patch_resid_pre,
-)
-from bridge.patching.setters import (
-    layer_head_dest_src_pos_pattern_patch_setter,
-    layer_head_pattern_patch_setter,
-    layer_head_pos_pattern_patch_setter,
-    layer_head_vector_patch_setter,
-    layer_pos_head_vector_patch_setter,
-    layer_pos_patch_setter,
 )
 
 __all__ = [

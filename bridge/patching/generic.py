@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from bridge.hook_point import HookPoint
-from bridge.inputs import as_tokens
-from bridge.names import suggestion
+from bridge.hooks.act_names import act_name
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import suggestion
 from bridge.patching.runs import PatchedRuns
-from bridge.short_names import act_name
+from bridge.run.model_inputs import as_tokens
 
 #: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
 PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]

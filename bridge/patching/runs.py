@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bridge.hook_point import HookPoint
+from bridge.hooks.hook_point import HookPoint
 
 #: Makes the patched activation from the corrupted one; None: what it did in place.
 Patch = Callable[[Tensor], Tensor | None]

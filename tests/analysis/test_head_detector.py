@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from bridge.embedded import prompts
-from bridge.head_detector import (
+from bridge.analysis.head_detector import (
     DET_PAT_NOT_SQUARE_ERR,
     HEAD_NAMES,
     INVALID_HEAD_NAME_ERR,
@@ -18,6 +17,7 @@ from bridge.head_detector import (
     get_induction_head_detection_pattern,
     get_previous_token_head_detection_pattern,
 )
+from bridge.embedded import prompts
 
 TEXT = "When Mary and John went to the store, John gave a drink to Mary"
 

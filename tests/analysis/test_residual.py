@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from adapters.linear import weight_in_out
 from bridge import ActivationCache, TransformerBridge
-from bridge.decomposition import stream_at
-from bridge.needs import MissingActivationsError
+from bridge.analysis.decomposition import stream_at
+from bridge.analysis.requirements import MissingActivationsError
 from tests.analysis.models import CASES, EXPERTS, bridge_of
 
 GEMMAS = ["gemma2", "gemma3"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.svd import SingularVectorError, SVDInterpreter
+from bridge.analysis.svd import SingularVectorError, SVDInterpreter
 from tests.conftest import tiny
 
 

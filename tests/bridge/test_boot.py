@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bridge import TransformerBridge
-from bridge.checkpoints import checkpoint_revision, checkpoint_steps
 from bridge.embedded import MODEL_DIR
+from bridge.loading.training_checkpoints import checkpoint_revision, checkpoint_steps
 from tests.conftest import tiny
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridge.cli import main
+from bridge.cli.main import main
 from tests.conftest import tiny
 
 

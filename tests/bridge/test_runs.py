@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.loss import lm_loss
+from bridge.run.loss import lm_loss
 from tests.conftest import tiny, torch_hooks
 
 
@@ -36,7 +36,7 @@ def test_inputs(bridge, hf, tokens):
         (torch.zeros(2, 2, 2, 2), ValueError),
         (torch.zeros(2, dtype=torch.bool), TypeError),
     ):
-        from bridge.inputs import prepare
+        from bridge.run.model_inputs import prepare
 
         with pytest.raises(error):
             prepare(bridge, wrong, None, None, None, {})

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from bridge import TransformerBridge
-from bridge.tokens import TokenizerFacts
+from bridge.run.tokenization import TokenizerFacts
 from tests.conftest import tiny
 
 WORDS = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, "[CLS]": 4, "[SEP]": 5, "a": 6, "b": 7, "c": 8, "d": 9}

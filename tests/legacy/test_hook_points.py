@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from bridge.hooks.names import UnknownHookError
 from bridge.legacy.hook_points import HookedRootModule, HookPoint, LensHandle
-from bridge.names import UnknownHookError
 
 
 class Block(nn.Module):

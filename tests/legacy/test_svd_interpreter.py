@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge import svd
+from bridge.analysis import svd
 from bridge.legacy import SVDInterpreter
 from bridge.legacy.SVDInterpreter import OUTPUT_EMBEDDING
 

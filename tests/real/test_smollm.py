@@ -3,7 +3,7 @@
 import torch
 
 from adapters import verify
-from bridge.lens import logit_lens
+from bridge.analysis.logit_lens import logit_lens
 
 GREEDY = {"do_sample": False, "verbose": False}
 

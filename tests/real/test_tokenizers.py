@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.streaming import TextPieces
-from bridge.tokens import TokenizerFacts
+from bridge.generation.stream import TextPieces
+from bridge.run.tokenization import TokenizerFacts
 from tests.conftest import tiny
 
 TEXT = "Hello, world! Naïve café – 日本語 🙂"

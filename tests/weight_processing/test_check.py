@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from benchmarks.processing import Memory, bytes_of
 from bridge import TransformerBridge
-from bridge.processing import ProcessingError, check, steps
-from bridge.processing.check import Check, InFloat32
 from tests.weight_processing.models import CASES, copies, log_probs, same, tiny, tokens
+from weight_processing import check, steps
+from weight_processing.check import Check, InFloat32, ProcessingError
 
 HALF = [torch.bfloat16, torch.float16]
 FOLD, UNEMBED, VALUES = steps.fold_layer_norm, steps.center_unembed, steps.fold_value_biases

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.processing import extra_memory
 from bridge import TransformerBridge
-from bridge.processing import ProcessingError
-from bridge.processing.parts import Parts
 from tests.weight_processing.models import CASES, copies, log_probs, processed, same, tiny, tokens
+from weight_processing.check import ProcessingError
+from weight_processing.parts import Parts
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -238,7 +238,7 @@ def test_memory() -> None:
 
 
 def test_a_difference_is_an_error_that_names_the_transform(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.processing import steps
+    from weight_processing import steps
 
     wrong = steps.center_unembed
     monkeypatch.setattr(steps, "center_unembed", lambda W, *mean: wrong(W, *mean) * 1.01)

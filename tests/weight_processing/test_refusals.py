@@ -14,10 +14,10 @@ from transformers import GPT2ForSequenceClassification, GPT2Model, OPTConfig, OP
 from adapters import MoE
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
-from bridge.processing import ProcessingError
 from tests.adapters.by_hand import families
 from tests.reference import DATA
 from tests.weight_processing.models import copies, log_probs, same, tiny
+from weight_processing.check import ProcessingError
 
 ALL = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from bridge import TransformerBridge
-from bridge.processing import ProcessingError
 from tests.weight_processing.models import log_probs, tiny
+from weight_processing.check import ProcessingError
 
 
 class Packed(torch.Tensor):

@@ -1,0 +1,272 @@
+"""Which heads attend as a given pattern says: previous-token, duplicate-token and induction heads, or any other.
+
+A head is compared with a detection pattern, ``[query, key]``, that says where heads of the kind looked for attend (the
+kinds are those of Olsson et al. 2022, "In-context Learning and Induction Heads", and Wang et al. 2022). Names,
+arguments and scores are those of ``transformer_lens.head_detector``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int, Num
+from torch import Tensor
+
+HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]
+HEAD_NAMES: list[str] = list(get_args(HeadName))
+ErrorMeasure = Literal["abs", "mul"]
+LayerHeadTuple = tuple[int, int]
+LayerToHead = dict[int, list[int]]
+
+INVALID_HEAD_NAME_ERR = f"the detection pattern must be a tensor or one of {', '.join(HEAD_NAMES)}; it is %s"
+SEQ_LEN_ERR = "the text must be two tokens or more, BOS included, and no longer than the model's context"
+DET_PAT_NOT_SQUARE_ERR = (
+    "the detection pattern must be lower triangular, with the text's %d tokens along both axes; its shape is %s"
+)
+
+_log = logging.getLogger(__name__)
+
+
+class HeadDetectionError(ValueError, AssertionError):
+    """What was asked of the head detector cannot be done. HookedTransformer's gives an `AssertionError` there."""
+
+
+def detect_head(
+    model: Any,
+    seq: str | Sequence[str],
+    detection_pattern: Num[Tensor, "query key"] | str,
+    heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None = None,
+    cache: Mapping[Any, Tensor] | None = None,
+    *,
+    exclude_bos: bool = False,
+    exclude_current_token: bool = False,
+    error_measure: str = "mul",
+) -> Float[Tensor, "layer head"]:
+    """How well each head's attention on a text agrees with a detection pattern.
+
+    Args:
+        model: the bridge.
+        seq: a text, or several, whose scores are averaged.
+        detection_pattern: ``[query, key]`` over the text's tokens, or the name of a kind of head: one of `HEAD_NAMES`.
+        heads: pairs of layer and head, or for each layer its heads; None: all.
+        cache: the activations of one run on the text, with or without batch axis; None: they are computed here.
+        exclude_bos: leave out attention to the first token.
+        exclude_current_token: leave out attention of tokens to themselves.
+        error_measure: ``"mul"`` or ``"abs"``, see `compute_head_attention_similarity_score`.
+
+    Returns:
+        ``[layer, head]``, on the CPU, in the model's type; -1 for heads that were not asked for.
+
+    Raises:
+        HeadDetectionError: (a ValueError) an unknown kind of head or measure, a text or pattern of a wrong size, a head
+            that the model lacks, or a cache that does not belong to one text.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.head_detector import detect_head
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> scores = detect_head(bridge, "Mary and John went to the store", "previous_token_head")
+        >>> scores.shape, bool(scores.max() > 0.5)
+        (torch.Size([4, 4]), True)
+    """
+    if error_measure not in get_args(ErrorMeasure):
+        raise HeadDetectionError(f"error_measure is {error_measure!r}; it must be one of {get_args(ErrorMeasure)}")
+    if isinstance(detection_pattern, str) and detection_pattern not in HEAD_NAMES:
+        raise HeadDetectionError(INVALID_HEAD_NAME_ERR % detection_pattern)
+    chosen = _heads(model.cfg, heads)
+    texts = [seq] if isinstance(seq, str) else list(seq)
+    if not texts:
+        raise HeadDetectionError("there are no texts: the list is empty")
+    if cache is not None and len(texts) > 1:
+        raise HeadDetectionError(f"a cache is of one text; there are {len(texts)}")
+    options = {
+        "exclude_bos": exclude_bos,
+        "exclude_current_token": exclude_current_token,
+        "error_measure": error_measure,
+    }
+    scores = [_detect(model, text, detection_pattern, chosen, cache, options) for text in texts]
+    return torch.stack(scores).mean(0)
+
+
+def _detect(
+    model: Any,
+    text: str,
+    wanted: Tensor | str,
+    heads: Mapping[int, Sequence[int]],
+    cache: Mapping[Any, Tensor] | None,
+    options: dict[str, Any],
+) -> Tensor:
+    cfg = model.cfg
+    tokens = model.to_tokens(text, truncate=False)
+    length = tokens.shape[1]
+    if length < 2 or (cfg.n_ctx is not None and length > cfg.n_ctx):
+        raise HeadDetectionError(SEQ_LEN_ERR)
+    pattern = _PATTERNS[wanted](tokens) if isinstance(wanted, str) else wanted
+    if pattern.shape != (length, length) or not torch.equal(pattern, pattern.tril()):
+        raise HeadDetectionError(DET_PAT_NOT_SQUARE_ERR % (length, pattern.shape))
+    if options["error_measure"] == "mul" and not bool(((pattern == 0) | (pattern == 1)).all()):
+        _log.warning("the detection pattern holds other values than 0 and 1, which 'mul' takes as weights")
+    if cache is None:
+        names = [f"blocks.{layer}.attn.hook_pattern" for layer in heads]
+        _, cache = model.run_with_cache(tokens, names_filter=names)
+    scores = torch.full((cfg.n_layers, cfg.n_heads), -1.0, dtype=cfg.dtype)
+    for layer, some in heads.items():
+        attention = cache[f"blocks.{layer}.attn.hook_pattern"]
+        if attention.ndim == 4 and len(attention) == 1:
+            attention = attention[0]
+        if attention.shape[1:] != (length, length):
+            shape = list(attention.shape)
+            raise HeadDetectionError(f"the cache is of another input: its pattern is {shape}, the text {length} tokens")
+        for head in some:
+            scores[layer, head] = compute_head_attention_similarity_score(
+                attention[head], pattern.to(attention.device), **options
+            )
+    return scores
+
+
+def _heads(cfg: Any, heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None) -> dict[int, list[int]]:
+    """For each layer that was asked for, its heads."""
+    if heads is None:
+        return {layer: list(range(cfg.n_heads)) for layer in range(cfg.n_layers)}
+    pairs = [(layer, head) for layer, some in heads.items() for head in some] if isinstance(heads, Mapping) else heads
+    found: dict[int, list[int]] = {}
+    for layer, head in pairs:
+        if not (0 <= layer < cfg.n_layers and 0 <= head < cfg.n_heads):
+            raise HeadDetectionError(
+                f"there is no head {head} in layer {layer}: the model has {cfg.n_layers} layers of {cfg.n_heads} heads"
+            )
+        found.setdefault(layer, []).append(head)
+    if not found:
+        raise HeadDetectionError("no heads were given; None looks at all")
+    return found
+
+
+def get_previous_token_head_detection_pattern(tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "pos pos"]:
+    """Where previous-token heads attend: one token back.
+
+    Args:
+        tokens: of one text, ``[1, pos]``.
+
+    Returns:
+        ``[query, key]``, ones and zeros.
+
+    Example:
+        >>> import torch
+        >>> from bridge.analysis.head_detector import get_previous_token_head_detection_pattern
+        >>> get_previous_token_head_detection_pattern(torch.tensor([[5, 6, 7]])).tolist()
+        [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    return torch.ones(tokens.shape[-1] - 1).diag(-1)
+
+
+def get_duplicate_token_head_detection_pattern(tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "pos pos"]:
+    """Where duplicate-token heads attend: earlier places of the same token.
+
+    Args:
+        tokens: of one text, ``[1, pos]``.
+
+    Returns:
+        ``[query, key]``, ones and zeros.
+
+    Example:
+        >>> import torch
+        >>> from bridge.analysis.head_detector import get_duplicate_token_head_detection_pattern
+        >>> get_duplicate_token_head_detection_pattern(torch.tensor([[5, 6, 5]])).tolist()
+        [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    """
+    row = tokens.reshape(-1).cpu()
+    return (row[:, None] == row[None]).float().tril(-1)
+
+
+def get_induction_head_detection_pattern(tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "pos pos"]:
+    """Where induction heads attend: one token behind earlier places of the same token.
+
+    Args:
+        tokens: of one text, ``[1, pos]``.
+
+    Returns:
+        ``[query, key]``, ones and zeros.
+
+    Example:
+        >>> import torch
+        >>> from bridge.analysis.head_detector import get_induction_head_detection_pattern
+        >>> get_induction_head_detection_pattern(torch.tensor([[5, 6, 5]])).tolist()
+        [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    duplicates = get_duplicate_token_head_detection_pattern(tokens)
+    return torch.nn.functional.pad(duplicates[:, :-1], (1, 0))
+
+
+_PATTERNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "previous_token_head": get_previous_token_head_detection_pattern,
+    "duplicate_token_head": get_duplicate_token_head_detection_pattern,
+    "induction_head": get_induction_head_detection_pattern,
+}
+
+
+def get_supported_heads() -> None:
+    """Prints the kinds of heads that `detect_head` knows by name.
+
+    Example:
+        >>> from bridge.analysis.head_detector import get_supported_heads
+        >>> get_supported_heads()
+        Supported heads: ['previous_token_head', 'duplicate_token_head', 'induction_head']
+    """
+    print(f"Supported heads: {HEAD_NAMES}")
+
+
+def compute_head_attention_similarity_score(
+    attention_pattern: Float[Tensor, "query key"],
+    detection_pattern: Num[Tensor, "..."],
+    *,
+    exclude_bos: bool,
+    exclude_current_token: bool,
+    error_measure: str,
+) -> float:
+    """How well one head's attention agrees with a detection pattern.
+
+    Args:
+        attention_pattern: ``[query, key]``; it is not changed.
+        detection_pattern: ``[query, key]``.
+        exclude_bos: leave out attention to the first token.
+        exclude_current_token: leave out attention of tokens to themselves.
+        error_measure: ``"mul"``: the share of the attention that lies where the detection pattern is 1. ``"abs"``: one
+            less the absolute difference, summed over keys and averaged over queries, to three decimals: 1 is agreement,
+            -1 attention to entirely other places.
+
+    Raises:
+        HeadDetectionError: a pattern that is not square, or of another size than the other; an unknown measure; with
+            ``"abs"``, attention to later tokens.
+
+    Example:
+        >>> import torch
+        >>> from bridge.analysis.head_detector import compute_head_attention_similarity_score as score
+        >>> attention = torch.tensor([[1.0, 0.0], [0.25, 0.75]])
+        >>> score(attention, torch.eye(2), exclude_bos=False, exclude_current_token=False, error_measure="mul")
+        0.875
+    """
+    if error_measure not in get_args(ErrorMeasure):
+        raise HeadDetectionError(f"error_measure is {error_measure!r}; it must be one of {get_args(ErrorMeasure)}")
+    shape = attention_pattern.shape
+    if len(shape) != 2 or shape[0] != shape[1]:
+        raise HeadDetectionError(f"the attention pattern must be square; its shape is {list(shape)}")
+    if detection_pattern.shape != shape:
+        raise HeadDetectionError(
+            f"the attention pattern is {list(shape)}, the detection pattern {list(detection_pattern.shape)}"
+        )
+
+    counted = torch.ones_like(attention_pattern)
+    if exclude_bos:
+        counted[:, 0] = 0
+    if exclude_current_token:
+        counted.fill_diagonal_(0)
+    if error_measure == "mul":
+        attention = attention_pattern * counted
+        return ((attention * detection_pattern).sum() / attention.sum()).item()
+    difference = (attention_pattern - detection_pattern).abs()
+    if not torch.equal(difference, difference.tril()):
+        raise HeadDetectionError('"abs" compares lower triangular patterns; one of these attends to later tokens')
+    return 1 - round((difference * counted).sum(-1).mean().item(), 3)

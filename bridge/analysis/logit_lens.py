@@ -1,0 +1,83 @@
+"""Reading the residual stream in terms of next tokens: the logit lens, and each head's direct contribution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from adapters.norms import at_least_float32
+
+
+def logit_lens(bridge: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "layer batch pos d_vocab"]:
+    """The logits that the model would give if it ended before each layer.
+
+    The residual stream before each block, and after the last, goes through the model's own final norm and unembedding
+    (nostalgebraist 2020, "interpreting GPT: the logit lens").
+
+    Args:
+        bridge: the bridge.
+        tokens: ``[batch, pos]``.
+
+    Returns:
+        ``[n_layers + 1, batch, pos, d_vocab]``; the last are the model's own logits.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.logit_lens import logit_lens
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> logit_lens(bridge, bridge.to_tokens("Mary and")).shape[0] == bridge.cfg.n_layers + 1
+        True
+    """
+    n = bridge.cfg.n_layers
+    names = [f"blocks.{i}.hook_resid_pre" for i in range(n)] + [f"blocks.{n - 1}.hook_resid_post"]
+    _, cache = bridge.run_with_cache(tokens, names_filter=names)
+    return torch.stack([bridge(cache[name], start_at_layer=n) for name in names])
+
+
+def head_contributions(
+    bridge: Any, tokens: Int[Tensor, "batch pos"], answers: Int[Tensor, " batch"], others: Int[Tensor, " batch"]
+) -> Float[Tensor, "batch layer head"]:
+    """What each head adds directly to the last position's logit of one token over another.
+
+    Each head's output is divided by the scale that the final norm has in this run, and multiplied with the difference
+    of the two rows of the unembedding (direct logit attribution, Elhage et al. 2021, "A Mathematical Framework for
+    Transformer Circuits"). A soft cap on the logits is left out.
+
+    Args:
+        bridge: the bridge.
+        tokens: ``[batch, pos]``, without padding.
+        answers, others: the token whose logit counts for, and the one whose logit counts against, ``[batch]``.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.logit_lens import head_contributions
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> one, other = (torch.tensor([bridge.to_single_token(name)]) for name in (" Mary", " John"))
+        >>> head_contributions(bridge, bridge.to_tokens("Mary and John"), one, other).shape
+        torch.Size([1, 4, 4])
+    """
+    n = bridge.cfg.n_layers
+    results = [f"blocks.{i}.attn.hook_result" for i in range(n)]
+    _, cache = bridge.run_with_cache(tokens, names_filter=[*results, "ln_final.hook_scale"], pos_slice=-1)
+    heads = torch.stack([cache[name][:, 0] for name in results], dim=1)  # batch layer head d_model
+    scale = cache["ln_final.hook_scale"][:, :, None]  # batch 1 1 1
+    direction = unembed_difference(bridge, answers, others)
+    final = bridge.hook_dict["ln_final.hook_normalized"]
+    view, norm = final.view, bridge.original_model.get_submodule(final.point.site.path)
+    weight = view.kind.weight(norm)
+    normalized = view.centered(heads) / scale
+    if weight is not None:
+        normalized = normalized * weight
+    return torch.einsum("blhd,bd->blh", normalized, direction.to(normalized.dtype))
+
+
+def unembed_difference(
+    bridge: Any, answers: Int[Tensor, " batch"], others: Int[Tensor, " batch"]
+) -> Float[Tensor, "batch d_model"]:
+    """The direction in the final norm's output that raises one token's logit over another's."""
+    rows = bridge.core.get_output_embeddings().weight
+    return at_least_float32(rows[answers.to(rows.device)] - rows[others.to(rows.device)])

@@ -1,0 +1,146 @@
+"""What analyses need of a cache: activations by name, and a choice of positions, rows or neurons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+
+@runtime_checkable
+class HasSlice(Protocol):
+    """An object that holds what picks from an axis, as HookedTransformer's `Slice`."""
+
+    slice: Any
+    mode: str
+
+
+#: What picks from an axis: an index (the axis goes); ``(stop,)``, ``(start, stop)`` or ``(start, stop, step)``; a
+#: slice; a list or tensor of indices; an object that holds one of these; None: everything.
+Index = int | np.integer | slice | tuple[int | None, ...] | Sequence[int] | np.ndarray | Tensor | HasSlice | None
+
+
+class MissingActivationsError(KeyError):
+    """A cache does not hold what an analysis needs."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def plain(index: Index) -> Any:
+    """What picks from an axis, as an int, a slice, a list, array or tensor of indices, or None.
+
+    Args:
+        index: see `Index`.
+
+    Example:
+        >>> import torch
+        >>> from bridge.analysis.requirements import plain
+        >>> plain((2, 5)), plain(torch.tensor(3))
+        (slice(2, 5, None), 3)
+    """
+    if isinstance(index, HasSlice):
+        index = index.slice
+    if isinstance(index, tuple):
+        return slice(*index)
+    if isinstance(index, np.integer) or (isinstance(index, np.ndarray | Tensor) and not index.ndim):
+        return int(index)
+    return index
+
+
+def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, "..."]:
+    """A part of a tensor along one axis, chosen as HookedTransformer's `Slice` does.
+
+    Args:
+        x: any tensor.
+        index: see `Index`. A tuple is a slice, a list is a list of indices.
+        axis: which axis; negative ones count from the end.
+
+    Returns:
+        The part; an int takes the axis away.
+
+    Raises:
+        IndexError: there is no such index.
+
+    Example:
+        >>> import torch
+        >>> from bridge.analysis.requirements import pick
+        >>> pick(torch.arange(6), (1, 4), 0).tolist(), pick(torch.arange(6), [5, 0], 0).tolist()
+        ([1, 2, 3], [5, 0])
+    """
+    chosen = plain(index)
+    if chosen is None:
+        return x
+    if not isinstance(chosen, int | slice):
+        chosen = torch.as_tensor(chosen, device=x.device)
+    return x[(slice(None),) * (axis % x.ndim) + (chosen,)]
+
+
+def needed(cache: Any, names: Iterable[str]) -> list[Tensor]:
+    """The activations of these names.
+
+    Args:
+        cache: an `ActivationCache`.
+        names: hook names or aliases.
+
+    Raises:
+        MissingActivationsError: the cache does not hold all of them; it says what to ask `run_with_cache` for.
+        UnknownHookError: the model has no such hook point.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.requirements import needed
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> len(needed(cache, ["hook_embed", "blocks.0.hook_attn_out"]))
+        2
+    """
+    names = list(names)
+    missing = [name for name in names if name not in cache]
+    for name in missing:
+        cache.model.names.find(name)
+    if missing:
+        endings = tuple(dict.fromkeys(re.sub(r"^\w+\.\d+\.", "", name) for name in missing))
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        accepts = f"name.endswith({endings if len(endings) > 1 else repr(endings[0])})"
+        raise MissingActivationsError(
+            f"the cache does not hold {', '.join(missing[:3])}{more}, which this needs. run_with_cache keeps them "
+            f"without a names_filter, or with one that accepts {accepts} as well, in a run through all layers that "
+            "starts from tokens"
+        )
+    return [cache[name] for name in names]
+
+
+def layer_of(model: Any, layer: int | None, mlp_input: bool = False) -> int:
+    """The layer whose input is meant: None and -1 are the end of the residual stream, as in HookedTransformer.
+
+    Args:
+        model: the bridge.
+        layer: in ``[0, n_layers]``, or -1 or None.
+        mlp_input: the input of that layer's MLP is meant.
+
+    Raises:
+        ValueError: there is no such layer, or no such stream of a model with an encoder and a decoder.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.requirements import layer_of
+        >>> layer_of(TransformerBridge.boot_embedded(), -1)
+        4
+    """
+    n = model.cfg.n_layers
+    if "blocks.0.hook_resid_pre" not in model.hook_dict:
+        raise ValueError(
+            f"{model.cfg.model_name} has no single list of blocks: decompositions are for models with one residual "
+            "stream; an encoder-decoder's activations can be read by name"
+        )
+    layer = n if layer is None or layer == -1 else layer
+    if not 0 <= layer <= n:
+        raise ValueError(f"layer is {layer}; it must be from 0 to {n}, or -1 or None for the end of the stream")
+    if mlp_input and layer == n:
+        raise ValueError(f"mlp_input=True needs a layer from 0 to {n - 1}: after the last layer there is no MLP")
+    return layer

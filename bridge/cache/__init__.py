@@ -1,0 +1,1 @@
+"""What a run left: the activations, by hook name."""

@@ -1,0 +1,175 @@
+"""`ActivationCache`: the activations of one run, by hook name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters.views import Deferred
+from bridge.analysis.requirements import Index, pick, plain
+from bridge.analysis.residual import ResidualMethods
+from bridge.hooks.act_names import act_name
+from bridge.hooks.names import suggestion
+
+
+class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
+    """The activations of one run.
+
+    Keys are canonical hook names; aliases and short forms are accepted: ``cache["q", 3]``, ``cache["embed"]``,
+    ``cache["resid_post", -1]``, ``cache["scale", 0, "ln1"]`` (see `act_name`).
+
+    Args:
+        cache_dict: activations by canonical name, each with a leading batch axis where the run had one.
+        model: the bridge that made them; its names and facts are used.
+        has_batch_dim: False where the batch axis was removed.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> logits, cache = bridge.run_with_cache("Mary and John")
+        >>> cache["pattern", 0].shape == cache["blocks.0.attn.hook_pattern"].shape
+        True
+    """
+
+    def __init__(self, cache_dict: dict[str, Any], model: Any, has_batch_dim: bool = True) -> None:
+        self._values: dict[str, Any] = cache_dict
+        self.model = model
+        self.has_batch_dim = has_batch_dim
+
+    @property
+    def cache_dict(self) -> dict[str, Tensor]:
+        """All activations by canonical name, those that were put off computed now."""
+        for name, value in self._values.items():
+            if isinstance(value, Deferred):
+                self._values[name] = value.value(name)
+        return self._values
+
+    @cache_dict.setter
+    def cache_dict(self, activations: dict[str, Tensor]) -> None:
+        self._values = activations
+
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self.cache_dict
+        return self.__dict__.copy()
+
+    def __repr__(self) -> str:
+        return f"ActivationCache with {len(self)} activations: {', '.join(list(self._values)[:4])}, ..."
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str | tuple) and self._canonical(key) in self._values
+
+    def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
+        name = self._canonical(key)
+        found = self._values.get(name)
+        if isinstance(found, Deferred):
+            found = self._values[name] = found.value(name)
+        if found is None:
+            known = name.removesuffix("_grad") in self.model.hook_dict
+            reason = "it was not asked for, or did not run" if known else "no hook point has this name"
+            raise KeyError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self._values)}")
+        return found
+
+    def _canonical(self, key: str | tuple[Any, ...]) -> str:
+        if isinstance(key, tuple):
+            name, layer, *part = key
+            if isinstance(layer, int) and layer < 0:
+                layer += self.model.cfg.n_layers
+            key = act_name(name, layer, *part)
+        if key in self._values:
+            return key
+        name, grad = (key[:-5], "_grad") if key.endswith("_grad") else (key, "")
+        full = self.model.names.aliases.get(name, name)
+        if full not in self.model.hook_dict and "." not in full:
+            full = act_name(full)
+            full = self.model.names.aliases.get(full, full)
+        return full + grad
+
+    def _has_rows(self, name: str) -> bool:
+        """Whether an activation's first axis counts something else than the batch (an expert's rows do)."""
+        hook = self.model.hook_dict.get(name.removesuffix("_grad"))
+        return hook is not None and not hook.point.axes.startswith("batch")
+
+    def remove_batch_dim(self) -> ActivationCache:
+        """Removes the batch axis of a run on one prompt, in place.
+
+        Raises:
+            ValueError: the batch holds more than one.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+            >>> cache.remove_batch_dim()["resid_pre", 0].shape
+            torch.Size([3, 128])
+        """
+        if self.has_batch_dim:
+            batched = {name: value for name, value in self.cache_dict.items() if not self._has_rows(name)}
+            for name, value in batched.items():
+                if value.shape[0] != 1:
+                    raise ValueError(f"cannot remove a batch axis of {value.shape[0]}: {name} has {list(value.shape)}")
+            self.cache_dict |= {name: value[0] for name, value in batched.items()}
+            self.has_batch_dim = False
+        return self
+
+    def apply_slice_to_batch_dim(self, batch_slice: Index) -> ActivationCache:
+        """A cache of some rows of the batch.
+
+        Args:
+            batch_slice: an index (the batch axis goes), a tuple ``(start, stop)``, or a list of indices.
+
+        Returns:
+            A new cache, with views of the activations where that is possible.
+
+        Raises:
+            ValueError: there is no batch axis any more; or an activation has none (an expert's rows).
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache(["Mary and", "John and", "Mary or"])
+            >>> cache.apply_slice_to_batch_dim([0, 2])["resid_pre", 0].shape
+            torch.Size([2, 3, 128])
+        """
+        if not self.has_batch_dim:
+            raise ValueError("the batch axis was removed: there is nothing to slice")
+        index = plain(batch_slice)
+        for name in self._values:
+            if self._has_rows(name) and index is not None:
+                raise ValueError(f"{name} has rows of the whole batch together: cache without it to slice the batch")
+        kept = {name: pick(value, index, 0) for name, value in self.cache_dict.items()}
+        return ActivationCache(kept, self.model, has_batch_dim=not isinstance(index, int))
+
+    def toggle_autodiff(self, mode: bool = False) -> None:
+        """Switches gradients on or off for everything that this thread does with torch (`torch.set_grad_enabled`).
+
+        Args:
+            mode: whether they are recorded.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+            >>> cache.toggle_autodiff(True)
+            >>> torch.is_grad_enabled()
+            True
+        """
+        torch.set_grad_enabled(mode)
+
+    def to(self, device: torch.device | str, move_model: bool = False) -> ActivationCache:
+        """Moves the activations, in place.
+
+        Args:
+            device: where to.
+            move_model: move the model too.
+        """
+        self.cache_dict = {name: value.to(device) for name, value in self.cache_dict.items()}
+        if move_model:
+            self.model.to(device)
+        return self

@@ -1,0 +1,72 @@
+"""The command line: ``python -m bridge demo | hooks MODEL | verify MODEL``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bridge.cli.demo import demo, table
+
+
+def hooks(model: str) -> None:
+    """Prints a model's hook points with their shapes and aliases, without loading its weights."""
+    from bridge import TransformerBridge
+
+    if model == "embedded":
+        bridge = TransformerBridge.boot_embedded()
+    else:
+        bridge = TransformerBridge.boot_transformers(model, load_weights=False)
+    cfg = bridge.cfg
+
+    def size(axis: str) -> str:
+        known = {"n_key_value_heads": cfg.n_kv_heads, "n_experts": cfg.num_experts}
+        value = known.get(axis, getattr(cfg, axis, None) if not axis.isdigit() else axis)
+        return str(value) if isinstance(value, int) else axis
+
+    rows = []
+    for name, hook in bridge.hook_dict.items():
+        shape = f"[{', '.join(size(axis) for axis in hook.point.axes.split())}]"
+        rows.append([name, shape, hook.point.group, ", ".join(hook.point.aliases)])
+    print(f"{cfg.model_name}: {len(rows)} hook points")
+    for line in table(["name", "shape", "group", "aliases"], rows):
+        print(line)
+
+
+def verify(model: str) -> bool:
+    """Prints what `adapters.verify` finds, and says whether everything holds."""
+    from adapters import verify as check
+    from bridge import TransformerBridge
+
+    bridge = TransformerBridge.boot_embedded() if model == "embedded" else TransformerBridge.boot_transformers(model)
+    report = check(bridge)
+    print(report)
+    return report.passed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status.
+
+    Args:
+        arguments: the command line; None: the process's own.
+    """
+    parser = argparse.ArgumentParser(prog="python -m bridge", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo_parser = commands.add_parser("demo", help="a logit lens, the heads that matter, and what ablating them does")
+    demo_parser.add_argument("--model", help="a hub name or folder (default: the model that comes with the package)")
+    demo_parser.add_argument("--prompt", help="the text to study (default: an indirect-object prompt)")
+    for name, text in (("hooks", "list the hook points of a model"), ("verify", "check what its adapter promises")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
+    given = parser.parse_args(arguments)
+    if given.command == "demo":
+        demo(given.model, given.prompt)
+    elif given.command == "hooks":
+        hooks(given.model)
+    else:
+        return 0 if verify(given.model) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

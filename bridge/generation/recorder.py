@@ -1,0 +1,103 @@
+"""Recording the activations of a generation, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from bridge.hooks.hook_point import STATE, HookPoint, Listener
+from bridge.run.wiring import Wiring
+
+
+class StepRecorder:
+    """Keeps what hook points see at every step, and puts the steps together.
+
+    Args:
+        points: the hook points.
+        device: where to keep them; None: where they are.
+        caching: the model keeps keys and values, so that each step processes new tokens only.
+        encoder_decoder: it is the decoder's sequence that grows.
+    """
+
+    def __init__(
+        self, points: Sequence[HookPoint], device: torch.device | str | None, caching: bool, encoder_decoder: bool
+    ) -> None:
+        self.points = points
+        self.device = device
+        self.caching = caching
+        self.pos, self.key_pos = ("decoder_pos", "decoder_key_pos") if encoder_decoder else ("pos", "key_pos")
+        self.seen = 0  # tokens before the present step
+        self.new = 0  # tokens of the present step
+        self._parts: dict[HookPoint, list[Tensor]] = {}
+
+    @contextmanager
+    def attached(self, wiring: Wiring, core: nn.Module) -> Iterator[None]:
+        """Listens, for this thread's runs inside the ``with`` statement."""
+        owner = STATE.owner
+        self._within = STATE.within
+        listener = Listener("read", self._read, owner)
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if STATE.owner is owner and STATE.within == self._within:
+                self._begin(args, kwargs)
+
+        handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        try:
+            wiring.listen(self.points, (listener,))
+            yield
+        finally:
+            handle.remove()
+            wiring.forget(self.points, (listener,))
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = ("decoder_input_ids", "decoder_inputs_embeds") if self.pos == "decoder_pos" else ()
+        given = [kwargs.get(name) for name in (*names, "input_ids", "inputs_embeds")]
+        tokens = args[0] if args else next(value for value in given if value is not None)
+        self.seen = self.seen + self.new if self.caching else 0
+        self.new = tokens.shape[1]
+        if not self.caching:
+            self._parts.clear()  # this step processes everything again
+
+    def _read(self, act: Tensor, hook: HookPoint) -> None:
+        if STATE.within != self._within:
+            return  # of a run that a hook of this one started
+        axes = hook.point.axes.split()
+        act = act.detach()
+        total = self.seen + self.new
+        if self.key_pos in axes:
+            axis = axes.index(self.key_pos)
+            keys = act.shape[axis]
+            if self.pos not in axes:  # keys and values of the whole past: these are the new ones
+                start = self.seen if keys >= total else keys - self.new
+                act = act.narrow(axis, start, self.new).clone()
+            elif keys > total:  # a cache of fixed size
+                act = act.narrow(axis, 0, total)
+            elif keys < total:  # a window that has moved on
+                act = self._widen(act, axis, (total - keys, 0), hook)
+        self._parts.setdefault(hook, []).append(act if self.device is None else act.to(self.device))
+
+    def _widen(self, act: Tensor, axis: int, by: tuple[int, int], hook: HookPoint) -> Tensor:
+        """Adds keys that no query of this step attends to."""
+        nothing = float("-inf") if hook.name.endswith("hook_attn_scores") else 0.0
+        return pad(act, (0, 0) * (act.ndim - 1 - axis) + by, value=nothing)
+
+    def finish(self) -> dict[str, Tensor]:
+        """The activations of every token that was processed, by canonical name."""
+        total = self.seen + self.new
+        done: dict[str, Tensor] = {}
+        for hook in self.points:
+            parts = self._parts.get(hook)
+            if parts is None:
+                continue
+            axes = hook.point.axes.split()
+            grows = next((axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes), None)
+            if {self.pos, self.key_pos} <= set(axes):
+                key = axes.index(self.key_pos)
+                parts = [self._widen(part, key, (0, total - part.shape[key]), hook) for part in parts]
+            done[hook.name] = parts[-1] if grows is None else torch.cat(parts, dim=grows)
+        return done

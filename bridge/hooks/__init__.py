@@ -1,0 +1,1 @@
+"""Hook points: their names, and whose hooks are whose."""

@@ -1,0 +1,107 @@
+"""Finding hook points by name, alias or filter; errors that suggest what was meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+
+from bridge.hooks.hook_point import HookPoint
+
+#: What chooses hook points: nothing (all), a name, several names, or a function of the name.
+NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+
+
+class UnknownHookError(KeyError):
+    """No hook point has this name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
+    """The known names that look most like `name`, best first."""
+    return difflib.get_close_matches(name, list(known), n=n, cutoff=0.5)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean ...?``, or an empty string when nothing is near."""
+    near = nearest(name, known)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+class Names:
+    """The hook points of a bridge by name and alias.
+
+    Args:
+        points: by canonical name, in the order of the computation.
+    """
+
+    def __init__(self, points: dict[str, HookPoint]) -> None:
+        self.points = points
+        self._aliases: dict[str, str] | None = None
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Every alias and the canonical name it stands for."""
+        if self._aliases is None:
+            self._aliases = {alias: name for name, hook in self.points.items() for alias in hook.point.aliases}
+        return self._aliases
+
+    def find(self, name: str) -> HookPoint:
+        """The hook point of this name or alias.
+
+        Raises:
+            UnknownHookError: there is none.
+        """
+        hook = self.points.get(name)
+        if hook is None:
+            canonical = self.aliases.get(name)
+            if canonical is None:
+                known = (*self.points, *self.aliases)
+                raise UnknownHookError(f"there is no hook point {name!r}.{suggestion(name, known)}")
+            hook = self.points[canonical]
+        return hook
+
+    def select(self, names: NamesFilter, include_heavy: Callable[[HookPoint], bool]) -> list[HookPoint]:
+        """The hook points that a filter chooses, in the order of the computation.
+
+        Args:
+            names: see `NamesFilter`. A function chooses among the points that an absent filter includes; only where it
+                accepts none of them is it asked about all others, and then about aliases.
+            include_heavy: which of the heavy hook points an absent filter includes.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: the filter chooses nothing.
+            TypeError: it is none of the things that a filter can be.
+        """
+        if names is None:
+            return [
+                hook
+                for hook in self.points.values()
+                if hook.point.group == "standard" or (hook.point.group == "heavy" and include_heavy(hook))
+            ]
+        if isinstance(names, str):
+            return [self.find(names)]
+        if callable(names):
+            chosen = [hook for hook in self.select(None, include_heavy) if names(hook.name)]
+            if not chosen:
+                chosen = [hook for name, hook in self.points.items() if names(name)]
+            if not chosen:
+                chosen = [self.points[name] for alias, name in self.aliases.items() if names(alias)]
+            if not chosen:
+                raise ValueError(
+                    f"the filter {getattr(names, '__name__', names)!r} matches none of the {len(self.points)} "
+                    f"hook points, such as {', '.join(list(self.points)[:3])}"
+                )
+            return sorted(dict.fromkeys(chosen), key=lambda hook: hook.order)
+        if isinstance(names, Sequence):
+            for name in names:
+                if not isinstance(name, str):
+                    raise TypeError(f"a list of names holds {name!r}, which is no string")
+            if not names:
+                raise ValueError("the list of names is empty: it would choose no hook point; pass None for all")
+            return sorted({self.find(name) for name in names}, key=lambda hook: hook.order)
+        raise TypeError(
+            f"names_filter is {type(names).__name__}; it must be a name, a list of names, a function, or None"
+        )

@@ -1,0 +1,1 @@
+"""One forward pass: inputs, torch hooks, layer ranges, recording, loss."""

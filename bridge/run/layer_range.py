@@ -1,0 +1,179 @@
+"""Starting and stopping a run at a layer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bridge.hooks.hook_point import STATE
+from bridge.hooks.modules import first_parameter
+
+
+class StopRun(BaseException):
+    """Leaves a forward pass at the layer that the run was to stop at. It never leaves `stopping`."""
+
+    def __init__(self, residual: Tensor) -> None:
+        self.residual = residual
+
+
+_LOCK = threading.RLock()
+
+
+class _Bypass:
+    """Stands in for a block's forward: for the runs that skip the block, it hands the residual stream on."""
+
+    def __init__(self, block: nn.Module, key: int | None, length: int) -> None:
+        self.block, self.key, self.length = block, key, length
+        self.own = block.__dict__.get("forward")
+        self.original = block.forward
+        self.users = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.block not in STATE.skipping:
+            return self.original(*args, **kwargs)
+        hidden = STATE.entering.get(self.block)
+        if hidden is None:
+            hidden = args[0] if args else kwargs[first_parameter(type(self.block).forward)]
+        if self.key is None:
+            return hidden
+        return tuple(hidden if i == self.key else None for i in range(self.length))
+
+
+@contextmanager
+def skipping(blocks: list[nn.Module], residual: Tensor, key: int | None, length: int) -> Iterator[None]:
+    """Makes this run pass over the first blocks, and hand on a residual stream in their place.
+
+    Args:
+        blocks: the blocks.
+        residual: ``[batch, pos, d_model]``.
+        key: which element of a block's output is the residual stream (None: the output itself).
+        length: how many elements a tuple output has.
+    """
+    with _LOCK:
+        for block in blocks:
+            bypass = block.__dict__.get("forward")
+            if not isinstance(bypass, _Bypass):
+                bypass = _Bypass(block, key, length)
+                block.forward = bypass  # type: ignore[assignment, method-assign]
+            bypass.users += 1
+    before = STATE.skipping, STATE.entering
+    STATE.skipping, STATE.entering = frozenset(blocks), {blocks[-1]: residual} if blocks else {}
+    try:
+        yield
+    finally:
+        STATE.skipping, STATE.entering = before
+        with _LOCK:
+            for block in blocks:
+                bypass = block.__dict__["forward"]
+                bypass.users -= 1
+                if not bypass.users:
+                    if bypass.own is None:
+                        del block.__dict__["forward"]
+                    else:
+                        block.forward = bypass.own
+
+
+@contextmanager
+def entering(block: nn.Module, residual: Tensor) -> Iterator[None]:
+    """Makes this run give `residual` to the first block, whatever the embeddings are.
+
+    Args:
+        block: the first block.
+        residual: ``[batch, pos, d_model]``.
+    """
+    run = STATE.run
+
+    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if STATE.run is not run:
+            return None
+        if args:
+            return (residual, *args[1:]), kwargs
+        return args, kwargs | {first_parameter(type(module).forward): residual}
+
+    handle = block.register_forward_pre_hook(replace, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def starting_at(start: int) -> Iterator[None]:
+    """Hides what stands before a block from this run's hooks."""
+    before, STATE.start_at = STATE.start_at, start
+    try:
+        yield
+    finally:
+        STATE.start_at = before
+
+
+@contextmanager
+def stopping(block: nn.Module, after: bool, key: int | None) -> Iterator[list[Tensor]]:
+    """Ends this run before a block, or after it; the list then holds the residual stream there.
+
+    Args:
+        block: the block.
+        after: end after it, with its output, rather than before it, with its input.
+        key: which element of its output is the residual stream (None: the output itself).
+    """
+    run = STATE.run
+    found: list[Tensor] = []
+
+    def before_it(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if STATE.run is run:
+            raise StopRun(args[0] if args else kwargs[first_parameter(type(module).forward)])
+
+    def after_it(module: nn.Module, args: Any, output: Any) -> None:
+        if STATE.run is run:
+            raise StopRun(output if isinstance(output, Tensor) else output[key or 0])
+
+    if after:
+        handle = block.register_forward_hook(after_it)
+    else:
+        handle = block.register_forward_pre_hook(before_it, with_kwargs=True, prepend=True)
+    try:
+        yield found
+    except StopRun as stopped:
+        found.append(stopped.residual)
+    finally:
+        handle.remove()
+
+
+def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[int | None, int | None]:
+    """The two layers as counted from the front.
+
+    Args:
+        start: the first block to run, or None; negative counts from the end. ``n_layers`` runs what follows the blocks.
+        stop: the first block not to run, or None; likewise. ``n_layers`` stops after the last.
+        n_layers: the number of blocks.
+
+    Raises:
+        TypeError: one is no whole number.
+        ValueError: one is out of range, or `stop` is not after `start`.
+    """
+
+    def check(name: str, layer: int | None, last: int) -> int | None:
+        if layer is None:
+            return None
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"{name} is {layer!r}; it must be a whole number")
+        if not -n_layers <= layer <= last:
+            raise ValueError(
+                f"{name} is {layer}; this model has {n_layers} layers: it must be from {-n_layers} to {last}"
+            )
+        return layer + n_layers if layer < 0 else layer
+
+    start, stop = check("start_at_layer", start, n_layers), check("stop_at_layer", stop, n_layers)
+    if start is not None and stop is not None and stop < start:
+        raise ValueError(f"stop_at_layer={stop} is before start_at_layer={start}")
+    return start, stop
+
+
+def placeholder(residual: Tensor) -> Tensor:
+    """What stands in for the embeddings of a run that starts at a layer: its shape and type matter, not its values."""
+    return torch.zeros_like(residual, requires_grad=False)

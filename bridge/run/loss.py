@@ -1,0 +1,38 @@
+"""The language-modelling loss of logits."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def lm_loss(
+    logits: Float[Tensor, "batch pos d_vocab"],
+    tokens: Int[Tensor, "batch pos"],
+    mask: Int[Tensor, "batch pos"] | None = None,
+    per_token: bool = False,
+) -> Float[Tensor, ""] | Float[Tensor, "batch pos-1"]:
+    """Cross-entropy of each next token, as HookedTransformer computes it.
+
+    Args:
+        logits: of every position.
+        tokens: the tokens that were run.
+        mask: 1 for tokens and 0 for padding: where a token or its successor is padding, the loss is 0 and not counted.
+        per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
+
+    Returns:
+        The mean in nats, or ``[batch, pos-1]``.
+
+    Example:
+        >>> import torch
+        >>> from bridge.run.loss import lm_loss
+        >>> lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
+        tensor(4.)
+    """
+    log_probs = logits[:, :-1].log_softmax(-1)
+    losses = -log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
+    if mask is not None:
+        counted = (mask[:, :-1].bool() & mask[:, 1:].bool()).to(losses.dtype)
+        losses = losses * counted
+        return losses if per_token else losses.sum() / counted.sum()
+    return losses if per_token else losses.mean()

@@ -1,0 +1,194 @@
+"""From what a user passes to a run to what the Hugging Face model takes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bridge.hooks.names import suggestion
+
+
+@dataclass
+class Inputs:
+    """What the model is called with.
+
+    Attributes:
+        kwargs: the model's keyword arguments.
+        tokens: ``[batch, pos]``, None for embeddings.
+        mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None when nothing is padded.
+    """
+
+    kwargs: dict[str, Any]
+    tokens: Tensor | None
+    mask: Tensor | None
+
+
+@functools.cache
+def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of the arguments that a Hugging Face forward takes, those of its typed ``**kwargs`` included."""
+    names: set[str] = set()
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            names.add(parameter.name)
+            continue
+        annotation = parameter.annotation
+        if isinstance(annotation, str):
+            annotation = eval(annotation, inspect.unwrap(forward).__globals__)  # its own module wrote it
+        for typed in typing.get_args(annotation):
+            names.update(getattr(typed, "__annotations__", ()))
+    return frozenset(names - {"self", "args"})
+
+
+def check_arguments(model: Any, given: dict[str, Any], ours: Sequence[str]) -> None:
+    """Refuses keyword arguments that neither the bridge nor the model knows.
+
+    Raises:
+        TypeError: there is one.
+    """
+    known = accepted_arguments(type(model).forward)
+    for name in given:
+        if name in ("input_ids", "inputs_embeds"):
+            raise TypeError(f"{name} is the input itself: pass it first, without a name")
+        if name not in known:
+            raise TypeError(
+                f"{name!r} is an argument of neither the bridge nor {type(model).__name__}."
+                f"{suggestion(name, (*ours, *known))}"
+            )
+
+
+def prepare(
+    bridge: Any,
+    input: str | Sequence[str] | Tensor | Sequence[int],
+    prepend_bos: bool | None,
+    padding_side: Any,
+    attention_mask: Tensor | None,
+    extra: dict[str, Any],
+) -> Inputs:
+    """The model's arguments for one input.
+
+    Args:
+        bridge: the bridge.
+        input: text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``.
+        prepend_bos, padding_side: for text.
+        attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
+        extra: further arguments of the model.
+
+    Raises:
+        TypeError: the input is none of these.
+        ValueError: it is too long, or empty, or its mask does not fit.
+    """
+    device = input_device(bridge.original_model)
+    kwargs = dict(extra)
+    tokens: Tensor | None = None
+    mask = attention_mask
+    if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
+        if "position_ids" in extra:
+            raise ValueError("position_ids are worked out for text; give tokens to set them yourself")
+        batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side)
+        tokens = batch.tokens.to(device)
+        mask = batch.mask if mask is None else mask
+    elif isinstance(input, Tensor) and input.is_floating_point():
+        if input.ndim not in (2, 3):
+            raise ValueError(f"embeddings must be [pos, d_model] or [batch, pos, d_model], not {list(input.shape)}")
+        kwargs["inputs_embeds"] = input if input.ndim == 3 else input.unsqueeze(0)
+    else:
+        tokens = as_tokens(input).to(device)
+    if tokens is not None:
+        if tokens.shape[1] == 0:
+            raise ValueError("the input has no tokens")
+        kwargs["input_ids"] = tokens
+    length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
+    _check_length(bridge, length, kwargs.get("past_key_values"))
+    if mask is not None:
+        mask = kwargs["attention_mask"] = _checked_mask(mask, kwargs, length).to(device)
+        if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
+            return Inputs(kwargs, tokens, None)
+        if "position_ids" not in kwargs and "position_ids" in accepted_arguments(type(bridge.core).forward):
+            gaps = (mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)
+            if gaps.any():  # there is padding before a token
+                kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        mask = mask[:, -length:]
+    if bridge.core.config.is_encoder_decoder:
+        return Inputs(kwargs, _decoder_tokens(bridge, kwargs), None)
+    return Inputs(kwargs, tokens, mask)
+
+
+def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
+    """The mask as whole numbers.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it does not fit.
+    """
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is {type(mask).__name__}; it must be a tensor [batch, pos]")
+    if mask.ndim == 4:
+        return mask
+    given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+    past = kwargs.get("past_key_values")
+    wanted = [given.shape[0], length + (past.get_seq_length() if past is not None else 0)]
+    if list(mask.shape) != wanted:
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; it must have {wanted}, for every token so far")
+    return mask.long()
+
+
+def _decoder_tokens(bridge: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """What the decoder is given: for an encoder-decoder model without decoder input, its start token alone."""
+    if {"labels", "decoder_inputs_embeds", "encoder_outputs"} & set(kwargs) and "decoder_input_ids" not in kwargs:
+        return None
+    if "decoder_input_ids" not in kwargs:
+        start = bridge.core.config.decoder_start_token_id
+        if start is None:
+            raise ValueError(f"{bridge.cfg.model_name} names no decoder_start_token_id; pass decoder_input_ids")
+        given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+        kwargs["decoder_input_ids"] = torch.full((given.shape[0], 1), start, device=given.device)
+    return kwargs["decoder_input_ids"]
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model's input goes: where its weights are, or where accelerate brings them when they are needed."""
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        for module in model.modules():
+            execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+            if execution is not None:
+                return torch.device(execution)
+    return device
+
+
+def as_tokens(input: Any) -> Tensor:
+    """Tokens ``[batch, pos]`` from a tensor or lists of ids.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it has another number of axes.
+    """
+    if isinstance(input, list | tuple) and input:
+        input = torch.tensor(input)
+    if not isinstance(input, Tensor):
+        raise TypeError(
+            f"the input is {type(input).__name__}; it must be a text, a list of texts, tokens [pos] or [batch, pos], "
+            "or embeddings [batch, pos, d_model]"
+        )
+    if input.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+        raise TypeError(f"tokens must be whole numbers, not {input.dtype}")
+    if input.ndim not in (1, 2):
+        raise ValueError(f"tokens must be [pos] or [batch, pos], not {list(input.shape)}")
+    return input if input.ndim == 2 else input.unsqueeze(0)
+
+
+def _check_length(bridge: Any, length: int, past: Any) -> None:
+    before = past.get_seq_length() if past is not None else 0
+    n_ctx = bridge.cfg.n_ctx
+    if n_ctx is not None and before + length > n_ctx:
+        raise ValueError(
+            f"the prompt has {before + length} tokens; {bridge.cfg.model_name} has a context of {n_ctx}. "
+            f"Pass the last {n_ctx} of them, or load the model with a larger n_ctx."
+        )

@@ -1,0 +1,1 @@
+"""Places inside a module's forward: attention scores and patterns, experts."""

@@ -1,0 +1,1 @@
+"""The parameters under canonical names, and products of them."""

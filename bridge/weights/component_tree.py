@@ -1,0 +1,118 @@
+"""Attribute access to hook points and weights: ``bridge.blocks[3].attn.hook_z``, ``bridge.blocks[3].attn.W_Q``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from adapters.weights import Weights
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import Names, suggestion
+from bridge.weights.factored_matrix import FactoredMatrix
+
+
+class Tree:
+    """The hook points by the parts of their names.
+
+    Args:
+        names: all names and aliases.
+        weights: gives the canonical weights, which stand in the tree beside the hook points.
+    """
+
+    def __init__(self, names: Names, weights: Callable[[], Weights]) -> None:
+        self.names = names
+        self.weights = weights
+        self._children: dict[str, dict[str, str]] | None = None
+
+    @property
+    def children(self) -> dict[str, dict[str, str]]:
+        """For each prefix, what may follow it, and the full name of that."""
+        if self._children is None:
+            self._children = {}
+            grouped = [name.replace("._", ".") for name in self.weights().getters if "._" in name]
+            for name in (*self.names.points, *self.names.aliases, *self.weights().getters, *grouped):
+                prefix = ""
+                for part in name.split("."):
+                    full = f"{prefix}.{part}" if prefix else part
+                    self._children.setdefault(prefix, {})[part] = full
+                    prefix = full
+        return self._children
+
+    def get(self, prefix: str, name: str) -> HookPoint | Component | ComponentList | Tensor | FactoredMatrix:
+        """What stands under `name` at `prefix`.
+
+        Raises:
+            AttributeError: nothing does.
+        """
+        below = self.children.get(prefix, {})
+        full = below.get(name)
+        if full is None:
+            if name in ("OV", "QK") and "W_O" in below:  # of one layer's heads, [n_heads, d_model, d_model]
+                W_Q, W_K, W_V, W_O = (self._leaf(f"{prefix}.W_{letter}") for letter in "QKVO")
+                return FactoredMatrix(W_V, W_O) if name == "OV" else FactoredMatrix(W_Q, W_K.mT)
+            raise AttributeError(f"{prefix or 'the bridge'} has no {name!r}.{suggestion(name, below)}")
+        if full not in self.children:
+            return self._leaf(full)
+        if all(part.isdigit() for part in self.children[full]):
+            return ComponentList(self, full)
+        return Component(self, full)
+
+    def _leaf(self, name: str) -> Any:
+        weights = self.weights()
+        if name in weights.getters:
+            return weights[name]
+        grouped = name[: name.rfind(".") + 1] + "_" + name[name.rfind(".") + 1 :]
+        if grouped in weights.getters:
+            # As HookedTransformer shows grouped keys and values: repeated for each query head.
+            return weights[grouped].repeat_interleave(weights.cfg.n_heads // weights.cfg.n_kv_heads, dim=0)
+        return self.names.find(name)
+
+
+class Component:
+    """A part of the model, such as a block or its attention, with its hook points and weights."""
+
+    def __init__(self, tree: Tree, name: str) -> None:
+        self.__dict__["_tree"] = tree
+        self.__dict__["name"] = name
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        raise AttributeError(
+            f"{self.name}.{attribute} cannot be assigned, since a part is made anew each time it is asked for; "
+            "edit a weight in place (W[:] = ...), or replace the module in original_model"
+        )
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return self._tree.get(self.name, attribute)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._tree.children[self.name]]
+
+    def __repr__(self) -> str:
+        return f"Component({self.name}: {', '.join(self._tree.children[self.name])})"
+
+
+class ComponentList:
+    """The blocks of a model."""
+
+    def __init__(self, tree: Tree, name: str) -> None:
+        self._tree = tree
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self._tree.children[self.name])
+
+    def __getitem__(self, index: int) -> Component:
+        n = len(self)
+        if not -n <= index < n:
+            raise IndexError(f"{self.name} has {n} members; {index} is out of range")
+        return Component(self._tree, f"{self.name}.{index % n}")
+
+    def __iter__(self) -> Iterator[Component]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"ComponentList({self.name}: {len(self)} members)"

@@ -1,0 +1,177 @@
+"""What can be known beforehand: why a transform would not leave a model's function as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weight_processing.parts import Parts, norm_parameters
+from weight_processing.saving import Carried
+from weight_processing.steps import written
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def no_processing(core: Any, architecture: Any) -> str:
+    """Why nothing of a model can be processed, "" where something can."""
+    if architecture.weights is not None or architecture.stacks:
+        return (
+            f"{type(core).__name__} is not one stack of blocks, each reading the residual stream through a norm; "
+            "HookedTransformer has no processing for it either"
+        )
+    meta = [name for name, parameter in core.named_parameters() if parameter.is_meta]
+    if meta:
+        return f"{len(meta)} parameters, such as {meta[0]}, have no values (device meta: not loaded, or offloaded)"
+    if getattr(core, "is_quantized", False) or getattr(core, "hf_quantizer", None) is not None:
+        return "the weights are quantised; load the model without quantisation, or dequantise it"
+    return ""
+
+
+class Limits:
+    """The reasons why transforms are not for a model.
+
+    Args:
+        core: the Hugging Face model.
+        parts: its parts.
+    """
+
+    def __init__(self, core: nn.Module, parts: Parts) -> None:
+        self.core: Any = core
+        self.parts, self.cfg = parts, parts.cfg
+        self.a, self.block = parts.architecture, parts.block
+
+    def reason(self, step: str) -> str:
+        """Why a transform cannot be done, "" where it can."""
+        own = getattr(self, "_" + step)
+        return own() or self._weights(step) or self._structure()
+
+    def _weights(self, step: str) -> str:
+        """Every matrix that is written has to be a view of a parameter of a plain layer."""
+        stored = {p.untyped_storage().data_ptr() for p in self.core.parameters() if type(p) is nn.Parameter}
+        for name, get in written(self.parts, step).items():
+            try:
+                weight = get()
+            except TypeError as error:  # what `Weights.matrix` says of LoRA and quantised layers
+                return str(error)
+            if type(weight) not in (Tensor, nn.Parameter):
+                return f"{name} is a {type(weight).__name__}: quantised or spread, not a plain tensor"
+            if weight.dtype not in _TYPES:
+                return f"{name} is of type {weight.dtype}"
+            if weight.is_inference():
+                return f"{name} was made under torch.inference_mode and cannot be written to outside of it"
+            if weight.untyped_storage().data_ptr() not in stored:
+                return f"{name} is computed from the model's parameters: writing to it would change nothing"
+        return ""
+
+    def _structure(self) -> str:
+        if others := self.parts.undeclared():
+            return f"the adapter does not say what these parameters read and write: {', '.join(others[:3])}"
+        places: dict[int, list[str]] = {}
+        for name, parameter in self.core.named_parameters(remove_duplicate=False):
+            if type(parameter) is nn.Parameter and parameter.numel():
+                places.setdefault(parameter.data_ptr(), []).append(name)
+        embedding: Any = self.parts.weights.module(self.a.embed)
+        tied = places.get(embedding.weight.data_ptr(), []) if type(embedding.weight) is nn.Parameter else []
+        if len(tied) == 2 and f"{self.a.unembed}.weight" in tied:
+            places.pop(embedding.weight.data_ptr())
+        twice = [names for names in places.values() if len(names) > 1]
+        return f"{twice[0][0]} is used in more than one place" if twice else ""
+
+    def _fold_ln(self) -> str:
+        block = self.block
+        if block.norm.identity:
+            return "it has no norms"
+        if block.qk_shift:
+            return "queries and keys read the norm's output with position embeddings added to it"
+        if not self.parts.weights.has("." + self.a.unembed):
+            return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
+        for norm in self.parts.norms:
+            if not norm.readers:
+                return f"nothing is known to read {norm.name}"
+            module = self.parts.weights.module(norm.path)
+            weight, bias = norm_parameters(module)
+            if any(x is not None and id(x) not in map(id, module._parameters.values()) for x in (weight, bias)):
+                return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
+            if bias is None or not bool(bias.any()):
+                continue
+            if not norm.kind.centered:
+                return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
+            if norm.gated:
+                return (
+                    f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
+                )
+            if any(reader.bias is None for reader in norm.readers):
+                return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
+        return ""
+
+    def _center_writing_weights(self) -> str:
+        block, final = self.block, self.parts.final_kind
+        normed = (block.ln1 or not block.attn) and (block.ln2 or block.shared_norm or not block.mlp)
+        if block.norm.identity or final is None or not normed:
+            return "something reads the residual stream without a norm, which would see the mean that is taken out"
+        if not (block.norm.centered and final.centered):
+            return "it has RMS norms, which do not subtract the mean of what they read"
+        if block.ln1_post or block.ln2_post:
+            return "what attention and MLP write goes through a norm, whose output does not sum to zero"
+        if block.qk_shift:
+            return "position embeddings are added to what queries and keys read, behind the norm"
+        return ""
+
+    def _center_unembed(self) -> str:
+        if not self.parts.weights.has("." + self.a.unembed):
+            return f"{type(self.core).__name__} has no output layer"
+        if self.cfg.output_logits_soft_cap > 0:
+            return f"its logits go through a soft cap of {self.cfg.output_logits_soft_cap:g}, which is not linear"
+        return ""
+
+    def _fold_value_biases(self) -> str:
+        attn = self.block.attn
+        if attn is None:
+            return "it has no attention"
+        if attn.sinks:
+            return "it has attention sinks: the rows of its pattern do not sum to one"
+        return ""
+
+    def _refactor_factored_attn_matrices(self) -> str:
+        cfg, attn = self.cfg, self.block.attn
+        if attn is None or (reason := self._fold_value_biases()):
+            return reason if attn else "it has no attention"
+        if attn.rotary or cfg.positional_embedding_type == "rotary":
+            return "queries and keys are rotated by their positions, between which the product would have to be taken"
+        if self.block.qk_norm:
+            return "queries and keys go through norms"
+        if cfg.n_kv_heads != cfg.n_heads:
+            return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} heads of keys and values"
+        if cfg.d_head > cfg.d_model:
+            return f"d_head={cfg.d_head} is more than d_model={cfg.d_model}"
+        outputs, carried = [self.parts.output(path) for _, path in self.parts.blocks], Carried(self.core)
+        if not all(self.parts.has_bias(path) and not carried.has_output(path) for path in outputs):
+            return "the output projection has no bias to take up those of the values"
+        return ""
+
+
+def is_as_left(parts: Parts, step: str) -> bool:
+    """Whether the parameters look as a transform leaves them: by all the norms and biases, by samples of matrices."""
+    if step == "fold_ln":
+        seen = [norm.readers[0].weight()[..., :64] for norm in parts.norms if norm.kind.centered]
+        return all(parts.is_plain(norm) for norm in parts.norms) and all(_sums_to_zero(W, -2) for W in seen)
+    if step == "center_writing_weights":
+        # A head that writes nothing has any directions whatever in its output matrix, once that is refactored.
+        seen = [get()[:64] for name, get in parts.writers.items() if not name.endswith("W_O")]
+        return all(_sums_to_zero(W, -1) for W in seen if W.ndim > 1)
+    if step == "center_unembed":
+        return _sums_to_zero(parts.get("unembed.W_U")()[:8], -1)
+    at = [f"{name}.{parts.attn.name}" for name, _ in parts.blocks]
+    if step == "fold_value_biases":
+        return not any(bool(parts.get(parts.find(name, "b_V"))().any()) for name in at)
+    W_O = [parts.get(f"{name}.W_O")()[0].float() for name in at]
+    return all(torch.allclose(W @ W.T, torch.eye(len(W), device=W.device), atol=0.05) for W in W_O)
+
+
+def _sums_to_zero(x: Tensor, dim: int) -> bool:
+    """Whether the means are far below those of independent numbers of this size."""
+    x = x.detach().float()
+    means, size = x.mean(dim).square().mean().sqrt(), x.square().mean().sqrt()
+    return bool(means <= 0.1 * size / x.shape[dim] ** 0.5)

@@ -1,0 +1,157 @@
+"""The transforms of `weight_processing`, done to a model's own parameters, a piece of one matrix at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from weight_processing import (
+    center_unembed,
+    center_writing_weights,
+    fold_layer_norm,
+    fold_value_biases,
+    refactor_query_key,
+    refactor_value_output,
+)
+from weight_processing.parts import Norm, Parts, Reader, ensure_bias, norm_parameters, precise
+from weight_processing.saving import Carried
+
+
+def _pieces(parts: Parts, x: Tensor, dim: int) -> Iterator[Tensor]:
+    """Views of a matrix, cut along an axis."""
+    return iter(x.split(max(1, parts.piece * x.shape[dim] // x.numel()), dim))
+
+
+def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Tensor | None) -> None:
+    weight = reader.weight()
+    cut = 0 if weight.ndim == 3 else -1
+    if b is not None:
+        assert reader.bias is not None
+        ensure_bias(parts.weights.module(reader.holder))
+        biases = iter(reader.bias().split(next(_pieces(parts, weight, cut)).shape[cut]))
+    for piece in _pieces(parts, weight, cut):
+        new, more = fold_layer_norm(precise(piece), w, b, norm.kind.centered)
+        piece.copy_(new)
+        if more is not None:
+            bias = next(biases)
+            bias.copy_(precise(bias) + more)
+
+
+def do_fold_ln(parts: Parts, carried: Carried) -> None:
+    """Folds every norm into all its readers, and leaves it with ones and zeros."""
+    for norm in parts.norms:
+        w, b = parts.affine(norm)
+        b = None if b is None or not bool(b.any()) else b
+        bare = set() if b is None else {r.holder for r in norm.readers if not parts.has_bias(r.holder)}
+        if bare:
+            carried.add_readers(norm, bare)
+        for reader in norm.readers:
+            _fold_into(parts, reader, norm, w, b)
+        weight, bias = norm_parameters(parts.weights.module(norm.path))
+        if weight is not None:
+            weight.fill_(1.0 - norm.kind.offset)
+        if bias is not None:
+            bias.zero_()
+
+
+def do_center_writing_weights(parts: Parts, carried: Carried) -> None:
+    """Centres all that writes to the residual stream."""
+    for get in parts.writers.values():
+        for piece in _pieces(parts, get(), 0) if get().ndim > 1 else [get()]:
+            piece.copy_(center_writing_weights(precise(piece)))
+
+
+def do_center_unembed(parts: Parts, carried: Carried) -> None:
+    """Centres the unembedding and its bias."""
+    W_U = parts.get("unembed.W_U")()
+    pieces = list(_pieces(parts, W_U, 1))  # the stored matrix has the vocabulary first: these lie together in memory
+    total = torch.stack([precise(piece).sum(1, keepdim=True) for piece in pieces]).sum(0)
+    for piece in pieces:
+        piece.copy_(center_unembed(precise(piece), total / W_U.shape[1]))
+    if parts.has_bias("." + parts.architecture.unembed):
+        bias = parts.get("unembed.b_U")()
+        bias.copy_(center_unembed(precise(bias)))
+
+
+def do_fold_value_biases(parts: Parts, carried: Carried) -> None:
+    """Folds the value biases of every block into its output bias."""
+    for name, path in parts.blocks:
+        at = f"{name}.{parts.attn.name}"
+        b_V = parts.get(parts.find(at, "b_V"))()
+        if not bool(b_V.any()):
+            continue
+        output, W_O = parts.output(path), parts.get(f"{at}.W_O")()
+        more = sum(
+            fold_value_biases(precise(biases), precise(heads))
+            for biases, heads in zip(b_V.split(1), W_O.split(len(W_O) // len(b_V)), strict=True)
+        )
+        if not parts.has_bias(output) or carried.has_output(output):
+            carried.add_output(parts, path, b_V)
+            ensure_bias(parts.weights.module(output))
+        b_O = parts.get(f"{at}.b_O")()
+        b_O.copy_(precise(b_O) + more)
+        b_V.zero_()
+
+
+def do_refactor(parts: Parts, carried: Carried) -> None:
+    """Folds the value biases, and chooses other factors for every head."""
+    do_fold_value_biases(parts, carried)
+    for name, path in parts.blocks:
+        at = f"{name}.{parts.attn.name}"
+        names = ("W_Q", "b_Q", "W_K", "b_K")
+        views = [parts.get(f"{at}.{part}")() for part in names]
+        new = refactor_query_key(*map(precise, views))
+        for part, view, value in zip(names, views, new, strict=True):
+            # Where there is no bias its row of the matrix was zero, and is zero.
+            if part.startswith("W") or parts.has_bias(parts.projection(path, part[-1])):
+                view.copy_(value)
+        W_V, W_O = (parts.get(f"{at}.{part}")() for part in ("W_V", "W_O"))
+        for view, value in zip((W_V, W_O), refactor_value_output(precise(W_V), precise(W_O)), strict=True):
+            view.copy_(value)
+
+
+#: In the order in which they are done.
+STEPS: dict[str, Callable[[Parts, Carried], None]] = {
+    "fold_ln": do_fold_ln,
+    "center_writing_weights": do_center_writing_weights,
+    "center_unembed": do_center_unembed,
+    "fold_value_biases": do_fold_value_biases,
+    "refactor_factored_attn_matrices": do_refactor,
+}
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def written(parts: Parts, step: str) -> dict[str, Callable[[], Tensor]]:
+    """The parameters that a transform needs to write to, by canonical name."""
+    if step == "fold_ln":
+        found: dict[str, Callable[[], Tensor]] = {}
+        for norm in parts.norms:
+            for name, x in zip("wb", norm_parameters(parts.weights.module(norm.path)), strict=True):
+                if x is not None:
+                    found[f"{norm.name}.{name}"] = partial(_itself, x)
+            for reader in norm.readers:
+                found[reader.name] = reader.weight
+                if reader.bias is not None and parts.has_bias(reader.holder):
+                    found[f"{reader.name} (its bias)"] = reader.bias
+        return found
+    if step == "center_writing_weights":
+        return parts.writers
+    if step == "center_unembed":
+        names = ["unembed.W_U"] + ["unembed.b_U"] * parts.has_bias("." + parts.architecture.unembed)
+        return {name: parts.get(name) for name in names}
+    found = {}
+    letters = ("V", "O") if step == "fold_value_biases" else ("Q", "K", "V", "O")
+    for name, path in parts.blocks:
+        for letter in letters:
+            at = f"{name}.{parts.attn.name}"
+            weight, bias = parts.find(at, f"W_{letter}"), parts.find(at, f"b_{letter}")
+            found[weight] = parts.get(weight)
+            if parts.has_bias(parts.projection(path, letter)):
+                found[bias] = parts.get(bias)
+    return found
