@@ -212,12 +212,13 @@ def attention_points(
         if part.rotary and part.tap != "forward":
             for letter in "qk":
                 axes = f"batch {f'{pos} n_heads' if letter == 'q' else f'{key_pos} n_key_value_heads'} d_head"
-                add(f"{name}.hook_rot_{letter}", Site(core, part.tap, letter), HeadsFirst(), axes)
+                heads = n_heads if letter == "q" else n_kv_heads
+                add(f"{name}.hook_rot_{letter}", Site(core, part.tap, letter), HeadsFirst(), axes, n_heads=heads)
         scores = SinkScores(part.scores, part.sinks) if part.sinks else part.scores
         pattern = SinkPattern(part.sinks) if part.sinks else View()
         square = f"batch n_heads {pos} {key_pos}"
-        add(f"{name}.hook_attn_scores", Site(core, part.tap, "scores"), scores, square)
-        add(f"{name}.hook_pattern", Site(core, part.tap, "pattern"), pattern, square)
+        add(f"{name}.hook_attn_scores", Site(core, part.tap, "scores"), scores, square, n_heads=n_heads)
+        add(f"{name}.hook_pattern", Site(core, part.tap, "pattern"), pattern, square, n_heads=n_heads)
     output_projection = f"{module}.{part.o}"
     add(
         f"{name}.hook_z",

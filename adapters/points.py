@@ -66,6 +66,7 @@ class Point:
         branches: the points that read this one separately in HookedTransformer, which runs the norm before attention
             once for each of query, key and value: a gradient is taken for each of them.
         stack: the list of blocks it belongs to (``blocks``, ``encoder``, ``decoder``), or "" outside of all.
+        n_heads: of a point inside attention, how many heads it shows, whatever the kernel repeats or packs.
         flag: for a heavy point, the ``cfg.use_*`` field that includes it in an unfiltered cache.
     """
 
@@ -81,3 +82,4 @@ class Point:
     branches: tuple[str, ...] = ()
     stack: str = "blocks"
     flag: str | None = None
+    n_heads: int | None = None

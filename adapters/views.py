@@ -62,6 +62,11 @@ class Deferred:
         tensors = (self.x, self.call.input) if self.view.contextual else (self.x,)
         return tuple([tensor._version for tensor in tensors if not tensor.is_inference()])
 
+    @property
+    def keeps_more(self) -> bool:
+        """Whether it keeps more in memory than the activation would take."""
+        return self.view.contextual
+
     def _at_site(self) -> Tensor:
         """The tensor at its site."""
         return self.x

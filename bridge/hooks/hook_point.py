@@ -2,114 +2,28 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from adapters.points import Point
-from adapters.views import Call, Deferred
-
-#: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
-HookFunction = Callable[..., Tensor | None]
-
-
-class Owner:
-    """Whose hooks are whose: a thread.
-
-    Args:
-        thread: the thread.
-    """
-
-    def __init__(self, thread: threading.Thread) -> None:
-        self.thread = weakref.ref(thread)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the thread is over, so that nobody can run with its hooks any more."""
-        thread = self.thread()
-        return thread is None or not thread.is_alive()
-
-
-class ThreadState(threading.local):
-    """What a thread's runs share: its identity, and what its current forward pass has seen so far."""
-
-    def __init__(self) -> None:
-        self.owner = Owner(threading.current_thread())
-        self.step: int | None = None
-        #: How many of the user's functions we are inside of: what they compute is not the model's.
-        self.within = 0
-        self._renew()
-
-    def _renew(self) -> None:
-        #: Tells this run from those that its hooks may start.
-        self.run = object()
-        self.sources: dict[Any, Any] = {}
-        self.followed: dict[HookPoint, Tensor] = {}
-        self.branched: dict[str, Tensor] = {}
-        self.mask: tuple[Any, Tensor | None] | None = None
-        self.start_at: int | None = None
-        self.skipping: frozenset[nn.Module] = frozenset()
-        self.entering: dict[nn.Module, Tensor] = {}
-
-    @contextmanager
-    def fresh(self) -> Iterator[None]:
-        """A run of its own: it sees nothing of a run in whose hooks it was started, and leaves nothing to it."""
-        before = dict(self.__dict__)
-        self._renew()
-        try:
-            yield
-        finally:
-            step = self.step
-            self.__dict__.update(before)
-            self.step = step
-
-
-STATE = ThreadState()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Listener:
-    """Something attached to a hook point.
-
-    Attributes:
-        kind: ``fwd`` and ``bwd`` are functions of the user; ``read`` only looks at the activation, ``edge`` is given
-            the activation that later computation uses, to ask for its gradient; ``follow`` takes over what was written
-            at another point.
-        fn: called as ``fn(activation, hook=point)``.
-        owner: the thread whose runs it belongs to.
-        permanent, level: what `reset_hooks` asks for.
-        lazy: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
-    """
-
-    kind: Literal["fwd", "bwd", "read", "edge", "follow"]
-    fn: Callable[..., Any]
-    owner: Owner
-    permanent: bool = False
-    level: int | None = None
-    lazy: bool = False
-
-
-class Handle:
-    """Takes back what one `add_hook` added."""
-
-    def __init__(self, point: HookPoint, listener: Listener) -> None:
-        self._point, self._listener = point, listener
-
-    def remove(self) -> None:
-        """Removes the hook. Doing it twice does nothing."""
-        self._point._wiring.remove(self._point, (self._listener,))
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
+from adapters.views import Call, Deferred, View
+from bridge.hooks.context import CURRENT, SourceSite
+from bridge.hooks.listener import (
+    AttachesListeners,
+    Handle,
+    HookFunction,
+    Kind,
+    Listener,
+    call_user_function,
+    changed_in_place,
+    checked,
+    listen_backward,
+    version_of,
+    wants_gradients,
+)
 
 
 class HookPoint:
@@ -121,21 +35,19 @@ class HookPoint:
         point: the adapter's declaration: its axes, aliases, site and view.
     """
 
-    __slots__ = ("_wiring", "ctx", "home", "listeners", "name", "order", "point", "reader", "sources", "view")
+    __slots__ = ("_attaches", "_path", "ctx", "listeners", "name", "order", "point", "sources", "view")
 
-    def __init__(self, point: Point, order: int, wiring: Any) -> None:
+    def __init__(self, point: Point, order: int, attaches: AttachesListeners) -> None:
         self.name = point.name
         self.point = point
         self.view = point.view
         self.order = order
         self.ctx: dict[Any, Any] = {}
         self.listeners: tuple[Listener, ...] = ()
-        #: The only listener, where it is one that only looks: a cache, which is most of what there is.
-        self.reader: Listener | None = None
-        # The hooks on the site (None where it is inside of a module) and on the sources, kept by the wiring.
-        self.home: Any = None
-        self.sources: tuple[Any, ...] = ()
-        self._wiring = wiring
+        #: The torch hooks at the sites whose tensors the view needs.
+        self.sources: tuple[SourceSite, ...] = ()
+        self._attaches = attaches
+        self._path: Callable[[HookPoint, Tensor, Call, bool, View], Tensor] = HookPoint._read
 
     def __repr__(self) -> str:
         hooks = f", {len(self.listeners)} hooks" if self.listeners else ""
@@ -144,17 +56,23 @@ class HookPoint:
     @property
     def fwd_hooks(self) -> list[Handle]:
         """The functions that were added to it, by their handles."""
-        return [Handle(self, listener) for listener in self.listeners if listener.kind == "fwd"]
+        return [Handle(self, listener, self._attaches) for listener in self.listeners if listener.kind == "fwd"]
 
     @property
     def bwd_hooks(self) -> list[Handle]:
         """The functions of gradients that were added to it, by their handles."""
-        return [Handle(self, listener) for listener in self.listeners if listener.kind == "bwd"]
+        return [Handle(self, listener, self._attaches) for listener in self.listeners if listener.kind == "bwd"]
 
     def set_listeners(self, listeners: tuple[Listener, ...]) -> None:
-        """Replaces all listeners (the wiring's part: it attaches what they need)."""
+        """Replaces all listeners, and chooses what is done with an activation while these are there."""
         self.listeners = listeners
-        self.reader = listeners[0] if len(listeners) == 1 and listeners[0].kind == "read" else None
+        kinds = {listener.kind for listener in listeners}
+        if kinds <= {"read"}:
+            self._path = HookPoint._read
+        elif kinds & {"bwd", "edge"}:
+            self._path = HookPoint._edit_with_gradients
+        else:
+            self._path = HookPoint._edit
 
     def layer(self) -> int:
         """The index of the block that the hook point belongs to.
@@ -180,7 +98,7 @@ class HookPoint:
         level: int | None = None,
         prepend: bool = False,
     ) -> Handle:
-        """Adds a function that sees, and may change, the activation in every run of this thread until it is removed.
+        """Adds a function that sees, and may change, the activation in every run, of any thread, until it is removed.
 
         Args:
             fn: called as ``fn(activation, hook=point)`` with the activation (or, with ``dir="bwd"``, its gradient).
@@ -207,8 +125,9 @@ class HookPoint:
             raise ValueError(f'dir is {dir!r}; it must be "fwd" or "bwd"')
         if not callable(fn):
             raise TypeError(f"the hook for {self.name} is {fn!r}, which cannot be called")
-        listener = Listener(cast(Literal["fwd", "bwd"], dir), fn, STATE.owner, is_permanent, level)
-        return self._wiring.add(self, listener, prepend)
+        listener = Listener(cast(Kind, dir), fn, None, is_permanent, level)
+        self._attaches.add(self, listener, prepend)
+        return Handle(self, listener, self._attaches)
 
     def add_perma_hook(self, fn: HookFunction, dir: str = "fwd") -> Handle:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
@@ -224,7 +143,7 @@ class HookPoint:
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Removes this thread's hooks.
+        """Removes the hooks that were added. Those of a running ``with`` statement or cache go with it.
 
         Args:
             dir: which of them.
@@ -236,17 +155,16 @@ class HookPoint:
         """
         if dir not in ("fwd", "bwd", "both"):
             raise ValueError(f'dir is {dir!r}; it must be "fwd", "bwd" or "both"')
-        # Only the user's own: what a running cache has attached goes with the cache.
         kinds = ("fwd", "bwd") if dir == "both" else (dir,)
-        mine = [
+        gone = tuple(
             listener
             for listener in self.listeners
-            if (listener.owner is STATE.owner or listener.owner.ended)
+            if listener.scope is None
             and listener.kind in kinds
             and (including_permanent or not listener.permanent)
             and (level is None or listener.level == level)
-        ]
-        self._wiring.remove(self, mine)
+        )
+        self._attaches.remove(self, gone)
 
     def clear_context(self) -> None:
         """Empties `ctx`."""
@@ -254,136 +172,144 @@ class HookPoint:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Runs the hooks on a tensor as if the model had computed it here, and returns what they make of it."""
-        return self.fire(x, Call(nn.Identity(), (x,), {}), identity=True)
+        return self._path(self, x, Call(nn.Identity(), (x,), {}), False, View())
 
-    def fire(self, x: Tensor, call: Call, identity: bool = False, shield: bool = False) -> Tensor:
-        """Shows the site's tensor to this thread's listeners, and returns what the site's tensor is to be.
+    def apply(self, x: Tensor, call: Call, copy: bool = False) -> Tensor:
+        """Shows the tensor at the site to the listeners that the present code sees.
 
-        With `shield`, the tensor will be written to afterwards: what is kept of it has to be a copy.
+        Args:
+            x: the tensor.
+            call: the module call that it belongs to.
+            copy: the tensor will be written to afterwards, so what is kept of it has to be a copy.
+
+        Returns:
+            What the tensor at the site is to be: `x` itself where nobody changed anything.
         """
-        owner, view, reader = STATE.owner, self.view, self.reader
-        if reader is not None:
-            if reader.owner is owner:
-                self.look(reader, x, call, identity, shield)
-            return x
-        mine = [listener for listener in self.listeners if listener.owner is owner]
+        return self._path(self, x, call, copy, self.view)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the present code sees any of its listeners."""
+        visible = CURRENT.get().visible
+        return any(listener.scope is None or listener.scope in visible for listener in self.listeners)
+
+    def heard_by(self) -> list[Listener]:
+        """Its listeners that the present code sees."""
+        visible = CURRENT.get().visible
+        return [listener for listener in self.listeners if listener.scope is None or listener.scope in visible]
+
+    def sources_seen(self) -> tuple[tuple[nn.Module, Tensor], ...]:
+        """What the present pass saw at the sites whose tensors the view needs: the module called there, the tensor.
+
+        Raises:
+            RuntimeError: the pass did not come past them.
+        """
+        run = CURRENT.get().run
+        found = [] if run is None else [run.sources[source] for source in self.sources if source in run.sources]
+        if len(found) < len(self.sources):
+            where = ", ".join(source.site.path for source in self.sources)
+            raise RuntimeError(
+                f"{self.name} is seen with the help of what passes {where}, which did not run before it: call the "
+                "whole model, not a part of it"
+            )
+        return tuple(found)
+
+    # One of the following three is `_path`, chosen when listeners come and go.
+
+    def _read(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
+        """Only looks. This runs hundreds of times in a run that caches everything."""
+        visible = CURRENT.get().visible
+        for listener in self.listeners:
+            if listener.scope in visible or listener.scope is None:
+                if view.later and listener.deferrable and not (copy or torch.is_grad_enabled() or x.is_inference()):
+                    listener.fn(Deferred(view, x, call), hook=self)
+                    continue
+                if view.identity:
+                    act = x
+                elif torch.is_grad_enabled():
+                    with torch.no_grad():  # what is only looked at is no part of the graph
+                        act = view.get(x, call)
+                else:
+                    act = view.get(x, call)
+                listener.fn(act.clone() if copy else act, hook=self)
+        return x
+
+    def _edit(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
+        """Lets the user's functions look at the activation and change it."""
+        mine = self.heard_by()
         if not mine:
             return x
-        act = x if identity else view.get(x, call)
-        edits = [listener for listener in mine if listener.kind in ("fwd", "follow")]
-        if shield or (edits and view.writes_through):
-            act = act.clone()  # what others hold as the old value must not change under them
-        changed, backward = False, []
+        if all(listener.kind == "read" for listener in mine):
+            return self._read(x, call, copy, view)
+        act, changed = self._edited(mine, self._own_copy(view.get(x, call), copy, view), view)
+        if changed:
+            x = view.put(x, act, call)
+        if self.point.followers:
+            self._tell_followers(act if changed else None)
+        return x
+
+    def _edit_with_gradients(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
+        """As `_edit`, and shows the gradient at the activation that later computation uses."""
+        mine = self.heard_by()
+        if not wants_gradients(mine):
+            return self._edit(x, call, copy, view)
+        act, changed = self._edited(mine, self._own_copy(view.get(x, call), copy, view), view)
+        backward = [listener for listener in mine if listener.kind in ("bwd", "edge")] if act.is_floating_point() else []
+        if backward and not act.requires_grad:
+            # Nothing before this point wants a gradient (frozen weights): the graph starts here.
+            act, changed = act.detach().clone().requires_grad_(), True
+        elif backward and not view.identity:
+            changed = True  # the gradient has to flow through the activation as it is seen
+        if changed:
+            x = view.put(x, act, call)
+        if self.point.followers:
+            self._tell_followers(act if changed else None)
+        for listener in backward:
+            listen_backward(listener, x if view.identity else act, self)
+        return x
+
+    @staticmethod
+    def _own_copy(act: Tensor, copy: bool, view: View) -> Tensor:
+        """The activation, as a copy where the site's tensor is about to be written to."""
+        return act.clone() if copy or view.writes_through else act
+
+    def _edited(self, mine: list[Listener], act: Tensor, view: View) -> tuple[Tensor, bool]:
+        """What the functions make of the activation, in turn, and whether anything came of it."""
+        changed = False
         for listener in mine:
             if listener.kind == "read":
                 listener.fn(act, hook=self)
             elif listener.kind in ("fwd", "follow"):
-                new = self._edit(listener, act)
+                new = self._ask(listener, act, view) if listener.kind == "fwd" else listener.fn(act, hook=self)
                 if new is not None:
                     act, changed = new, True
-            else:
-                backward.append(listener)
-        if backward and torch.is_grad_enabled() and act.is_floating_point():
-            if not act.requires_grad:
-                # Nothing before this point wants a gradient (frozen weights): the graph starts here.
-                act, changed = act.detach().clone().requires_grad_(), True
-            elif not (view.identity or identity):
-                changed = True  # the gradient has to flow through the activation as it is seen
-        if changed:
-            x = act if identity else view.put(x, act, call)
-        if self.point.followers:
-            if changed:
-                STATE.followed[self] = act
-            else:
-                STATE.followed.pop(self, None)
-        if backward:
-            seen = x if view.identity or identity else act
-            for listener in backward:
-                self._listen_backward(listener, seen)
-        return x
+        return act, changed
 
-    def look(self, reader: Listener, x: Tensor, call: Call, identity: bool = False, shield: bool = False) -> None:
-        """Shows the site's tensor to a listener that only looks (see `fire`)."""
-        view = self.view
-        if view.later and reader.lazy and not (identity or shield or torch.is_grad_enabled() or x.is_inference()):
-            reader.fn(Deferred(view, x, call), hook=self)
-            return
-        if identity or view.identity:
-            act = x
-        elif torch.is_grad_enabled():
-            with torch.no_grad():  # what is only looked at is no part of the graph
-                act = view.get(x, call)
-        else:
-            act = view.get(x, call)
-        reader.fn(act.clone() if shield else act, hook=self)
+    def _ask(self, listener: Listener, act: Tensor, view: View) -> Tensor | None:
+        """What one function makes of the activation; None when nothing came of it.
 
-    def _edit(self, listener: Listener, act: Tensor) -> Tensor | None:
-        """What a user's function makes of an activation; None when nothing came of it.
-
-        The function gets a copy of its own, so that nothing that holds the activation can change under it. With
-        gradients on, that copy is what later computation uses even when unchanged: `retain_grad` on it works.
+        The function gets a copy of its own, so that nothing that holds the activation can change under it.
         """
         given = act.clone()
-        version = None if given.is_inference() else given._version
-        new = self._ask(listener, given)
-        if new is None:
-            # Writing back an untouched copy is exact, except where the activation is computed beside the model.
-            touched = not self.view.contextual or version is None or given._version != version or given.requires_grad
-            return given if touched else None
-        if not isinstance(new, Tensor):
-            raise TypeError(
-                f"the hook {_describe(listener.fn)} at {self.name} returned {type(new).__name__}; "
-                "it must return a tensor or None"
-            )
-        if new.shape != act.shape:
-            raise ValueError(
-                f"the hook {_describe(listener.fn)} at {self.name} returned shape {list(new.shape)}; "
-                f"the activation has shape {list(act.shape)} ({self.point.axes})"
-            )
-        if new.device != act.device:
-            raise ValueError(
-                f"the hook {_describe(listener.fn)} at {self.name} returned a tensor on {new.device}; "
-                f"the activation is on {act.device}"
-            )
-        return new.to(act.dtype)
+        version = version_of(given)
+        new = call_user_function(listener, given, self)
+        if new is not None:
+            return checked(new, act, listener, self)
+        if changed_in_place(given, version):
+            return given
+        if given.requires_grad:
+            # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
+            # would compute something anew, only if the function asked for that gradient.
+            return given if not view.contextual or given.retains_grad or given._backward_hooks else None
+        if view.identity:
+            return given  # as good as the activation, and a change through `.data`, which is not counted, is in it
+        return None if view.contextual or (given.is_cpu and torch.equal(given, act)) else given
 
-    def _ask(self, listener: Listener, given: Tensor) -> Any:
-        """Calls a user's function."""
-        STATE.within += 1
-        try:
-            return listener.fn(given, hook=self)
-        finally:
-            STATE.within -= 1
-
-    def _listen_backward(self, listener: Listener, seen: Tensor) -> None:
-        if listener.kind == "edge":
-            listener.fn(seen, hook=self)
+    def _tell_followers(self, written: Tensor | None) -> None:
+        run = CURRENT.get().run
+        if run is None:
             return
-        if not seen.requires_grad:
-            return
-
-        def on_gradient(gradient: Tensor) -> Tensor | None:
-            given = gradient.clone()  # autograd may hand the same tensor to others
-            version = given._version
-            new = self._ask(listener, given)
-            if isinstance(new, tuple) and len(new) == 1:
-                (new,) = new
-            if new is None:
-                return given if given._version != version else None
-            if not isinstance(new, Tensor):
-                raise TypeError(
-                    f"the backward hook {_describe(listener.fn)} at {self.name} returned {type(new).__name__}; "
-                    "it must return a tensor or None"
-                )
-            if new.shape != gradient.shape:
-                raise ValueError(
-                    f"the backward hook {_describe(listener.fn)} at {self.name} returned shape {list(new.shape)}; "
-                    f"the gradient has shape {list(gradient.shape)} ({self.point.axes})"
-                )
-            return new
-
-        seen.register_hook(on_gradient)
-
-
-def _describe(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", None) or repr(fn)
+        if written is None:
+            run.written.pop(self, None)
+        else:
+            run.written[self] = written

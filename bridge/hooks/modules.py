@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -43,13 +42,6 @@ class Finder:
 
 
 @contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Runs a model that was compiled as it was written, since compiled code does not know hooks that come later."""
-    with torch.compiler.set_stance("force_eager") if _any_compiled(model) else nullcontext():
-        yield
-
-
-@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside a ``with`` statement; afterwards every module is in the mode in which it was."""
     modes = [(module, module.training) for module in model.modules()]
@@ -59,18 +51,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _any_compiled(model: nn.Module) -> bool:
-    """Whether a module or its forward was compiled. (`Module.modules` takes ten times as long, in every run.)"""
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
-        if module is not None:
-            inside = module._modules
-            if module._compiled_call_impl is not None or "_orig_mod" in inside:
-                return True
-            if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
-                return True
-            left.extend(inside.values())
-    return False

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from bridge.hooks.hook_point import STATE
+from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.modules import first_parameter
 
 
@@ -34,9 +35,10 @@ class _Bypass:
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.block not in STATE.skipping:
+        run = CURRENT.get().run
+        if run is None or self.block not in run.skipped:
             return self.original(*args, **kwargs)
-        hidden = STATE.entering.get(self.block)
+        hidden = run.entering.get(self.block)
         if hidden is None:
             hidden = args[0] if args else kwargs[first_parameter(type(self.block).forward)]
         if self.key is None:
@@ -45,10 +47,13 @@ class _Bypass:
 
 
 @contextmanager
-def skipping(blocks: list[nn.Module], residual: Tensor, key: int | None, length: int) -> Iterator[None]:
-    """Makes this run pass over the first blocks, and hand on a residual stream in their place.
+def skipping(
+    run: ForwardPass, blocks: list[nn.Module], residual: Tensor, key: int | None, length: int
+) -> Iterator[None]:
+    """Makes a run pass over the first blocks, and hand on a residual stream in their place.
 
     Args:
+        run: the run.
         blocks: the blocks.
         residual: ``[batch, pos, d_model]``.
         key: which element of a block's output is the residual stream (None: the output itself).
@@ -61,12 +66,11 @@ def skipping(blocks: list[nn.Module], residual: Tensor, key: int | None, length:
                 bypass = _Bypass(block, key, length)
                 block.forward = bypass  # type: ignore[assignment, method-assign]
             bypass.users += 1
-    before = STATE.skipping, STATE.entering
-    STATE.skipping, STATE.entering = frozenset(blocks), {blocks[-1]: residual} if blocks else {}
+    run.skipped = frozenset(blocks)
+    run.entering = {blocks[-1]: residual}
     try:
         yield
     finally:
-        STATE.skipping, STATE.entering = before
         with _LOCK:
             for block in blocks:
                 bypass = block.__dict__["forward"]
@@ -79,17 +83,17 @@ def skipping(blocks: list[nn.Module], residual: Tensor, key: int | None, length:
 
 
 @contextmanager
-def entering(block: nn.Module, residual: Tensor) -> Iterator[None]:
-    """Makes this run give `residual` to the first block, whatever the embeddings are.
+def entering(run: ForwardPass, block: nn.Module, residual: Tensor) -> Iterator[None]:
+    """Makes a run give `residual` to the first block, whatever the embeddings are.
 
     Args:
+        run: the run.
         block: the first block.
         residual: ``[batch, pos, d_model]``.
     """
-    run = STATE.run
 
     def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if STATE.run is not run:
+        if CURRENT.get().run is not run:
             return None
         if args:
             return (residual, *args[1:]), kwargs
@@ -103,37 +107,27 @@ def entering(block: nn.Module, residual: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def starting_at(start: int) -> Iterator[None]:
-    """Hides what stands before a block from this run's hooks."""
-    before, STATE.start_at = STATE.start_at, start
-    try:
-        yield
-    finally:
-        STATE.start_at = before
-
-
-@contextmanager
-def stopping(block: nn.Module, after: bool, key: int | None) -> Iterator[list[Tensor]]:
-    """Ends this run before a block, or after it; the list then holds the residual stream there.
+def stopping(run: ForwardPass, block: nn.Module, after: bool, key: int | None) -> Iterator[list[Tensor]]:
+    """Ends a run before a block, or after it; the list then holds the residual stream there.
 
     Args:
+        run: the run.
         block: the block.
         after: end after it, with its output, rather than before it, with its input.
         key: which element of its output is the residual stream (None: the output itself).
     """
-    run = STATE.run
     found: list[Tensor] = []
 
     def before_it(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if STATE.run is run:
+        if CURRENT.get().run is run:
             raise StopRun(args[0] if args else kwargs[first_parameter(type(module).forward)])
 
     def after_it(module: nn.Module, args: Any, output: Any) -> None:
-        if STATE.run is run:
+        if CURRENT.get().run is run:
             raise StopRun(output if isinstance(output, Tensor) else output[key or 0])
 
     if after:
-        handle = block.register_forward_hook(after_it)
+        handle: RemovableHandle = block.register_forward_hook(after_it)
     else:
         handle = block.register_forward_pre_hook(before_it, with_kwargs=True, prepend=True)
     try:

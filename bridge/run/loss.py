@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 
 def lm_loss(
@@ -12,13 +14,16 @@ def lm_loss(
     mask: Int[Tensor, "batch pos"] | None = None,
     per_token: bool = False,
 ) -> Float[Tensor, ""] | Float[Tensor, "batch pos-1"]:
-    """Cross-entropy of each next token, as HookedTransformer computes it.
+    """Cross-entropy of each next token, in float32 as transformers computes it.
 
     Args:
         logits: of every position.
         tokens: the tokens that were run.
         mask: 1 for tokens and 0 for padding: where a token or its successor is padding, the loss is 0 and not counted.
         per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
+
+    Raises:
+        ValueError: there is one token only.
 
     Returns:
         The mean in nats, or ``[batch, pos-1]``.
@@ -29,8 +34,10 @@ def lm_loss(
         >>> lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
         tensor(4.)
     """
-    log_probs = logits[:, :-1].log_softmax(-1)
-    losses = -log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
+    if tokens.shape[1] < 2:
+        raise ValueError("the loss of a next token needs two tokens at least, and the input has one")
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    losses = cross_entropy(wide[:, :-1].transpose(1, 2), tokens[:, 1:].to(logits.device), reduction="none")
     if mask is not None:
         counted = (mask[:, :-1].bool() & mask[:, 1:].bool()).to(losses.dtype)
         losses = losses * counted

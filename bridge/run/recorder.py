@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,18 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.views import Deferred
-from bridge.hooks.hook_point import STATE, HookPoint, Listener
+from bridge.hooks.context import Scope, of_the_next_run
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener
+from bridge.run.positions import PosSlice, picked_positions
 from bridge.run.wiring import Wiring
-
-PosSlice = int | slice | Sequence[int] | None
-
-
-def position_axis(hook: HookPoint) -> int | None:
-    """Which axis of the activation counts positions (of queries), or None."""
-    axes = hook.point.axes.split()
-    return next(
-        (axes.index(axis) for axis in ("pos", "decoder_pos", "key_pos", "decoder_key_pos") if axis in axes), None
-    )
 
 
 class Recorder:
@@ -34,6 +27,8 @@ class Recorder:
         device: where to keep them.
         gradients: keep gradients too.
         check: every point that is asked for by name has to run.
+        everything: whether these are all points of an unfiltered cache. What can be computed from others is then
+            computed when it is asked for; else it is computed in the run, so that nothing larger is kept for it.
     """
 
     def __init__(
@@ -43,65 +38,64 @@ class Recorder:
         device: torch.device | str | None = None,
         gradients: bool = False,
         check: bool = True,
+        everything: bool = False,
     ) -> None:
         self.points = points
         self.pos_slice = pos_slice
-        self.index = slice(pos_slice, (pos_slice + 1) or None) if isinstance(pos_slice, int) else pos_slice
         self.device = torch.device(device) if device is not None else None
         self.gradients = gradients
         self.check = check
+        self.everything = everything
         self.values: dict[str, Any] = {}
-        self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._versions: list[tuple[str, Tensor, int]] = []
         self._edges: dict[HookPoint, tuple[GradientEdge, Tensor]] = {}
-        self._within = STATE.within
+        self._copies = CopiesToHost()
 
     @contextmanager
     def attached(self, wiring: Wiring) -> Iterator[None]:
-        """Listens, for this thread's runs inside the ``with`` statement."""
-        whole = self.index is None and self.device is None
-        read = Listener("read", self._keep if whole else self._read, STATE.owner, lazy=whole)
-        mine = (read, Listener("edge", self._edge, STATE.owner))
-        try:
-            wiring.listen(self.points, mine[: 1 + self.gradients])
-            yield
-        finally:
-            wiring.forget(self.points, mine)
+        """Listens in the next run inside the ``with`` statement."""
+        scope = Scope()
+        whole = self.pos_slice is None and self.device is None
+        read = Listener("read", self._keep if whole else self._read, scope, deferrable=whole)
+        if whole and not self.everything:
+            read = Listener("read", self._keep_lean, scope, deferrable=True)
+        with _listening(wiring, self.points, read), of_the_next_run(scope):
+            if not self.gradients:
+                yield
+                return
+            scope.members.extend((point, Listener("edge", self._edge, scope)) for point in self.points)
+            wiring.attach_scope(scope)
+            try:
+                yield
+            finally:
+                wiring.detach_scope(scope)
 
     def _keep(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation as it is: this runs hundreds of times in one run."""
-        if STATE.within != self._within:
-            return  # of a run that a hook of this one started
         if isinstance(act, Deferred):
             self.values[hook.name] = act
             return
         self.values[hook.name] = act.detach() if act.requires_grad else act
         if not act.is_inference():
-            self._versions[hook.name] = (act, act._version)
+            self._versions.append((hook.name, act, act._version))
+
+    def _keep_lean(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+        """Keeps an activation, and nothing larger that it could be computed from."""
+        if isinstance(act, Deferred) and act.keeps_more:
+            act = act.value(hook.name)
+        self._keep(act, hook)
 
     def _read(self, act: Tensor, hook: HookPoint) -> None:
-        if STATE.within != self._within:
-            return
         value = act.detach() if act.requires_grad else act
-        if self.index is not None:
-            value = self._sliced(value, hook)
+        value = picked_positions(value, self.pos_slice, hook)
         if self.device is not None and value.device != self.device:
-            self.values[hook.name] = value.to(self.device)  # a copy, which nothing can change
+            self.values[hook.name] = self._copies.copy(value, self.device)
         else:
             self._keep(value, hook)
 
-    def _sliced(self, value: Tensor, hook: HookPoint) -> Tensor:
-        axis = position_axis(hook)
-        if axis is None or self.index is None:
-            return value
-        index = self.index if isinstance(self.index, slice) else torch.as_tensor(self.index, device=value.device)
-        if isinstance(self.pos_slice, int) and not -value.shape[axis] <= self.pos_slice < value.shape[axis]:
-            raise IndexError(f"pos_slice is {self.pos_slice}; {hook.name} has {value.shape[axis]} positions")
-        picked = value[(slice(None),) * axis + (index,)]
-        return picked.clone()  # so that the rest of the activation can be freed
-
     def _edge(self, act: Tensor, hook: HookPoint) -> None:
         # The first is kept: where several read the point separately, that is the query (see `Point.branches`).
-        if act.requires_grad and hook not in self._edges and STATE.within == self._within:
+        if act.requires_grad and hook not in self._edges:
             self._edges[hook] = (get_gradient_edge(act), act.detach())
 
     def backward(self, loss: Any) -> None:
@@ -123,9 +117,10 @@ class Recorder:
         gradients = torch.autograd.grad(loss, [edge for _, (edge, _) in edges], allow_unused=True)
         for (hook, (_, act)), gradient in zip(edges, gradients, strict=True):
             gradient = torch.zeros_like(act) if gradient is None else gradient
-            if self.index is not None:
-                gradient = self._sliced(gradient, hook)
-            self.values[f"{hook.name}_grad"] = gradient if self.device is None else gradient.to(self.device)
+            gradient = picked_positions(gradient, self.pos_slice, hook)
+            self.values[f"{hook.name}_grad"] = (
+                gradient if self.device is None else self._copies.copy(gradient, self.device)
+            )
 
     def finish(self, explicit: bool) -> dict[str, Any]:
         """The activations, by canonical name; some of them a `Deferred`.
@@ -136,11 +131,12 @@ class Recorder:
         Raises:
             RuntimeError: one is not; or one was changed in place after it was recorded.
         """
+        self._copies.wait()
         if explicit and self.check:
             missing = [hook.name for hook in self.points if hook.name not in self.values]
             if missing:
                 raise RuntimeError(f"these hook points did not run on this input: {', '.join(missing)}")
-        for name, (value, version) in self._versions.items():
+        for name, value, version in self._versions:
             if value._version != version:
                 raise RuntimeError(
                     f"{name} was changed in place after it was recorded, by the model or by a hook; "
@@ -149,14 +145,65 @@ class Recorder:
         return self.values
 
 
+@contextmanager
+def watching(
+    wiring: Wiring, points: Sequence[HookPoint], callback: Callable[[Tensor, HookPoint], None]
+) -> Iterator[None]:
+    """Gives each activation of the next run to a callback as it comes, and keeps nothing.
+
+    Args:
+        wiring: of the bridge.
+        points: the hook points.
+        callback: called as ``callback(activation, point)``; the activation is the model's own, detached.
+    """
+    scope = Scope()
+
+    def read(act: Tensor, hook: HookPoint) -> None:
+        callback(act.detach() if act.requires_grad else act, hook)
+
+    with _listening(wiring, points, Listener("read", read, scope)), of_the_next_run(scope):
+        yield
+
+
+@contextmanager
+def _listening(wiring: Wiring, points: Sequence[HookPoint], listener: Listener) -> Iterator[None]:
+    wiring.listen(points, listener)
+    try:
+        yield
+    finally:
+        wiring.stop_listening(points, listener)
+
+
+class CopiesToHost:
+    """Copies tensors to another device while the model goes on: from an accelerator into pinned memory of the host.
+
+    Nothing may read them before `wait`.
+    """
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+
+    def copy(self, x: Tensor, device: torch.device) -> Tensor:
+        """A copy on a device; on the host it is complete after `wait`."""
+        if x.device.type != "cuda" or device.type != "cpu":
+            return x.to(device, non_blocking=True)
+        self._devices.add(x.device)
+        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+    def wait(self) -> None:
+        """Waits until every copy is complete."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._devices.clear()
+
+
 def caching_functions(
     cache: dict[str, Tensor], device: torch.device | str | None, remove_batch_dim: bool, pos_slice: PosSlice
-) -> tuple[Any, Any]:
+) -> tuple[Callable[..., None], Callable[..., None]]:
     """A forward and a backward hook function that fill a dictionary (see `get_caching_hooks`)."""
-    recorder = Recorder((), pos_slice)
 
     def keep(value: Tensor, hook: HookPoint, suffix: str) -> None:
-        value = recorder._sliced(value.detach(), hook)
+        value = picked_positions(value.detach(), pos_slice, hook)
         value = value if device is None else value.to(device)
         if remove_batch_dim:
             if value.shape[0] != 1:

@@ -1,267 +1,200 @@
-"""Reaching the scores, the pattern and the rotated queries and keys inside the model's own attention.
+"""Scores, pattern, and rotated queries and keys, seen inside the model's own attention while it runs.
 
-Only the attention modules whose scores or pattern someone may change compute them in full; they do so by the model's
-own ``eager_attention_forward``. All others keep the implementation that the model was loaded with; a cache computes
-their scores and patterns when it is asked for them.
+One mode sees the torch functions that an attention module calls. Eager attention calls a softmax: its input is the
+scores, its output the pattern. Others call `scaled_dot_product_attention`: while someone changes scores or pattern, the
+same is computed in full in its place; for those who only look, it is computed later from what the kernel was given.
+Kernels that are no torch functions are reached through transformers' `AttentionInterface` (see `bridge.taps.kernels`).
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
-import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from adapters.views import Call
-from bridge.hooks.hook_point import STATE, HookPoint, Listener
-from bridge.taps.attention_mask import additive_mask
-from bridge.taps.deferred_attention import SOFTMAXES, AttentionCall
+from bridge.taps.attention_call import AttentionCall
+from bridge.taps.deferred_attention import DeferredAttention, autocasts
+from bridge.taps.kernels import KernelTap
+from bridge.taps.tap import SOFTMAXES, Tap, Watch
 
-#: The name under which `AttentionInterface` knows us; a tapped module's configuration asks for it.
-TAPPED = "transformer_bridge"
-
-
-class SoftmaxTap(TorchFunctionMode):
-    """Shows the first softmax that is computed while it is active: its input is the scores, its output the pattern."""
-
-    def __init__(self, tap: Tap, call: Call) -> None:
-        super().__init__()
-        self._tap, self._call, self._done, self._within = tap, call, False, STATE.within
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._done or func not in SOFTMAXES or STATE.within != self._within:
-            return func(*args, **kwargs)
-        self._done = True
-        scores = args[0] if args else kwargs.pop("input")
-        new = self._tap.fire("scores", scores, self._call)
-        if new is scores:
-            pattern = func(scores, *args[1:], **kwargs)
-        else:
-            # Where a user forbids everything there is no attention, rather than NaN.
-            nothing = new.isneginf().all(-1, keepdim=True)
-            pattern = func(new.masked_fill(nothing, 0.0), *args[1:], **kwargs).masked_fill(nothing, 0.0)
-        return self._tap.fire("pattern", pattern, self._call)
+#: The functions in which eager attention multiplies queries and keys.
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
+_INSIDE = ("scores", "pattern")
 
 
-class Tap:
-    """What both kinds of tap share: the hook points of one attention module, by channel.
+class AttentionTap(Tap):
+    """The tap of an attention module. Its channels are ``q``, ``k``, ``scores`` and ``pattern``."""
+
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward when somebody listens."""
+        watch = _AttentionWatch(self, Call(self.module, args, kwargs))
+        with watch, KernelTap(self.module, watch.kernel):
+            output = self.original(*args, **kwargs)
+        watch.check()
+        return output
+
+
+class _AttentionWatch(Watch):
+    """Shows what one call of an attention module computes.
 
     Args:
-        module: the attention module.
+        tap: whose hook points it is shown to.
+        call: the call.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.points: dict[str, tuple[HookPoint, ...]] = {}
+    def __init__(self, tap: AttentionTap, call: Call) -> None:
+        super().__init__()
+        self._tap, self._call = tap, call
+        self._products = bool(tap.heard(("q", "k")))
+        self._inside = bool(tap.heard(_INSIDE))
 
-    def connect(self, channel: str, point: HookPoint) -> None:
-        """Adds a hook point; the first one attaches the tap."""
-        if not self.points:
-            self.attach()
-        self.points[channel] = (*self.points.get(channel, ()), point)
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the module's, and shows what it is given and what it makes."""
+        if func is scaled_dot_product_attention:
+            return self._scaled_dot_product(*args, **kwargs)
+        if self._inside and func in SOFTMAXES:
+            return self._softmax(func, args, kwargs)
+        if self._products and func in _PRODUCTS and _are_heads(args):
+            query, key = self._rotated(args[0], args[1].transpose(-1, -2))
+            return func(query, key.transpose(-1, -2), **kwargs)
+        return func(*args, **kwargs)
 
-    def disconnect(self, channel: str, point: HookPoint) -> bool:
-        """Removes a hook point; the last one detaches the tap, and the answer is True."""
-        left = tuple(p for p in self.points[channel] if p is not point)
-        if left:
-            self.points[channel] = left
-        else:
-            del self.points[channel]
-        if not self.points:
-            self.detach()
-        return not self.points
+    def check(self) -> None:
+        """Looks whether everything was seen that somebody listens to.
 
-    def attach(self) -> None:
-        raise NotImplementedError
+        Raises:
+            RuntimeError: it was not.
+        """
+        missed = [*(("q", "k") if self._products else ()), *(_INSIDE if self._inside else ())]
+        if missed:
+            names = ", ".join(point.name for point in self._tap.heard(missed))
+            config = getattr(self._tap.module, "config", None)
+            raise RuntimeError(
+                f"{type(self._tap.module).__name__} computed no scores that could be seen with "
+                f"attn_implementation={getattr(config, '_attn_implementation', None)!r}, so there is nothing to show "
+                f'at {names}; load the model with attn_implementation="sdpa" or "eager"'
+            )
 
-    def detach(self) -> None:
-        raise NotImplementedError
+    def _softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        self._inside = False
+        scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
+        new = self._tap.show("scores", scores, self._call)
+        return self._tap.show("pattern", _softmax_of(new, scores, lambda x: func(x, *args, **kwargs)), self._call)
 
-    def wanted(self, *channels: str) -> bool:
-        """Whether this thread listens on any of the channels."""
-        owner, start = STATE.owner, STATE.start_at
-        for channel in channels:
-            for point in self.points.get(channel, ()):
-                if start is None or point.point.depth >= start:
-                    for listener in point.listeners:
-                        if listener.owner is owner:
-                            return True
-        return False
+    def _scaled_dot_product(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if self._products:
+            query, key = self._rotated(query, key)
+        attention = AttentionCall(
+            query, key, value, attn_mask, self._n_heads(query), scale=scale, causal=is_causal, dropout=dropout_p
+        )
+        return self._attend(
+            attention,
+            lambda: scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            ),
+        )
 
-    def looking(self, *channels: str) -> list[tuple[str, HookPoint, Listener]]:
-        """This thread's listeners on the channels, if all of them only look; else none."""
-        owner, found = STATE.owner, []
-        for channel in channels:
-            for point in self.points.get(channel, ()):
-                for listener in point.listeners:
-                    if listener.owner is owner:
-                        if listener.kind != "read" or point.sources:
-                            return []
-                        found.append((channel, point, listener))
-        return found
+    def kernel(self, attention: AttentionCall, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Stands before a kernel that is no torch function.
 
-    def fire(self, channel: str, x: Tensor, call: Call) -> Tensor:
-        for point in self.points.get(channel, ()):
-            if point.sources:
-                call.sources = tuple(STATE.sources[source] for source in point.sources)
-            x = point.fire(x, call)
-        return x
+        Args:
+            attention: what it was called with.
+            run: calls it with queries and keys.
+        """
+        if self._products:
+            attention.query, attention.key = self._rotated(attention.query, attention.key)
+        attention.n_heads = self._n_heads(attention.query)
+        return self._attend(attention, lambda: run(attention.query, attention.key))
 
+    def _n_heads(self, query: Tensor) -> int:
+        """How many query heads there are: a point says so, since a kernel may be given them packed."""
+        for channel in ("scores", "pattern", "q"):
+            for point in self._tap.points.get(channel, ()):
+                if point.point.n_heads is not None:
+                    return point.point.n_heads
+        return query.shape[1]
 
-class InterfaceTap(Tap):
-    """For modules that call transformers' `AttentionInterface`: they are given a configuration that names us."""
+    def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Shows queries and keys, and returns what is made of them, with the heads as they were given."""
+        self._products = False
+        return self._with_heads("q", query), self._with_heads("k", key)
 
-    def attach(self) -> None:
-        self.config = self.module.config
-        self.base = loaded_implementation(self.config)
-        self.eager = own_eager_attention(type(self.module))  # type: ignore[arg-type]
-        _TAPS[self.module] = self
-        # Past `nn.Module.__setattr__`, which looks for parameters in everything.
-        self.module.__dict__["config"] = _tapped_copy(self.config, self.base)
+    def _with_heads(self, channel: str, x: Tensor) -> Tensor:
+        points = self._tap.points.get(channel, ())
+        if not points:
+            return x
+        n = points[0].point.n_heads or x.shape[1]
+        if x.shape[1] < n:  # the queries of one position, packed in groups
+            shown = x.reshape(x.shape[0], n, -1, x.shape[-1])
+            new = self._tap.show(channel, shown, self._call)
+            return x if new is shown else new.reshape(x.shape)
+        if x.shape[1] > n:  # each group's keys, repeated for its queries
+            shown = x[:, :: x.shape[1] // n]
+            new = self._tap.show(channel, shown, self._call)
+            return x if new is shown else new.repeat_interleave(x.shape[1] // n, dim=1)
+        return self._tap.show(channel, x, self._call)
 
-    def detach(self) -> None:
-        self.module.__dict__["config"] = self.config
-        del _TAPS[self.module]
+    def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
+        """Runs the kernel, or computes what it would in full where somebody may change scores or pattern."""
+        if not self._inside:
+            return run()
+        self._inside = False
+        if self._only_look():
+            self._show_later(attention)
+            return run()
+        scores = attention.scores()
+        new = self._tap.show("scores", scores, self._call)
+        pattern = self._tap.show("pattern", _softmax_of(new, scores, attention.pattern), self._call)
+        return attention.result(pattern)
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.base, self.eager)
-        if not self.wanted("q", "k", "scores", "pattern"):
-            return attend(module, query, key, value, attention_mask, **kwargs)
-        call = Call(module, (query,), kwargs)
-        query, key = self.fire("q", query, call), self.fire("k", key, call)
-        if not self.wanted("scores", "pattern"):
-            return attend(module, query, key, value, attention_mask, **kwargs)
-        looking = self.looking("scores", "pattern") if self.base != "eager" else []
-        if looking:
-            AttentionCall(self.eager, self.base, module, query, key, attention_mask, kwargs).show(looking)
-            return attend(module, query, key, value, attention_mask, **kwargs)
-        mask = additive_mask(self.base, module, query, key, attention_mask, kwargs)
-        with SoftmaxTap(self, call):
-            return self.eager(module, query, key, value, mask, **kwargs)
+    def _only_look(self) -> bool:
+        return all(
+            listener.kind == "read" and not point.sources
+            for point in self._tap.heard(_INSIDE)
+            for listener in point.heard_by()
+        )
 
-
-_TAPS: weakref.WeakKeyDictionary[nn.Module, InterfaceTap] = weakref.WeakKeyDictionary()
-_last_copy: tuple[Any, Any, str] = (None, None, "")
-
-
-def _tapped_copy(config: Any, base: str) -> Any:
-    """A configuration that differs in the attention implementation alone; one for all modules that share theirs."""
-    global _last_copy
-    source, copied_to, for_base = _last_copy
-    tapped = copied_to() if source is not None and source() is config and for_base == base else None
-    if tapped is None:
-        copied = copy.copy(config)
-        # The setter would reach into sub-configurations that the copy shares with the model's own.
-        copied._attn_implementation_internal = TAPPED
-        copied.transformer_bridge_base = base
-        _last_copy = (weakref.ref(config), weakref.ref(copied), base)
-        return copied
-    return tapped
-
-
-def loaded_implementation(config: Any) -> str:
-    """The attention implementation that a model was loaded with, also where it is a copy of a tapped one."""
-    # Straight from its dictionary: a configuration's own attribute access takes microseconds.
-    fields = object.__getattribute__(config, "__dict__")
-    implementation = fields.get("_attn_implementation_internal") or "eager"
-    return fields["transformer_bridge_base"] if implementation == TAPPED else implementation
-
-
-def untap(model: nn.Module) -> None:
-    """Makes a copy of a model that was tapped attend as it was loaded."""
-    for module in model.modules():
-        config = module.__dict__.get("config")
-        if config is not None and getattr(config, "_attn_implementation_internal", None) == TAPPED:
-            config._attn_implementation_internal = config.__dict__.pop("transformer_bridge_base")
-
-
-def _tapped_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    tap = _TAPS.get(module)
-    if tap is None:  # a copy of a module that was tapped: it attends as it was loaded
-        base, eager = loaded_implementation(module.config), own_eager_attention(type(module))  # type: ignore[arg-type]
-        return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)(module, *args, **kwargs)
-    return tap(module, *args, **kwargs)
-
-
-AttentionInterface.register(TAPPED, _tapped_attention)
-
-
-class ForwardTap(Tap):
-    """For modules that compute the softmax in their own forward: it is watched while that runs."""
-
-    #: The method that computes it.
-    method = "forward"
-
-    def attach(self) -> None:
-        self.own = self.module.__dict__.get(self.method)
-        self.original = getattr(self.module, self.method)
-        self.module.__dict__[self.method] = self
-
-    def detach(self) -> None:
-        if self.own is None:
-            del self.module.__dict__[self.method]
-        else:
-            self.module.__dict__[self.method] = self.own
-
-    # A copy of the model that is made meanwhile has its class's method.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.module, self.method)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(getattr(type(self.module), self.method), copy.deepcopy(self.module, memo))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.wanted("scores", "pattern"):
-            return self.original(*args, **kwargs)
-        with SoftmaxTap(self, Call(self.module, args, kwargs)):
-            return self.original(*args, **kwargs)
+    def _show_later(self, attention: AttentionCall) -> None:
+        """Gives those who only look what will compute scores and pattern, or these where it cannot wait."""
+        # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
+        # queries are a past: they take more room than the scores, and later runs may write into them.
+        waits = not attention.has_a_past and not autocasts(attention.query.device.type)
+        attention = attention.kept()
+        scores: Tensor | None = None
+        for channel in _INSIDE:
+            for point in self._tap.heard((channel,)):
+                for listener in point.heard_by():
+                    if waits and listener.deferrable:
+                        listener.fn(DeferredAttention(point.view, attention, channel, self._call), hook=point)
+                        continue
+                    with torch.no_grad():
+                        scores = attention.scores() if scores is None else scores
+                        shown = scores if channel == "scores" else attention.pattern(scores)
+                        listener.fn(point.view.get(shown, self._call), hook=point)
 
 
-class CoreTap(ForwardTap):
-    """For modules whose method ``_attn`` is given queries, keys and values and computes the softmax."""
-
-    method = "_attn"
-
-    def __call__(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.wanted("q", "k", "scores", "pattern"):
-            return self.original(query, key, *args, **kwargs)
-        call = Call(self.module, (query,), kwargs)
-        query, key = self.fire("q", query, call), self.fire("k", key, call)
-        if not self.wanted("scores", "pattern"):
-            return self.original(query, key, *args, **kwargs)
-        with SoftmaxTap(self, call):
-            return self.original(query, key, *args, **kwargs)
+def _softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tensor]) -> Tensor:
+    """The softmax of scores. Where a user forbids everything there is no attention, rather than NaN."""
+    if scores is before:
+        return softmax(scores)
+    nothing = scores.isneginf().all(-1, keepdim=True)
+    return softmax(scores.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0)
 
 
-#: The tap for each kind of site that is not simply a module's input or output.
-TAPS: dict[str, type[Tap]] = {"interface": InterfaceTap, "forward": ForwardTap, "core": CoreTap}
-
-
-@functools.cache
-def own_eager_attention(module_class: Any) -> Callable[..., Any]:
-    """The ``eager_attention_forward`` of the file that the attention module's class comes from.
-
-    Raises:
-        TypeError: there is none.
-    """
-    for cls in module_class.__mro__:
-        forward = cls.__dict__.get("forward")
-        if forward is not None:
-            found = inspect.unwrap(forward).__globals__.get("eager_attention_forward")
-            if found is not None:
-                return found
-    raise TypeError(
-        f"{module_class.__name__} has no eager_attention_forward beside it: its scores cannot be computed in full. "
-        'Its adapter should declare tap="forward" or tap=None.'
-    )
+def _are_heads(args: tuple[Any, ...]) -> bool:
+    """Whether these are two tensors ``[batch, head, ...]``, as queries and keys are."""
+    return len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args)

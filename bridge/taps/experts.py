@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from adapters.experts import gate_and_up, joined, width
 from adapters.views import Call
-from bridge.taps.attention import TAPS as ATTENTION_TAPS
-from bridge.taps.attention import ForwardTap, Tap
+from bridge.taps.tap import Tap, Watch
 
 
-class ExpertsTap(ForwardTap):
+class ExpertsTap(Tap):
     """For modules whose own forward runs each expert's two projections, `gate_up_proj` and `down_proj`, in turn.
 
     Its channels are ``{expert}.gate``, ``{expert}.pre`` and ``{expert}.post``: ``[row, d_expert]``, with a row for each
@@ -29,9 +27,8 @@ class ExpertsTap(ForwardTap):
     position). An expert that no token was sent to has no rows.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.wanted(*self.points):
-            return self.original(*args, **kwargs)
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward when somebody listens."""
         call = Call(self.module, args, kwargs)
         with _ExpertsWatch(self, call) as watch:
             output = self._one_by_one(*args, **kwargs)
@@ -52,7 +49,7 @@ class ExpertsTap(ForwardTap):
             module.__dict__["config"] = config
 
 
-class _ExpertsWatch(TorchFunctionMode):
+class _ExpertsWatch(Watch):
     """Shows what enters and leaves each expert's projections while it is active."""
 
     def __init__(self, tap: ExpertsTap, call: Call) -> None:
@@ -60,8 +57,8 @@ class _ExpertsWatch(TorchFunctionMode):
         self._tap, self._call = tap, call
         self._ran: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Shows what enters and leaves the projections."""
         if func not in _PRODUCTS and func not in _SUMS:
             return func(*args, **kwargs)
         x, other, *rest = args
@@ -69,7 +66,7 @@ class _ExpertsWatch(TorchFunctionMode):
         if func in _PRODUCTS:
             expert = _which(other, module.down_proj)
             if expert is not None:
-                return func(self._fire(expert, "post", x), other, *rest, **kwargs)
+                return func(self._show(expert, "post", x), other, *rest, **kwargs)
         made = func(x, other, *rest, **kwargs)
         # Gate and up are complete when their biases, where there are any, are added to the product.
         last = module.gate_up_proj_bias if module.has_bias else module.gate_up_proj
@@ -78,60 +75,55 @@ class _ExpertsWatch(TorchFunctionMode):
             return made
         self._ran.add(expert)
         gate, pre = gate_and_up(module, made)
-        return joined(module, self._fire(expert, "gate", gate), self._fire(expert, "pre", pre))
+        return joined(module, self._show(expert, "gate", gate), self._show(expert, "pre", pre))
 
-    def _fire(self, expert: int, channel: str, x: Tensor) -> Tensor:
-        return self._tap.fire(f"{expert}.{channel}", x, self._call)
+    def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
+        return self._tap.show(f"{expert}.{channel}", x, self._call)
 
     def show_the_others(self) -> None:
         """Shows the experts that did not run, without rows."""
         module: Any = self._tap.module
         for channel in self._tap.points:
             if int(channel.split(".")[0]) not in self._ran:
-                self._tap.fire(channel, module.down_proj.new_empty(0, width(module)), self._call)
+                self._tap.show(channel, module.down_proj.new_empty(0, width(module)), self._call)
 
 
-class RouterTap(ForwardTap):
+class RouterTap(Tap):
     """For routers that choose experts by their logits, and return these, and weights and indices of the chosen ones.
 
     Its channels are ``logits``, what the experts are chosen by, and ``weights``, what their outputs are multiplied with
     (zero for those that are not chosen): both ``[row, n_experts]``.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.wanted(*self.points):
-            return self.original(*args, **kwargs)
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward when somebody listens."""
         call = Call(self.module, args, kwargs)
         with _Choice(self, call):
             logits, chosen, indices = self.original(*args, **kwargs)
-        if self.wanted("weights"):
+        if self.heard(("weights",)):
             everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
-            chosen = self.fire("weights", everyone, call).gather(-1, indices)
+            chosen = self.show("weights", everyone, call).gather(-1, indices)
         return logits, chosen, indices
 
 
-class _Choice(TorchFunctionMode):
+class _Choice(Watch):
     """Shows what the first choice of the best is made from."""
 
     def __init__(self, tap: RouterTap, call: Call) -> None:
         super().__init__()
         self._tap, self._call, self._done = tap, call, False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Shows what the best are chosen from."""
         if self._done or func not in _CHOICES:
             return func(*args, **kwargs)
         self._done = True
-        return func(self._tap.fire("logits", args[0], self._call), *args[1:], **kwargs)
+        return func(self._tap.show("logits", args[0], self._call), *args[1:], **kwargs)
 
 
 _PRODUCTS = {torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__}
 _CHOICES = {torch.topk, Tensor.topk}
-
-
-#: The tap for each kind of site that is not simply a module's input or output.
-TAPS: dict[str, type[Tap]] = {**ATTENTION_TAPS, "experts": ExpertsTap, "router": RouterTap}
 
 
 def _which(weight: Any, everyone: Tensor) -> int | None:
@@ -141,14 +133,3 @@ def _which(weight: Any, everyone: Tensor) -> int | None:
     start = weight.data_ptr() - everyone.data_ptr()
     expert = start // (everyone.stride(0) * everyone.element_size())
     return expert if 0 <= expert < len(everyone) else None
-
-
-_ATTACHED: weakref.WeakKeyDictionary[nn.Module, dict[str, Tap]] = weakref.WeakKeyDictionary()
-
-
-def tap_on(kind: str, module: nn.Module) -> Tap:
-    """The tap of this kind on a module: one for all bridges around the model."""
-    taps = _ATTACHED.setdefault(module, {})
-    if kind not in taps:
-        taps[kind] = TAPS[kind](module)
-    return taps[kind]

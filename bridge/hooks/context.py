@@ -1,0 +1,176 @@
+"""Whose hooks are whose: the context that code runs in, and what one forward pass remembers.
+
+A hook that is *added* belongs to its hook point, and every run sees it. A hook that is *scoped* (`run_with_hooks`,
+``with bridge.hooks(...)``, a cache, a trace) belongs to a `Scope`. Which scopes are open is a value in a context
+variable, so other threads, asyncio tasks and greenlets do not see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+
+from adapters.points import Site
+
+if TYPE_CHECKING:
+    from bridge.hooks.hook_point import HookPoint, Listener
+
+
+class SourceSite(Protocol):
+    """A site whose tensor hook points elsewhere need."""
+
+    @property
+    def site(self) -> Site:
+        """Where it is."""
+
+
+class Scope:
+    """The hooks that were opened together, and end together.
+
+    Attributes:
+        members: what was attached, so that a recomputation after the end can attach it again.
+        users: how many `with` statements and recomputations need it attached now.
+    """
+
+    __slots__ = ("__weakref__", "members", "users")
+
+    def __init__(self) -> None:
+        self.members: list[tuple[HookPoint, Listener]] = []
+        self.users = 0
+
+
+class Generation:
+    """One generation: how many steps it has done.
+
+    Attributes:
+        step: 0 for the prompt, 1 for the first token that was generated, and so on.
+    """
+
+    __slots__ = ("step",)
+
+    def __init__(self) -> None:
+        self.step = 0
+
+
+class ForwardPass:
+    """What one forward pass remembers. It ends with the pass, and holds no tensor afterwards.
+
+    Attributes:
+        opened_by: the module whose call began it; None where a run of the bridge did.
+        sources: what was seen at sites that other hook points need: the module called there, and the tensor.
+        written: what was written at points that others follow (see `Point.followers`).
+        separate: for each reader of a norm that is given a copy of its own, that copy (see `Point.branches`).
+        start_at: the first block that runs; points before it stay silent.
+        skipped: the blocks that are passed over.
+        entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
+    """
+
+    __slots__ = ("entering", "opened_by", "separate", "skipped", "sources", "start_at", "written")
+
+    def __init__(self, opened_by: nn.Module | None = None) -> None:
+        self.opened_by = opened_by
+        self.start_at: int | None = None
+        self.skipped: frozenset[nn.Module] = frozenset()
+        self.sources: dict[SourceSite, tuple[nn.Module, Tensor]] = {}
+        self.written: dict[HookPoint, Tensor] = {}
+        self.separate: dict[str, Tensor] = {}
+        self.entering: dict[nn.Module, Tensor] = {}
+
+    def end(self) -> None:
+        """Lets go of every tensor."""
+        for kept in (self.sources, self.written, self.separate, self.entering):
+            kept.clear()
+        self.skipped = frozenset()
+
+
+class RunContext:
+    """What code that runs here sees.
+
+    Args:
+        shared: the scopes that are open: every run that starts here sees their hooks.
+        own: the scopes of the present run alone, such as its cache; outside of a run, of the next one.
+        run: what the present forward pass remembers; None outside of any.
+        generation: the generation that this is part of.
+
+    Attributes:
+        visible: `shared` and `own`.
+    """
+
+    __slots__ = ("_outside", "generation", "own", "run", "shared", "visible")
+
+    def __init__(
+        self,
+        shared: frozenset[Scope] = frozenset(),
+        own: frozenset[Scope] = frozenset(),
+        run: ForwardPass | None = None,
+        generation: Generation | None = None,
+    ) -> None:
+        self.shared, self.own, self.run, self.generation = shared, own, run, generation
+        self.visible = shared | own if own else shared
+        self._outside: RunContext | None = None
+
+    def outside_the_run(self) -> RunContext:
+        """What a user's hook function runs in: the scopes that are open, and nothing of the run that called it."""
+        if self.run is None and not self.own:
+            return self
+        if self._outside is None:
+            self._outside = RunContext(self.shared, generation=self.generation)
+        return self._outside
+
+
+#: The context that the present code runs in.
+CURRENT: ContextVar[RunContext] = ContextVar("transformer_bridge_run", default=RunContext())  # noqa: B039
+
+
+@contextmanager
+def in_context(context: RunContext) -> Iterator[RunContext]:
+    """Runs the body of a ``with`` statement in a context."""
+    before = CURRENT.get()
+    CURRENT.set(context)
+    try:
+        yield context
+    finally:
+        CURRENT.set(before)
+
+
+@contextmanager
+def open_scope(scope: Scope) -> Iterator[Scope]:
+    """Lets every run inside a ``with`` statement see the hooks of a scope."""
+    before = CURRENT.get()
+    CURRENT.set(RunContext(before.shared | {scope}, before.own, before.run, before.generation))
+    try:
+        yield scope
+    finally:
+        # Not simply what was there before: several may be open, and end in any order.
+        now = CURRENT.get()
+        if scope in now.shared:
+            CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation))
+
+
+@contextmanager
+def of_the_next_run(scope: Scope) -> Iterator[Scope]:
+    """Lets the run that starts inside a ``with`` statement see the hooks of a scope, and no run that its hooks start."""
+    before = CURRENT.get()
+    with in_context(RunContext(before.shared, frozenset({scope}), None, before.generation)):
+        yield scope
+
+
+@contextmanager
+def forward_pass(generation: Generation | None = None) -> Iterator[ForwardPass]:
+    """A run of its own: it sees the hooks that are open, and nothing of a run in whose hooks it was started.
+
+    Args:
+        generation: the generation that it is; by default the one that is under way.
+    """
+    before = CURRENT.get()
+    run = ForwardPass()
+    own = before.own if before.run is None else frozenset()
+    with in_context(RunContext(before.shared, own, run, generation or before.generation)):
+        try:
+            yield run
+        finally:
+            run.end()

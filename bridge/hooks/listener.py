@@ -1,0 +1,167 @@
+"""What is attached to a hook point, and what a user's function may return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from bridge.hooks.context import CURRENT, RunContext, Scope
+
+if TYPE_CHECKING:
+    from bridge.hooks.hook_point import HookPoint
+
+#: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
+HookFunction = Callable[..., Tensor | None]
+#: ``fwd`` and ``bwd`` are functions of the user; ``read`` only looks at the activation; ``edge`` is given the
+#: activation that later computation uses, to ask for its gradient; ``follow`` takes over what was written elsewhere.
+Kind = Literal["fwd", "bwd", "read", "edge", "follow"]
+
+
+class Listener:
+    """Something attached to a hook point.
+
+    Args:
+        kind: see `Kind`.
+        fn: called as ``fn(activation, hook=point)``.
+        scope: the scope that it belongs to; None: every run sees it.
+        permanent, level: what `reset_hooks` asks for.
+        in_run: the function is a part of the run: hooks and caches see what it computes with the model.
+        deferrable: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
+    """
+
+    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "permanent", "scope")
+
+    def __init__(
+        self,
+        kind: Kind,
+        fn: Callable[..., Any],
+        scope: Scope | None = None,
+        permanent: bool = False,
+        level: int | None = None,
+        deferrable: bool = False,
+        in_run: bool = False,
+    ) -> None:
+        self.in_run = in_run
+        self.kind, self.fn, self.scope = kind, fn, scope
+        self.permanent, self.level, self.deferrable = permanent, level, deferrable
+
+    def visible(self, context: RunContext) -> bool:
+        """Whether the code in this context sees it."""
+        return self.scope is None or self.scope in context.visible
+
+
+class AttachesListeners(Protocol):
+    """What attaches listeners to hook points, and detaches them."""
+
+    def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> None:
+        """Attaches a listener."""
+
+    def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
+        """Removes listeners."""
+
+
+class Handle:
+    """Takes back what one `add_hook` added.
+
+    Attributes:
+        hook: the hook point.
+    """
+
+    def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
+        self.hook, self._listener, self._attaches = hook, listener, attaches
+
+    def remove(self) -> None:
+        """Removes the hook. Doing it twice does nothing."""
+        self._attaches.remove(self.hook, (self._listener,))
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def call_user_function(listener: Listener, given: Tensor, point: HookPoint) -> Any:
+    """Calls a user's function, outside of the run: what it computes is not the model's."""
+    if listener.in_run:
+        return listener.fn(given, hook=point)
+    context = CURRENT.get()
+    CURRENT.set(context.outside_the_run())
+    try:
+        return listener.fn(given, hook=point)
+    finally:
+        CURRENT.set(context)
+
+
+def checked(new: Any, old: Tensor, listener: Listener, point: HookPoint) -> Tensor:
+    """What a user's function returned, if it can take the place of the activation.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it has another shape, or is on another device.
+    """
+    name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
+    hook, what = ("hook", "activation") if listener.kind in ("fwd", "follow") else ("backward hook", "gradient")
+    if not isinstance(new, Tensor):
+        raise TypeError(
+            f"the {hook} {name} at {point.name} returned {type(new).__name__}; it must return a tensor or None"
+        )
+    if new.shape != old.shape:
+        raise ValueError(
+            f"the {hook} {name} at {point.name} returned shape {list(new.shape)}; "
+            f"the {what} has shape {list(old.shape)} ({point.point.axes})"
+        )
+    if new.device != old.device:
+        raise ValueError(
+            f"the {hook} {name} at {point.name} returned a tensor on {new.device}; the {what} is on {old.device}"
+        )
+    return new if new.dtype == old.dtype else new.to(old.dtype)
+
+
+def changed_in_place(given: Tensor, version: int | None) -> bool:
+    """Whether a tensor was written to since it had this version (None: it does not count its versions)."""
+    return version is None or given._version != version
+
+
+def version_of(x: Tensor) -> int | None:
+    """How often a tensor was written to; None for one of inference mode, which does not count."""
+    return None if x.is_inference() else x._version
+
+
+def listen_backward(listener: Listener, seen: Tensor, point: HookPoint) -> None:
+    """Shows the gradient of an activation to a listener when there is one.
+
+    Autograd may call it on a thread of its own, where nothing of the caller's context is known: the scopes that are
+    open now are those that the function sees.
+    """
+    if listener.kind == "edge":
+        listener.fn(seen, hook=point)
+        return
+    if not seen.requires_grad:
+        return
+    context = CURRENT.get().outside_the_run()
+
+    def on_gradient(gradient: Tensor) -> Tensor | None:
+        given = gradient.clone()  # autograd may hand the same tensor to others
+        version = version_of(given)
+        before = CURRENT.get()
+        CURRENT.set(context)
+        try:
+            new = listener.fn(given, hook=point)
+        finally:
+            CURRENT.set(before)
+        if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
+            (new,) = new
+        if new is None:
+            return given if changed_in_place(given, version) else None
+        return checked(new, gradient, listener, point)
+
+    seen.register_hook(on_gradient)
+
+
+def wants_gradients(listeners: list[Listener]) -> bool:
+    """Whether any of them is shown gradients in this run."""
+    return torch.is_grad_enabled() and any(listener.kind in ("bwd", "edge") for listener in listeners)

@@ -1,0 +1,66 @@
+"""Where a forward pass begins and ends when the Hugging Face model is called directly, without the bridge.
+
+What hook points remember of a pass (`ForwardPass`) ends with it. A run of the bridge opens and ends its own; for a direct
+call the model's own call does, through two torch hooks that are there while somebody listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from bridge.hooks.context import CURRENT, ForwardPass, RunContext
+from bridge.hooks.modules import Finder
+from bridge.run.checkpointing import CheckpointedBlocks
+
+
+class PassBoundary:
+    """The torch hooks that open and end a pass.
+
+    Args:
+        modules: finds the modules whose call is a pass: the base model, and each stack of an encoder-decoder model.
+        blocks: what carries hooks into the blocks that backward computes again.
+    """
+
+    def __init__(self, modules: Sequence[Finder], blocks: CheckpointedBlocks) -> None:
+        self._modules = modules
+        self._blocks = blocks
+        self._handles: list[RemovableHandle] = []
+
+    # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PassBoundary, ((), CheckpointedBlocks(()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassBoundary:
+        return PassBoundary((), CheckpointedBlocks(()))
+
+    def attach(self) -> None:
+        """Begins to watch."""
+        for finder in self._modules:
+            module = finder.module
+            self._handles.append(module.register_forward_pre_hook(self.begin, prepend=True))
+            self._handles.append(module.register_forward_hook(self.end, always_call=True))
+
+    def detach(self) -> None:
+        """Ends it."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._blocks.release()
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The forward pre-hook. A pass that this module opened before was left by an interrupt: it is over."""
+        context = CURRENT.get()
+        if self._handles and (context.run is None or context.run.opened_by is module):
+            CURRENT.set(RunContext(context.shared, context.own, ForwardPass(module), context.generation))
+        self._blocks.prepare()
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The forward hook, which is called after an exception too."""
+        context = CURRENT.get()
+        if context.run is not None and context.run.opened_by is module:
+            context.run.end()
+            CURRENT.set(RunContext(context.shared, context.own, None, context.generation))

@@ -1,0 +1,142 @@
+"""Activation checkpointing: blocks that backward computes again run under the hooks of their forward pass.
+
+transformers hands each such block to ``_gradient_checkpointing_func`` with a function that computes it. While somebody
+listens, that function also brings along which hooks were there. Backward may call it later, on a thread of autograd's
+own, when the ``with`` statement of those hooks has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from bridge.hooks.context import CURRENT, ForwardPass, RunContext, Scope, SourceSite
+from bridge.hooks.modules import Finder
+
+_NAME = "_gradient_checkpointing_func"
+
+
+class BringsHooks(Protocol):
+    """What attaches the hooks of a scope, also after its ``with`` statement has ended.
+
+    Attributes:
+        changes: how often a hook was added or removed that belongs to no scope.
+    """
+
+    changes: int
+
+    def attach_scope(self, scope: Scope) -> None:
+        """Attaches its hooks, if they are not attached already."""
+
+    def detach_scope(self, scope: Scope) -> None:
+        """The reverse, once nobody needs them any more."""
+
+
+class CheckpointedBlocks:
+    """The modules that may be computed again.
+
+    Args:
+        modules: finds them: the blocks, and the stacks that they stand in.
+        attaches: attaches hooks.
+    """
+
+    def __init__(self, modules: Sequence[Finder], attaches: BringsHooks | None = None) -> None:
+        self._modules = modules
+        self._attaches = attaches
+        self._prepared: list[nn.Module] = []
+
+    def prepare(self) -> None:
+        """Puts our function before the model's own, where checkpointing is switched on."""
+        for finder in self._modules:
+            module = finder.module
+            own = module.__dict__.get(_NAME)
+            if own is None or isinstance(own, _Recomputed) or not (module.training and module.gradient_checkpointing):
+                continue
+            assert self._attaches is not None
+            module.__dict__[_NAME] = _Recomputed(own, ".".join(finder.parts), self._attaches)
+            self._prepared.append(module)
+
+    def release(self) -> None:
+        """Takes it back."""
+        for module in self._prepared:
+            ours = module.__dict__.get(_NAME)
+            if isinstance(ours, _Recomputed):
+                module.__dict__[_NAME] = ours.own
+        self._prepared.clear()
+
+
+class _Recomputed:
+    """Stands before the checkpointing function of one module.
+
+    Args:
+        own: the module's own.
+        path: the module's path.
+        attaches: attaches hooks.
+    """
+
+    def __init__(self, own: Callable[..., Any], path: str, attaches: BringsHooks) -> None:
+        self.own, self._path, self._attaches = own, path, attaches
+
+    # A copy of the model that is made meanwhile has the module's own function.
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _itself, (self.own,)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.own(_WithItsHooks(function, self._path, self._attaches), *args, **kwargs)
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+class _WithItsHooks:
+    """A function that computes a block, and which hooks it was computed with first."""
+
+    def __init__(self, function: Callable[..., Any], path: str, attaches: BringsHooks) -> None:
+        context = CURRENT.get()
+        self._function, self._path, self._attaches = function, path, attaches
+        self._shared = context.shared
+        self._changes = attaches.changes
+        # The block's own input, which is outside of what is computed again.
+        self._sources = {} if context.run is None else _sources_outside(context.run, path)
+        self._ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            return self._function(*args, **kwargs)
+        if self._changes != self._attaches.changes:
+            raise RuntimeError(
+                f"backward computes {self._path} again (activation checkpointing), and hooks were added or removed "
+                "since its forward pass: run backward before changing them, or use run_with_hooks or "
+                "`with bridge.hooks(...)`, whose hooks are brought along"
+            )
+        run = ForwardPass()
+        run.sources.update(self._sources)
+        before = CURRENT.get()
+        CURRENT.set(RunContext(self._shared, run=run))
+        try:
+            with self._attached():
+                return self._function(*args, **kwargs)
+        finally:
+            run.end()
+            CURRENT.set(before)
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Attaches the hooks, which may be gone, for the time of a recomputation."""
+        for scope in self._shared:
+            self._attaches.attach_scope(scope)
+        try:
+            yield
+        finally:
+            for scope in self._shared:
+                self._attaches.detach_scope(scope)
+
+
+def _sources_outside(run: ForwardPass, path: str) -> dict[SourceSite, tuple[nn.Module, Tensor]]:
+    """What the pass saw at the input of the block at a path."""
+    return {hook: seen for hook, seen in run.sources.items() if hook.site.path == path}

@@ -1,0 +1,132 @@
+"""Runs with hooks: which hook points are meant, and hooks that last as long as a ``with`` statement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bridge.hooks.context import Scope
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import HookFunction, Kind, Listener
+from bridge.hooks.names import NamesFilter
+from bridge.run.layer_range import check_layers
+from bridge.run.protocol import HookSpec, Runs
+
+
+def own_point(bridge: Runs, hook: HookPoint) -> HookPoint:
+    """The hook point itself.
+
+    Raises:
+        ValueError: it belongs to another bridge.
+    """
+    if bridge.wiring.points.get(hook.name) is not hook:
+        raise ValueError(f"{hook!r} belongs to another bridge")
+    return hook
+
+
+def chosen_points(bridge: Runs, names: NamesFilter | HookPoint) -> list[HookPoint]:
+    """The hook points that a name, a filter or a hook point itself chooses."""
+    if isinstance(names, HookPoint):
+        return [own_point(bridge, names)]
+    return bridge.names.select(names, lambda hook: is_switched_on(bridge, hook))
+
+
+def is_switched_on(bridge: Runs, hook: HookPoint) -> bool:
+    """Whether a heavy hook point is in an unfiltered cache."""
+    return bool(hook.point.flag and getattr(bridge.cfg, hook.point.flag))
+
+
+def runs_some_layers(forward_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a run starts or stops at a layer."""
+    return any(forward_kwargs.get(name) is not None for name in ("start_at_layer", "stop_at_layer"))
+
+
+def points_that_run(
+    bridge: Runs, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]
+) -> list[HookPoint]:
+    """Those of the hook points that lie in the layers that run."""
+    start, stop = check_layers(
+        forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
+    )
+    if start is None and stop is None:
+        return list(points)
+    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
+    return [hook for hook in points if first <= hook.point.depth < last]
+
+
+def points_of_run(bridge: Runs, names: NamesFilter, forward_kwargs: Mapping[str, Any]) -> list[HookPoint]:
+    """The chosen hook points, of which those named one by one must lie in the layers that run.
+
+    Raises:
+        ValueError: one does not; or none does.
+    """
+    points = chosen_points(bridge, names)
+    running = points_that_run(bridge, points, forward_kwargs)
+    if len(running) == len(points):
+        return points
+    layers = ", ".join(f"{name}={forward_kwargs.get(name)}" for name in ("start_at_layer", "stop_at_layer"))
+    if names is not None and not callable(names):
+        outside = next(hook for hook in points if hook not in running)
+        raise ValueError(f"{outside.name} does not run with {layers}")
+    if not running:
+        raise ValueError(f"none of the chosen hook points runs with {layers}")
+    return running
+
+
+@contextmanager
+def hooked(
+    bridge: Runs,
+    fwd_hooks: Sequence[HookSpec],
+    bwd_hooks: Sequence[HookSpec],
+    reset_hooks_end: bool,
+    clear_contexts: bool,
+) -> Iterator[None]:
+    """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
+    chosen: list[tuple[HookPoint, HookFunction, Kind]] = []
+    for names, fn in fwd_hooks:
+        chosen += [(hook, checked_function(hook, fn), "fwd") for hook in chosen_points(bridge, names)]
+    for names, fn in bwd_hooks:
+        chosen += [(hook, checked_function(hook, fn), "bwd") for hook in chosen_points(bridge, names)]
+    try:
+        if reset_hooks_end:
+            scope = Scope()
+            members = [(hook, Listener(kind, fn, scope)) for hook, fn, kind in chosen]
+            with bridge.wiring.scoped(members, scope):
+                yield
+        else:
+            add_all(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind in chosen])
+            yield
+    finally:
+        if clear_contexts:
+            clear_all_contexts(bridge)
+
+
+def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
+    """A function that can be a hook.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if not callable(fn):
+        raise TypeError(f"the hook for {hook.name} is {fn!r}, which cannot be called")
+    return fn
+
+
+def add_all(bridge: Runs, members: Sequence[tuple[HookPoint, Listener]]) -> None:
+    """Adds hooks that stay: all of them, or none where one is refused."""
+    added: list[tuple[HookPoint, Listener]] = []
+    try:
+        for hook, listener in members:
+            bridge.wiring.add(hook, listener)
+            added.append((hook, listener))
+    except ValueError:
+        for hook, listener in added:
+            bridge.wiring.remove(hook, (listener,))
+        raise
+
+
+def clear_all_contexts(bridge: Runs) -> None:
+    """Empties the `ctx` of every hook point."""
+    for hook in bridge.wiring.points.values():
+        hook.clear_context()

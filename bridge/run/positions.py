@@ -1,0 +1,48 @@
+"""Which positions of an activation to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bridge.hooks.hook_point import HookPoint
+
+PosSlice = int | slice | Sequence[int] | None
+_AXES = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
+
+
+def position_axis(hook: HookPoint) -> int | None:
+    """Which axis of the activation counts positions (of queries), or None."""
+    axes = hook.point.axes.split()
+    return next((axes.index(axis) for axis in _AXES if axis in axes), None)
+
+
+def picked_positions(x: Tensor, pos_slice: PosSlice, hook: HookPoint) -> Tensor:
+    """The chosen positions of an activation, as a copy, so that the rest of it can be freed.
+
+    Args:
+        x: the activation.
+        pos_slice: an index (the axis stays), a slice, or a list of indices; None: all.
+        hook: its hook point.
+
+    Raises:
+        IndexError: there is no such position.
+    """
+    axis = position_axis(hook)
+    if axis is None or pos_slice is None:
+        return x
+    length = x.shape[axis]
+    if isinstance(pos_slice, slice):
+        index: slice | Tensor = pos_slice
+    else:
+        wanted = [pos_slice] if isinstance(pos_slice, int) else list(pos_slice)
+        for position in wanted:
+            if not -length <= position < length:
+                raise IndexError(f"pos_slice is {pos_slice}; {hook.name} has {length} positions")
+        if isinstance(pos_slice, int):
+            index = slice(pos_slice, (pos_slice + 1) or None)
+        else:
+            index = torch.tensor(wanted, device=x.device)
+    return x[(slice(None),) * axis + (index,)].clone()

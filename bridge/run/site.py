@@ -1,0 +1,160 @@
+"""The torch hook at one site: a module's input or output that hook points stand on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from adapters.points import Site
+from adapters.views import Call
+from bridge.hooks.context import CURRENT, ForwardPass
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.modules import Finder, first_parameter
+from bridge.run.separate_reads import as_read_alone, read_separately, separate_readers
+
+#: For views that do not look at the call.
+_NO_CALL = Call(nn.Identity(), (), {})
+
+
+class SiteHook:
+    """The torch hook on one site: there while somebody needs it.
+
+    Args:
+        site: the site.
+        find: finds its module.
+
+    Attributes:
+        points: the hook points that have listeners here, in the order of their declaration.
+        watchers: how many points elsewhere need the tensor seen here.
+        readers: the hook points behind this site that may be given a copy of their own (see `Point.branches`).
+    """
+
+    __slots__ = ("_find", "_handle", "_last_writer", "points", "readers", "site", "watchers")
+
+    def __init__(self, site: Site, find: Finder | None = None) -> None:
+        self.site = site
+        self.points: tuple[HookPoint, ...] = ()
+        self.watchers = 0
+        self.readers: tuple[HookPoint, ...] = ()
+        self._find = find
+        self._handle: RemovableHandle | None = None
+        self._last_writer = -1
+
+    # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SiteHook, (self.site,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
+        return SiteHook(self.site)
+
+    def add(self, point: HookPoint) -> None:
+        """Lets a hook point see what passes here."""
+        if not self.points or self.points[-1].order < point.order:
+            self.points = (*self.points, point)
+        else:
+            self.points = tuple(sorted((*self.points, point), key=lambda p: p.order))
+        if self._handle is None:
+            self.update()
+
+    def discard(self, point: HookPoint) -> None:
+        """The reverse of `add`."""
+        self.points = tuple([p for p in self.points if p is not point])
+        self.listeners_changed()
+        if not self.points:
+            self.update()
+
+    def update(self) -> None:
+        """Attaches or detaches the torch hook, as it is needed now."""
+        if not (self.points or self.watchers or self.readers):
+            if self._handle is not None:
+                self._handle.remove()
+            self._handle = None
+        elif self._handle is None and self._find is not None:
+            module = self._find.module
+            if self.site.kind == "input":
+                self._handle = module.register_forward_pre_hook(self.on_input, with_kwargs=True)
+            else:
+                self._handle = module.register_forward_hook(self.on_output)
+
+    def listeners_changed(self) -> None:
+        """Works out which points come before one that writes to the tensor in place: they keep copies."""
+        self._last_writer = -1
+        for index, point in enumerate(self.points):
+            if point.view.writes_through and any(listener.kind != "read" for listener in point.listeners):
+                self._last_writer = index
+
+    def see(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Runs the points in turn, and keeps the tensor for those who need it elsewhere."""
+        run = CURRENT.get().run
+        if run is None and torch._C._current_graph_task_id() != -1:
+            self._refuse_recomputation()
+        if self.readers and run is not None and run.separate:
+            for reader in self.readers:
+                x = as_read_alone(reader, self.site, run, x, Call(module, args, kwargs))
+        readers = separate_readers(self.points) if torch.is_grad_enabled() else ()
+        if readers and run is not None:
+            x = read_separately(readers, run, lambda: self.pass_points(x.view_as(x), module, args, kwargs, run))
+        else:
+            x = self.pass_points(x, module, args, kwargs, run)
+        if self.watchers and run is not None:
+            run.sources[self] = (module, x)
+        return x
+
+    def pass_points(
+        self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: ForwardPass | None
+    ) -> Tensor:
+        """What the points make of the tensor, one after the other."""
+        call, start, last = _NO_CALL, None if run is None else run.start_at, self._last_writer
+        for index, point in enumerate(self.points):
+            if start is not None and point.point.depth < start:
+                continue  # before the layer that this run starts at
+            if point.sources:
+                if not point.is_heard:
+                    continue  # somebody else's, who may have come after this run had passed the sources
+                if call is _NO_CALL:
+                    call = Call(module, args, kwargs)
+                call.sources = point.sources_seen()
+            elif call is _NO_CALL and point.view.contextual:
+                call = Call(module, args, kwargs)
+            x = point.apply(x, call, index < last)
+        return x
+
+    def _refuse_recomputation(self) -> None:
+        """Refuses to guess which hooks a block that backward computes again was run with.
+
+        Raises:
+            RuntimeError: somebody listens here.
+        """
+        for point in self.points:
+            if point.is_heard and any(listener.kind != "read" for listener in point.listeners):
+                raise RuntimeError(
+                    f"backward is computing {self.site.path} again (activation checkpointing), and the hooks at "
+                    f"{point.name} are there now, but nothing says whether they were in the forward pass. Run the "
+                    "forward pass with the hooks attached, and checkpoint with the model's own "
+                    "activation_checkpointing_enable()"
+                )
+
+    # `kwargs` may be missing: another thread may be registering this very hook while a forward pass runs.
+    def on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """The forward pre-hook."""
+        kwargs = {} if kwargs is None else kwargs
+        name = None if args else first_parameter(type(module).forward)
+        x = args[0] if name is None else kwargs[name]
+        new = self.see(x, module, args, kwargs)
+        if new is x:
+            return None
+        return ((new, *args[1:]), kwargs) if name is None else (args, kwargs | {name: new})
+
+    def on_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The forward hook."""
+        if isinstance(output, Tensor):
+            new = self.see(output, module, args, {})
+            return None if new is output else new
+        index = int(self.site.key or 0)
+        x = output[index]
+        new = self.see(x, module, args, {})
+        return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
+

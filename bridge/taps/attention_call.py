@@ -1,0 +1,131 @@
+"""What an attention kernel was called with, and what it computes from it, in full: scores, pattern, result.
+
+A kernel such as `scaled_dot_product_attention` never holds the scores. Its arguments say everything that they depend on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from bridge.taps.attention_mask import additive_mask
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """One call of an attention kernel.
+
+    Attributes:
+        query, key, value: ``[batch, head, pos, d_head]`` as the kernel was given them: keys and values of each group
+            once or repeated, the queries of a single position perhaps packed in groups.
+        mask: what the kernel was given.
+        n_heads: how many query heads there are.
+        scale: what the products are multiplied with; None: ``1 / sqrt(d_head)``.
+        causal: each query sees the keys up to its own place, the first query and the first key being at the same one.
+        dropout: the share of the pattern that is dropped.
+        kernel: the implementation, where it is no torch function: it decides what `mask` means.
+        options: what it was given besides (`softcap`, `s_aux`, `sliding_window`, `is_causal`).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    n_heads: int
+    scale: float | None = None
+    causal: bool = False
+    dropout: float = 0.0
+    kernel: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def kept(self) -> AttentionCall:
+        """What a cache may hold of it to compute scores and pattern later: no graph, nothing that changes unseen.
+
+        Values have no part in that: the keys stand in for them, so that nobody need keep them.
+        """
+        query, key = _kept(self.query), _kept(self.key)
+        mask = _kept(self.mask) if isinstance(self.mask, Tensor) else self.mask
+        options = {name: _kept(x) if isinstance(x, Tensor) else x for name, x in self.options.items()}
+        return AttentionCall(
+            query, key, key, mask, self.n_heads, self.scale, self.causal, 0.0, self.kernel, options
+        )  # fmt: skip
+
+    def versions(self) -> tuple[int, ...]:
+        """How often everything that scores and pattern depend on was written to."""
+        tensors = (self.query, self.key, self.mask, *self.options.values())
+        return tuple([x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference()])
+
+    @property
+    def has_a_past(self) -> bool:
+        """Whether there are more keys than queries."""
+        return self._queries().shape[2] != self.key.shape[2]
+
+    def _queries(self) -> Tensor:
+        """The queries, one head each."""
+        query = self.query
+        return query if query.shape[1] == self.n_heads else query.reshape(query.shape[0], self.n_heads, -1, query.shape[-1])
+
+    def _per_head(self, x: Tensor) -> Tensor:
+        """Keys or values, one head for each query head."""
+        return x if x.shape[1] == self.n_heads else x.repeat_interleave(self.n_heads // x.shape[1], dim=1)
+
+    def _mask(self, query: Tensor) -> Tensor | None:
+        """What is added to the scores, or where attention is allowed."""
+        if self.kernel:
+            return additive_mask(self.kernel, query, self.key, self.mask, self.options)
+        if self.causal:
+            return torch.ones(query.shape[2], self.key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = self.mask
+        if mask is not None and mask.ndim == 4 and mask.shape[1] not in (1, self.n_heads):  # packed as the queries
+            mask = mask.reshape(mask.shape[0], self.n_heads, -1, mask.shape[-1])
+        return mask
+
+    def scores(self) -> Float[Tensor, "batch head pos key_pos"]:
+        """The scores that enter the softmax; where attention is forbidden, a large negative number.
+
+        With attention sinks (``s_aux``), the last column is the sinks'.
+        """
+        query = self._queries()
+        scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
+        scores = query @ self._per_head(self.key).transpose(-1, -2) * scale
+        cap = self.options.get("softcap")
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        mask = self._mask(query)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        elif mask is not None:
+            scores = scores + mask
+        sinks = self.options.get("s_aux")
+        if sinks is not None:
+            sinks = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        return scores
+
+    def pattern(self, scores: Float[Tensor, "batch head pos key_pos"]) -> Float[Tensor, "batch head pos key_pos"]:
+        """The pattern of such scores. A query that may attend to nothing attends to nothing."""
+        wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
+        pattern = scores.softmax(-1, dtype=wide).to(scores.dtype)
+        mask = self._mask(self._queries())
+        if mask is not None and mask.dtype == torch.bool and not self.causal:
+            pattern = pattern * mask.any(-1, keepdim=True)
+        return pattern
+
+    def result(self, pattern: Float[Tensor, "batch head pos key_pos"]) -> Float[Tensor, "batch head pos d_head"]:
+        """What the kernel returns when this is the pattern, with the heads as the kernel has them."""
+        if self.options.get("s_aux") is not None:
+            pattern = pattern[..., :-1]
+        if self.dropout:
+            pattern = dropout(pattern, self.dropout)
+        z = pattern.to(self.value.dtype) @ self._per_head(self.value)
+        return z if z.shape[1] == self.query.shape[1] else z.reshape(*self.query.shape[:-1], z.shape[-1])
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x.detach() if x.requires_grad else x

@@ -1,0 +1,118 @@
+"""What all taps share: standing before a module's own forward while somebody listens inside it."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from adapters.views import Call
+from bridge.hooks.context import CURRENT, ForwardPass
+from bridge.hooks.hook_point import HookPoint
+
+
+class Tap:
+    """Stands before one module's forward, for the hook points inside it.
+
+    The hook points are kept by channel: what a site's `key` names.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        module: the module.
+        points: the hook points, by channel.
+        original: the forward that it stands before.
+        own: what stood in the module's dictionary before; None where the class's forward was used.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.points: dict[str, tuple[HookPoint, ...]] = {}
+
+    # A copy of the model that is made meanwhile has its class's forward.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
+
+    def connect(self, channel: str, point: HookPoint) -> None:
+        """Adds a hook point; the first one puts the tap before the module's forward."""
+        if not self.points:
+            self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
+            self.original: Callable[..., Any] = self.module.forward
+            # Past `nn.Module.__setattr__`, which looks for parameters in everything.
+            self.module.__dict__["forward"] = self
+        self.points[channel] = (*self.points.get(channel, ()), point)
+
+    def disconnect(self, channel: str, point: HookPoint) -> None:
+        """Removes a hook point; the last one takes the tap away."""
+        left = tuple([p for p in self.points[channel] if p is not point])
+        if left:
+            self.points[channel] = left
+        else:
+            del self.points[channel]
+        if not self.points:
+            if self.own is None:
+                del self.module.__dict__["forward"]
+            else:
+                self.module.__dict__["forward"] = self.own
+
+    def heard(self, channels: Sequence[str]) -> list[HookPoint]:
+        """The hook points on these channels to which the present code listens."""
+        run = CURRENT.get().run
+        start = None if run is None else run.start_at
+        return [
+            point
+            for channel in channels
+            for point in self.points.get(channel, ())
+            if point.is_heard and (start is None or point.point.depth >= start)
+        ]
+
+    def show(self, channel: str, x: Tensor, call: Call) -> Tensor:
+        """Shows a tensor to the hook points of a channel, and returns what they make of it."""
+        for point in self.points.get(channel, ()):
+            if point.sources:
+                call.sources = point.sources_seen()
+            x = point.apply(x, call)
+        return x
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward while the tap is there."""
+        if not self.heard(tuple(self.points)):
+            return self.original(*args, **kwargs)
+        return self.watched(*args, **kwargs)
+
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward when somebody listens."""
+        raise NotImplementedError
+
+
+class Watch(TorchFunctionMode):
+    """Sees the torch functions that a module calls while it runs, and not those of a user's hook inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run: ForwardPass | None = CURRENT.get().run
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if CURRENT.get().run is not self._run:
+            return func(*args, **kwargs)
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the module's, or does something else in its place."""
+        raise NotImplementedError
+
+
+#: The functions that compute a softmax.
+SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}

@@ -1,0 +1,24 @@
+"""Which tap is for which kind of site."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bridge.taps.attention import AttentionTap
+from bridge.taps.experts import ExpertsTap, RouterTap
+from bridge.taps.tap import Tap
+
+#: The tap for each kind of site that is not simply a module's input or output.
+TAPS: dict[str, type[Tap]] = {
+    "interface": AttentionTap,
+    "forward": AttentionTap,
+    "core": AttentionTap,
+    "experts": ExpertsTap,
+    "router": RouterTap,
+}
+
+
+def tap_on(kind: str, module: nn.Module) -> Tap:
+    """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
+    there = module.__dict__.get("forward")
+    return there if type(there) is TAPS[kind] else TAPS[kind](module)
