@@ -141,8 +141,9 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, Wei
         base = base_path(self.original_model)
         for name, stack in self.architecture.stacks.items():
             block = stack.block
-            parts = {"ln1": block.ln1, "ln2": block.ln2, "ln3": block.ln3, "attn": block.attn and block.attn.path}
-            parts |= {"cross_attn": block.cross_attn and block.cross_attn.path, "mlp": block.mlp and block.mlp.path}
+            parts = {"ln1": block.ln1, "ln2": block.ln2, "ln3": block.ln3}
+            for inner, its in (("attn", block.attn), ("cross_attn", block.cross_attn), ("mlp", block.mlp)):
+                parts[inner] = its.path if its else ""
             blocks: Any = self.original_model.get_submodule(join(base, stack.blocks))
             for i in range(len(blocks)):
                 path = join(base, stack.blocks, str(i))

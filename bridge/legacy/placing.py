@@ -130,7 +130,7 @@ class PartsAsBefore(TransformerBridge):
             points.clear()
             points.update(in_order)
         self.names._aliases = None
-        self._tree._children = None
+        self._tree.refresh()
         self.wiring._blocks.clear()
 
     def _follow(self, hook: HookPoint) -> None:
@@ -171,8 +171,8 @@ class PartsAsBefore(TransformerBridge):
     def _parts(self) -> Iterator[tuple[str, str, int]]:
         """The paths of modules that play canonical parts, with their names and depths."""
         block = self.architecture.block
-        parts = {"ln1": block.ln1, "ln2": block.ln2, "attn": block.attn and block.attn.path}
-        parts["mlp"] = block.mlp and block.mlp.path
+        attn, mlp = block.attn.path if block.attn else "", block.mlp.path if block.mlp else ""
+        parts = {"ln1": block.ln1, "ln2": block.ln2, "attn": attn, "mlp": mlp}
         for i, path in enumerate(self.block_paths):
             for part, below in parts.items():
                 if below:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adapters.paths import join
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import Handle
-from bridge.hooks.modules import evaluating
+from weight_processing.check import evaluating
 
 #: What attention modules call the number of key heads.
 _COUNTS = ("num_key_value_heads", "num_kv_heads")
