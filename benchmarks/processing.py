@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from bridge import TransformerBridge
 from bridge.embedded import prompts
-from bridge.processing import OFF, ON
+from weight_processing.process import OFF, ON
 
 MODELS: dict[str, tuple[Any, Any]] = {
     "GPT-2 small": (GPT2LMHeadModel, GPT2Config()),

@@ -1,18 +1,17 @@
 """What all tests share. Importing our packages under jaxtyping's hook checks every annotated shape in every test."""
 
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import jaxtyping
 from jaxtyping import install_import_hook
 
-CHECKED = [
-    "adapters.linear", "adapters.experts", "adapters.norms", "adapters.attention", "adapters.architecture",
-    "adapters.verification", "bridge.analysis", "bridge.bridge", "bridge.cache", "bridge.cli.demo", "bridge.patching",
-    "bridge.run.forward", "bridge.run.layer_range", "bridge.run.loss", "bridge.run.recorder", "bridge.run.tokenization",
-    "bridge.weights.accessors", "bridge.weights.factored_matrix", "weight_processing",
-]  # fmt: skip
-install_import_hook(CHECKED, "beartype.beartype").__enter__()
+from tests.shapes import checked
+
+CHECKED = ["adapters", "bridge", "weight_processing"]
+install_import_hook(CHECKED, f"{checked.__module__}.{checked.__name__}").__enter__()
 
 import pytest
 import torch
@@ -60,6 +59,14 @@ def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.flo
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def _types_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test marked `wrong_types` passes arguments of wrong types, to see what we say of them without the checks."""
+    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("wrong_types") is not None)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 FAMILIES = ["gpt2", "llama", "gpt_neox"]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 
-from bridge.hooks.hook_point import STATE, Owner
-from bridge.hooks.modules import evaluating
+from adapters.config import ModelConfig
 
 _HALF = (torch.float16, torch.bfloat16)
 #: How much larger than before the rounding error of a model in half precision may be. Each transform rounds the weights
@@ -31,6 +30,30 @@ _BACKENDS: tuple[Any, ...] = tuple(
 
 class ProcessingError(ValueError):
     """A transform that was asked for cannot be done, or did not leave the model's function as it was."""
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside a ``with`` statement; afterwards every module is in the mode in which it was.
+
+    Args:
+        model: the model.
+
+    Example:
+        >>> from torch import nn
+        >>> from weight_processing.check import evaluating
+        >>> with evaluating(model := nn.Dropout()):
+        ...     inside = model.training
+        >>> inside, model.training
+        (False, True)
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _products_are_rounded() -> bool:
@@ -104,13 +127,19 @@ class Check:
     Args:
         core: the Hugging Face model, unprocessed.
         cfg: the facts about it.
+        without_hooks: opens the context in which the model is run: the user's hooks are not for these runs.
 
     Raises:
         ProcessingError: its log probabilities are no finite numbers.
     """
 
-    def __init__(self, core: Any, cfg: Any) -> None:
-        self.core, self.cfg = core, cfg
+    def __init__(
+        self,
+        core: PreTrainedModel,
+        cfg: ModelConfig,
+        without_hooks: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.core, self.cfg, self.without_hooks = core, cfg, without_hooks
         dtypes = {parameter.dtype for parameter in core.parameters()}
         self.half = [dtype for dtype in dtypes if dtype in _HALF]
         self.double = dtypes == {torch.float64}
@@ -179,13 +208,8 @@ class Check:
         generator = torch.Generator().manual_seed(0)
         shape = (2, min(16, self.cfg.n_ctx or 16))
         tokens = torch.randint(self.cfg.d_vocab, shape, generator=generator, device="cpu").to(self.cfg.device)
-        # The user's hooks are not for this run.
-        owner, STATE.owner = STATE.owner, Owner(threading.current_thread())
-        try:
-            with evaluating(self.core):
-                output = self.core(tokens, use_cache=False)
-        finally:
-            STATE.owner = owner
+        with self.without_hooks(), evaluating(self.core):
+            output = self.core(tokens, use_cache=False)
         logits = getattr(output, "logits", None)
         value = output[0] if logits is None else logits
         value = value.to(torch.promote_types(value.dtype, torch.float32))

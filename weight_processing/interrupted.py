@@ -24,8 +24,8 @@ def _samples(core: nn.Module) -> Samples:
 
 
 @contextmanager
-def all_or_broken(core: nn.Module) -> Iterator[None]:
-    """Remembers a model as broken when the body is left by an exception after it has written to a parameter.
+def marking_interrupted(core: nn.Module) -> Iterator[None]:
+    """Marks a model as half processed when the body is left by an exception after it has written to a parameter.
 
     Args:
         core: the Hugging Face model.
@@ -43,7 +43,7 @@ def all_or_broken(core: nn.Module) -> Iterator[None]:
         raise
 
 
-def is_broken(core: nn.Module) -> bool:
+def is_interrupted(core: nn.Module) -> bool:
     """Whether a model's weights are as a call left them that did not come to its end.
 
     Args:

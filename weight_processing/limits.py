@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from adapters import Architecture
 from weight_processing.parts import Parts, norm_parameters
-from weight_processing.saving import Carried
+from weight_processing.saving import SavedBiases
 from weight_processing.steps import written
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def no_processing(core: Any, architecture: Any) -> str:
+def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
     """Why nothing of a model can be processed, "" where something can."""
     if architecture.weights is not None or architecture.stacks:
         return (
@@ -37,14 +39,14 @@ class Limits:
         parts: its parts.
     """
 
-    def __init__(self, core: nn.Module, parts: Parts) -> None:
-        self.core: Any = core
+    def __init__(self, core: PreTrainedModel, parts: Parts) -> None:
+        self.core = core
         self.parts, self.cfg = parts, parts.cfg
         self.a, self.block = parts.architecture, parts.block
 
     def reason(self, step: str) -> str:
         """Why a transform cannot be done, "" where it can."""
-        own = getattr(self, "_" + step)
+        own: Callable[[], str] = getattr(self, "_" + step)
         return own() or self._weights(step) or self._structure()
 
     def _weights(self, step: str) -> str:
@@ -72,10 +74,10 @@ class Limits:
         for name, parameter in self.core.named_parameters(remove_duplicate=False):
             if type(parameter) is nn.Parameter and parameter.numel():
                 places.setdefault(parameter.data_ptr(), []).append(name)
-        embedding: Any = self.parts.weights.module(self.a.embed)
-        tied = places.get(embedding.weight.data_ptr(), []) if type(embedding.weight) is nn.Parameter else []
+        embedding = self.parts.weights.module(self.a.embed).weight
+        tied = places.get(embedding.data_ptr(), []) if type(embedding) is nn.Parameter else []
         if len(tied) == 2 and f"{self.a.unembed}.weight" in tied:
-            places.pop(embedding.weight.data_ptr())
+            places = {where: names for where, names in places.items() if names is not tied}
         twice = [names for names in places.values() if len(names) > 1]
         return f"{twice[0][0]} is used in more than one place" if twice else ""
 
@@ -146,8 +148,8 @@ class Limits:
             return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} heads of keys and values"
         if cfg.d_head > cfg.d_model:
             return f"d_head={cfg.d_head} is more than d_model={cfg.d_model}"
-        outputs, carried = [self.parts.output(path) for _, path in self.parts.blocks], Carried(self.core)
-        if not all(self.parts.has_bias(path) and not carried.has_output(path) for path in outputs):
+        outputs, saved_biases = [self.parts.output(path) for _, path in self.parts.blocks], SavedBiases(self.core)
+        if not all(self.parts.has_bias(path) and not saved_biases.has_output(path) for path in outputs):
             return "the output projection has no bias to take up those of the values"
         return ""
 

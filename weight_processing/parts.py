@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -243,8 +242,7 @@ class Parts:
                 paths += [join(path, mlp.path, at) for at in (mlp.router, mlp.experts, mlp.shared_gate, *shared) if at]
         for path in paths:
             known.update(id(parameter) for parameter in self.weights.module(path).parameters())
-        core: Any = self.weights.model
-        return [name for name, parameter in core.named_parameters() if id(parameter) not in known]
+        return [name for name, parameter in self.weights.model.named_parameters() if id(parameter) not in known]
 
 
 def _inside(mlp: MLP) -> list[str]:

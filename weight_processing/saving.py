@@ -7,10 +7,9 @@ file. We add one for each such bias: the file holds the same function in the par
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 from transformers.pytorch_utils import Conv1D
@@ -21,21 +20,22 @@ from weight_processing.file_conversion import InFile, IntoNorm, OutputKeys, Read
 from weight_processing.parts import Norm, Parts
 
 
-class Carried:
+class SavedBiases:
     """Biases that were given to layers without one, and how they are saved.
 
     Args:
         core: the Hugging Face model.
     """
 
-    def __init__(self, core: nn.Module) -> None:
-        self.core: Any = core
+    def __init__(self, core: PreTrainedModel) -> None:
+        self.core = core
         self.base = base_path(core)
         self.norms: dict[str, IntoNorm] = {}
         self.outputs: dict[str, OutputKeys] = {}
         for conversion in getattr(core, "_weight_conversions", None) or ():
             if isinstance(conversion, InFile):
-                operation: Any = conversion.operations[0]
+                operation = conversion.operations[0]
+                assert isinstance(operation, IntoNorm)
                 if operation.norm:
                     self.norms[operation.norm] = operation
                 if operation.output:
@@ -101,17 +101,18 @@ class Carried:
                 c for c in get_model_conversion_mapping(self.core, add_legacy=False) if type(c) is not PrefixChange
             ]
         kept = [conversion for conversion in known if not isinstance(conversion, InFile)]
-        self.core._weight_conversions = [*kept, *map(InFile, operations)]
+        self.core.__dict__["_weight_conversions"] = [*kept, *map(InFile, operations)]
 
 
-def untie(core: Any, architecture: Architecture) -> None:
+def untie(core: PreTrainedModel, architecture: Architecture) -> None:
     """Gives the unembedding a parameter of its own where it shares the embedding's; the configuration says so."""
     if not has_module(core, architecture.unembed):
         return
     embed = core.get_submodule(join(base_path(core), architecture.embed))
     unembed = core.get_submodule(architecture.unembed)
-    weight = unembed.weight
-    if weight.data_ptr() == embed.weight.data_ptr():
+    weight, tied = unembed.weight, embed.weight
+    assert isinstance(weight, Tensor) and isinstance(tied, Tensor)
+    if weight.data_ptr() == tied.data_ptr():
         unembed.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     core.config.tie_word_embeddings = False
     getattr(core, "all_tied_weights_keys", {}).pop(f"{architecture.unembed}.weight", None)

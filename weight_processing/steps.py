@@ -17,7 +17,7 @@ from weight_processing import (
     refactor_value_output,
 )
 from weight_processing.parts import Norm, Parts, Reader, ensure_bias, norm_parameters, precise
-from weight_processing.saving import Carried
+from weight_processing.saving import SavedBiases
 
 
 def _pieces(parts: Parts, x: Tensor, dim: int) -> Iterator[Tensor]:
@@ -40,14 +40,14 @@ def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Te
             bias.copy_(precise(bias) + more)
 
 
-def do_fold_ln(parts: Parts, carried: Carried) -> None:
+def do_fold_ln(parts: Parts, saved_biases: SavedBiases) -> None:
     """Folds every norm into all its readers, and leaves it with ones and zeros."""
     for norm in parts.norms:
         w, b = parts.affine(norm)
         b = None if b is None or not bool(b.any()) else b
         bare = set() if b is None else {r.holder for r in norm.readers if not parts.has_bias(r.holder)}
         if bare:
-            carried.add_readers(norm, bare)
+            saved_biases.add_readers(norm, bare)
         for reader in norm.readers:
             _fold_into(parts, reader, norm, w, b)
         weight, bias = norm_parameters(parts.weights.module(norm.path))
@@ -57,14 +57,14 @@ def do_fold_ln(parts: Parts, carried: Carried) -> None:
             bias.zero_()
 
 
-def do_center_writing_weights(parts: Parts, carried: Carried) -> None:
+def do_center_writing_weights(parts: Parts, saved_biases: SavedBiases) -> None:
     """Centres all that writes to the residual stream."""
     for get in parts.writers.values():
         for piece in _pieces(parts, get(), 0) if get().ndim > 1 else [get()]:
             piece.copy_(center_writing_weights(precise(piece)))
 
 
-def do_center_unembed(parts: Parts, carried: Carried) -> None:
+def do_center_unembed(parts: Parts, saved_biases: SavedBiases) -> None:
     """Centres the unembedding and its bias."""
     W_U = parts.get("unembed.W_U")()
     pieces = list(_pieces(parts, W_U, 1))  # the stored matrix has the vocabulary first: these lie together in memory
@@ -76,7 +76,7 @@ def do_center_unembed(parts: Parts, carried: Carried) -> None:
         bias.copy_(center_unembed(precise(bias)))
 
 
-def do_fold_value_biases(parts: Parts, carried: Carried) -> None:
+def do_fold_value_biases(parts: Parts, saved_biases: SavedBiases) -> None:
     """Folds the value biases of every block into its output bias."""
     for name, path in parts.blocks:
         at = f"{name}.{parts.attn.name}"
@@ -88,17 +88,17 @@ def do_fold_value_biases(parts: Parts, carried: Carried) -> None:
             fold_value_biases(precise(biases), precise(heads))
             for biases, heads in zip(b_V.split(1), W_O.split(len(W_O) // len(b_V)), strict=True)
         )
-        if not parts.has_bias(output) or carried.has_output(output):
-            carried.add_output(parts, path, b_V)
+        if not parts.has_bias(output) or saved_biases.has_output(output):
+            saved_biases.add_output(parts, path, b_V)
             ensure_bias(parts.weights.module(output))
         b_O = parts.get(f"{at}.b_O")()
         b_O.copy_(precise(b_O) + more)
         b_V.zero_()
 
 
-def do_refactor(parts: Parts, carried: Carried) -> None:
+def do_refactor(parts: Parts, saved_biases: SavedBiases) -> None:
     """Folds the value biases, and chooses other factors for every head."""
-    do_fold_value_biases(parts, carried)
+    do_fold_value_biases(parts, saved_biases)
     for name, path in parts.blocks:
         at = f"{name}.{parts.attn.name}"
         names = ("W_Q", "b_Q", "W_K", "b_K")
@@ -114,7 +114,7 @@ def do_refactor(parts: Parts, carried: Carried) -> None:
 
 
 #: In the order in which they are done.
-STEPS: dict[str, Callable[[Parts, Carried], None]] = {
+STEPS: dict[str, Callable[[Parts, SavedBiases], None]] = {
     "fold_ln": do_fold_ln,
     "center_writing_weights": do_center_writing_weights,
     "center_unembed": do_center_unembed,

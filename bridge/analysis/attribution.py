@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.requirements import Index, layer_of, needed, pick
+from bridge.analysis.requirements import Activations, AnalysedModel, Index, layer_of, pick, require
 from bridge.analysis.residual_norms import gradients_of, is_normed_stream, norm_before, norm_of
 from bridge.hooks.act_names import act_name
 
@@ -16,12 +14,8 @@ from bridge.hooks.act_names import act_name
 Tokens = str | int | Tensor
 
 
-class AttributionMethods:
+class AttributionMethods(Activations):
     """The methods of `ActivationCache` that look at the residual stream through the norm that reads it."""
-
-    cache_dict: dict[str, Tensor]
-    model: Any
-    has_batch_dim: bool
 
     def stack_activation(
         self, activation_name: str, layer: int | None = -1, sublayer_type: str | None = None
@@ -43,7 +37,7 @@ class AttributionMethods:
             torch.Size([4, 1, 3, 1])
         """
         layers = range(layer_of(self.model, layer))
-        return torch.stack(needed(self, [act_name(activation_name, index, sublayer_type) for index in layers]))
+        return torch.stack(require(self, [act_name(activation_name, index, sublayer_type) for index in layers]))
 
     def apply_ln_to_stack(
         self,
@@ -132,7 +126,7 @@ class AttributionMethods:
 
 
 def through_norm(
-    cache: Any,
+    cache: Activations,
     residual_stack: Float[Tensor, "component *batch_pos d_model"],
     layer: int | None = None,
     mlp_input: bool = False,
@@ -163,14 +157,14 @@ def through_norm(
     with gradients_of(residual_stack):
         if recompute_ln and layer == cache.model.cfg.n_layers:
             return norm.recomputed(residual_stack)
-        scale = pick(needed(cache, [norm.scale_name])[0], pos_slice, -2)
+        scale = pick(require(cache, [norm.scale_name])[0], pos_slice, -2)
         if cache.has_batch_dim:
             scale = pick(scale, batch_slice, 0)
         return norm.scaled(residual_stack, scale.to(residual_stack.device))
 
 
 def logit_attributions(
-    cache: Any,
+    cache: Activations,
     residual_stack: Float[Tensor, "component *batch_pos d_model"],
     tokens: Tokens,
     incorrect_tokens: Tokens | None = None,
@@ -199,9 +193,9 @@ def logit_attributions(
             "logits: these are no sum over the stream's terms"
         )
     with gradients_of(residual_stack):
-        directions = model.tokens_to_residual_directions(tokens)
+        directions = directions_of(model, tokens)
         if incorrect_tokens is not None:
-            others = model.tokens_to_residual_directions(incorrect_tokens)
+            others = directions_of(model, incorrect_tokens)
             if others.shape != directions.shape:
                 raise ValueError(
                     f"tokens and incorrect_tokens have different shapes: {list(directions.shape[:-1])} and "
@@ -230,7 +224,7 @@ def _beside(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Tensor:
     return directions
 
 
-def directions_of(model: Any, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
+def directions_of(model: AnalysedModel, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
     """The columns of the unembedding that belong to tokens; see `AnalysisMethods.tokens_to_residual_directions`.
 
     Args:

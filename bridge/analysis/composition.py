@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from bridge.weights.factored_matrix import FactoredMatrix, at_least_float32
+
+
+class HasCircuits(Protocol):
+    """What composition scores need of a bridge."""
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """Each head's ``W_V @ W_O``, ``[n_layers, n_heads, d_model, d_model]``."""
+        ...
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """Each head's ``W_Q @ W_K.T``, ``[n_layers, n_heads, d_model, d_model]``."""
+        ...
 
 
 def composition_scores(
@@ -53,7 +67,7 @@ def composition_scores(
     return products / left_norms.reshape(*left_norms.shape, *(1,) * right_norms.ndim) / right_norms
 
 
-def all_scores(model: Any, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
+def all_scores(model: HasCircuits, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
     """The composition scores of all pairs of heads; see `AnalysisMethods.all_composition_scores`.
 
     Args:

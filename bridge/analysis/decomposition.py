@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.linear import head_results, weight_in_out
-from bridge.analysis.requirements import Index, layer_of, needed, pick, plain
+from bridge.analysis.requirements import Activations, AnalysedModel, Index, layer_of, pick, plain, require
 from bridge.analysis.residual_norms import StreamNorm, gradients_of, is_normed_stream, norm_of
 
 Group = Literal["embed", "attn", "mlp", "bias"]
@@ -35,7 +35,7 @@ class Term:
     value: Tensor
 
 
-def _module_at(model: Any, name: str) -> nn.Module:
+def _module_at(model: AnalysedModel, name: str) -> nn.Module:
     return model.original_model.get_submodule(model.hook_dict[name].point.site.path)
 
 
@@ -45,7 +45,9 @@ def _to_module(x: Tensor, module: nn.Module) -> Tensor:
     return x if parameter is None or parameter.device.type == "meta" else x.to(parameter.device)
 
 
-def results_of_heads(cache: Any, layer: int, pos_slice: Index = None) -> Float[Tensor, "*batch_pos n_heads d_model"]:
+def results_of_heads(
+    cache: Activations, layer: int, pos_slice: Index = None
+) -> Float[Tensor, "*batch_pos n_heads d_model"]:
     """What each head of a layer writes, without the output bias: the cached `hook_result`, or computed from `hook_z`.
 
     The output projection itself is asked, so LoRA and quantised ones count as they run.
@@ -68,7 +70,7 @@ def results_of_heads(cache: Any, layer: int, pos_slice: Index = None) -> Float[T
     name = f"blocks.{layer}.attn.hook_result"
     if name in cache:
         return pick(cache[name], pos_slice, -3)
-    (z,) = needed(cache, [f"blocks.{layer}.attn.hook_z"])
+    (z,) = require(cache, [f"blocks.{layer}.attn.hook_z"])
     z = pick(z, pos_slice, -3)
     module = _module_at(cache.model, f"blocks.{layer}.attn.hook_z")
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
@@ -77,7 +79,7 @@ def results_of_heads(cache: Any, layer: int, pos_slice: Index = None) -> Float[T
 
 
 def results_of_neurons(
-    cache: Any, layer: int, neuron_slice: Index = None, pos_slice: Index = None
+    cache: Activations, layer: int, neuron_slice: Index = None, pos_slice: Index = None
 ) -> Float[Tensor, "*batch_pos_neuron d_model"]:
     """What each neuron of a layer writes, without the output bias: its activation times its row of ``W_out``.
 
@@ -106,7 +108,7 @@ def results_of_neurons(
             f"{cache.model.cfg.model_name} has no {name}: its MLPs (a mixture of experts, or none at all) cannot be "
             "taken apart into neurons; expand_neurons=False takes their outputs whole"
         )
-    (post,) = needed(cache, [name])
+    (post,) = require(cache, [name])
     post = pick(post, pos_slice, -2)  # before the neurons, whose axis may go
     module = _module_at(cache.model, name)
     with gradients_of(post):
@@ -126,7 +128,7 @@ def _rows_of(module: nn.Module, like: Tensor, index: Index) -> Tensor:
     return rows.reshape(*chosen.shape, -1)
 
 
-def bias_written(model: Any, layer: int, part: Literal["attn", "mlp"]) -> Float[Tensor, " d_model"] | None:
+def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"]) -> Float[Tensor, " d_model"] | None:
     """The output bias of a layer's attention or MLP; None where there is none (a mixture of experts).
 
     Args:
@@ -148,7 +150,7 @@ def bias_written(model: Any, layer: int, part: Literal["attn", "mlp"]) -> Float[
 class _Walk:
     """Collects terms in the order in which the model adds them. The arguments are those of `terms_of`."""
 
-    cache: Any
+    cache: Activations
     groups: Sequence[Group]
     heads: bool
     neurons: bool
@@ -197,7 +199,7 @@ class _Walk:
         return norm_of(self.model, f"blocks.{layer}.ln{1 if part == 'attn' else 2}_post") if self.post_norms else None
 
     def scale(self, norm: StreamNorm) -> Tensor:
-        return pick(needed(self.cache, [norm.scale_name])[0], self.pos_slice, -2)
+        return pick(require(self.cache, [norm.scale_name])[0], self.pos_slice, -2)
 
     def embed(self) -> None:
         for label, name in self.embeddings().items():
@@ -258,7 +260,7 @@ class _Walk:
 
 
 def terms_of(
-    cache: Any,
+    cache: Activations,
     layer: int | None = None,
     mlp_input: bool = False,
     *,
@@ -300,7 +302,7 @@ def terms_of(
     """
     layer = layer_of(cache.model, layer, mlp_input)
     walk = _Walk(cache, groups, heads, neurons, biases, post_norms, pos_slice, neuron_slice)
-    first = needed(cache, walk.names(layer, mlp_input))[:1]
+    first = require(cache, walk.names(layer, mlp_input))[:1]
     with gradients_of(first[0] if first else torch.empty(0)):
         walk.go(layer, mlp_input)
         if "bias" in groups and (biases or walk.bias is not None):
@@ -311,7 +313,7 @@ def terms_of(
 
 
 def stacked(
-    cache: Any, terms: Sequence[Term], layer: int, pos_slice: Index = None
+    cache: Activations, terms: Sequence[Term], layer: int, pos_slice: Index = None
 ) -> tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]:
     """The terms as one tensor, and their labels.
 
@@ -338,7 +340,7 @@ def stacked(
     return torch.cat([term.value.to(device, dtype) for term in terms]), labels
 
 
-def stream_at(cache: Any, layer: int) -> Float[Tensor, "*batch_pos d_model"]:
+def stream_at(cache: Activations, layer: int) -> Float[Tensor, "*batch_pos d_model"]:
     """The residual stream that enters a layer (for ``n_layers``: what the final norm or the head reads).
 
     Args:
@@ -360,10 +362,10 @@ def stream_at(cache: Any, layer: int) -> Float[Tensor, "*batch_pos d_model"]:
     if layer < cache.model.cfg.n_layers:
         names.append(f"blocks.{layer}.hook_resid_pre")
     held = next((name for name in names if name in cache), names[0])
-    return needed(cache, [held])[0]
+    return require(cache, [held])[0]
 
 
-def neuron_labels(model: Any, layer: int, neuron_slice: Index = None) -> list[str]:
+def neuron_labels(model: AnalysedModel, layer: int, neuron_slice: Index = None) -> list[str]:
     """The labels of a layer's neurons, such as ``L0N5``.
 
     Args:

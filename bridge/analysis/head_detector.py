@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
 
+from bridge.analysis.runnable import RunnableModel
+
 HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]
 HEAD_NAMES: list[str] = list(get_args(HeadName))
 ErrorMeasure = Literal["abs", "mul"]
@@ -35,7 +37,7 @@ class HeadDetectionError(ValueError, AssertionError):
 
 
 def detect_head(
-    model: Any,
+    model: RunnableModel,
     seq: str | Sequence[str],
     detection_pattern: Num[Tensor, "query key"] | str,
     heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None = None,
@@ -92,7 +94,7 @@ def detect_head(
 
 
 def _detect(
-    model: Any,
+    model: RunnableModel,
     text: str,
     wanted: Tensor | str,
     heads: Mapping[int, Sequence[int]],

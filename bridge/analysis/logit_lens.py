@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.norms import at_least_float32
+from bridge.analysis.residual_norms import norm_of
+from bridge.analysis.runnable import RunnableModel
 
 
-def logit_lens(bridge: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "layer batch pos d_vocab"]:
+def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "layer batch pos d_vocab"]:
     """The logits that the model would give if it ended before each layer.
 
     The residual stream before each block, and after the last, goes through the model's own final norm and unembedding
@@ -38,7 +38,10 @@ def logit_lens(bridge: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "
 
 
 def head_contributions(
-    bridge: Any, tokens: Int[Tensor, "batch pos"], answers: Int[Tensor, " batch"], others: Int[Tensor, " batch"]
+    bridge: RunnableModel,
+    tokens: Int[Tensor, "batch pos"],
+    answers: Int[Tensor, " batch"],
+    others: Int[Tensor, " batch"],
 ) -> Float[Tensor, "batch layer head"]:
     """What each head adds directly to the last position's logit of one token over another.
 
@@ -66,17 +69,14 @@ def head_contributions(
     heads = torch.stack([cache[name][:, 0] for name in results], dim=1)  # batch layer head d_model
     scale = cache["ln_final.hook_scale"][:, :, None]  # batch 1 1 1
     direction = unembed_difference(bridge, answers, others)
-    final = bridge.hook_dict["ln_final.hook_normalized"]
-    view, norm = final.view, bridge.original_model.get_submodule(final.point.site.path)
-    weight = view.kind.weight(norm)
-    normalized = view.centered(heads) / scale
-    if weight is not None:
-        normalized = normalized * weight
+    norm = norm_of(bridge, "ln_final")
+    assert norm is not None  # its scale was cached
+    normalized = norm.linear(heads, scale)
     return torch.einsum("blhd,bd->blh", normalized, direction.to(normalized.dtype))
 
 
 def unembed_difference(
-    bridge: Any, answers: Int[Tensor, " batch"], others: Int[Tensor, " batch"]
+    bridge: RunnableModel, answers: Int[Tensor, " batch"], others: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch d_model"]:
     """The direction in the final norm's output that raises one token's logit over another's."""
     rows = bridge.core.get_output_embeddings().weight

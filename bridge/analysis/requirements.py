@@ -3,26 +3,89 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Shaped
-from torch import Tensor
+from torch import Tensor, nn
+
+from adapters import Weights
+from adapters.config import ModelConfig
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import Names
+
+
+class AnalysedModel(Protocol):
+    """What analyses of activations and weights need of a bridge.
+
+    Attributes:
+        cfg: the facts about the model.
+        original_model: the model.
+        names: its hook points by name and alias.
+    """
+
+    cfg: ModelConfig
+    original_model: nn.Module
+    names: Names
+
+    @property
+    def hook_dict(self) -> dict[str, HookPoint]:
+        """The hook points by canonical name."""
+        ...
+
+    @property
+    def weights(self) -> Weights:
+        """The canonical weights."""
+        ...
+
+    @property
+    def W_U(self) -> Tensor:
+        """The unembedding, ``[d_model, d_vocab]``."""
+        ...
+
+    def to_single_token(self, string: str) -> int:
+        """The id of a text that is one token."""
+        ...
+
+
+class Activations(Mapping[str, Tensor]):
+    """The activations of one run by hook name, and the model that made them.
+
+    Attributes:
+        has_batch_dim: whether they have their batch axis.
+    """
+
+    has_batch_dim: bool
+
+    @property
+    @abstractmethod
+    def model(self) -> AnalysedModel:
+        """The model that made them."""
+
+    @property
+    @abstractmethod
+    def cache_dict(self) -> dict[str, Tensor]:
+        """All of them, by canonical name."""
 
 
 @runtime_checkable
 class HasSlice(Protocol):
     """An object that holds what picks from an axis, as HookedTransformer's `Slice`."""
 
-    slice: Any
+    slice: Any  # whatever `Plain` allows, or a tuple
     mode: str
 
 
 #: What picks from an axis: an index (the axis goes); ``(stop,)``, ``(start, stop)`` or ``(start, stop, step)``; a
 #: slice; a list or tensor of indices; an object that holds one of these; None: everything.
 Index = int | np.integer | slice | tuple[int | None, ...] | Sequence[int] | np.ndarray | Tensor | HasSlice | None
+
+
+#: The same in the ways that torch itself understands.
+Plain = int | slice | Sequence[int] | np.ndarray | Tensor | None
 
 
 class MissingActivationsError(KeyError):
@@ -32,7 +95,7 @@ class MissingActivationsError(KeyError):
         return str(self.args[0])
 
 
-def plain(index: Index) -> Any:
+def plain(index: Index) -> Plain:
     """What picks from an axis, as an int, a slice, a list, array or tensor of indices, or None.
 
     Args:
@@ -44,13 +107,12 @@ def plain(index: Index) -> Any:
         >>> plain((2, 5)), plain(torch.tensor(3))
         (slice(2, 5, None), 3)
     """
-    if isinstance(index, HasSlice):
-        index = index.slice
-    if isinstance(index, tuple):
-        return slice(*index)
-    if isinstance(index, np.integer) or (isinstance(index, np.ndarray | Tensor) and not index.ndim):
-        return int(index)
-    return index
+    chosen = index.slice if isinstance(index, HasSlice) else index
+    if isinstance(chosen, tuple):
+        return slice(*chosen)
+    if isinstance(chosen, np.integer) or (isinstance(chosen, np.ndarray | Tensor) and not chosen.ndim):
+        return int(chosen)
+    return chosen
 
 
 def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, "..."]:
@@ -81,7 +143,7 @@ def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, ".
     return x[(slice(None),) * (axis % x.ndim) + (chosen,)]
 
 
-def needed(cache: Any, names: Iterable[str]) -> list[Tensor]:
+def require(cache: Activations, names: Iterable[str]) -> list[Tensor]:
     """The activations of these names.
 
     Args:
@@ -94,9 +156,9 @@ def needed(cache: Any, names: Iterable[str]) -> list[Tensor]:
 
     Example:
         >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.requirements import needed
+        >>> from bridge.analysis.requirements import require
         >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-        >>> len(needed(cache, ["hook_embed", "blocks.0.hook_attn_out"]))
+        >>> len(require(cache, ["hook_embed", "blocks.0.hook_attn_out"]))
         2
     """
     names = list(names)
@@ -115,7 +177,7 @@ def needed(cache: Any, names: Iterable[str]) -> list[Tensor]:
     return [cache[name] for name in names]
 
 
-def layer_of(model: Any, layer: int | None, mlp_input: bool = False) -> int:
+def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -> int:
     """The layer whose input is meant: None and -1 are the end of the residual stream, as in HookedTransformer.
 
     Args:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.attribution import AttributionMethods
-from bridge.analysis.decomposition import Group, results_of_heads, results_of_neurons, stacked, stream_at, terms_of
-from bridge.analysis.requirements import Index, layer_of, needed, pick
+from bridge.analysis.decomposition import (
+    Group,
+    Term,
+    results_of_heads,
+    results_of_neurons,
+    stacked,
+    stream_at,
+    terms_of,
+)
+from bridge.analysis.requirements import Index, layer_of, pick, require
 from bridge.analysis.residual_norms import is_normed_stream
 
 Stack = Float[Tensor, "component *batch_pos d_model"] | tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]
@@ -33,12 +41,12 @@ class ResidualMethods(AttributionMethods):
     @property
     def has_embed(self) -> bool:
         """Whether the token embedding is cached."""
-        return "hook_embed" in self  # type: ignore[operator]
+        return "hook_embed" in self
 
     @property
     def has_pos_embed(self) -> bool:
         """Whether the position embedding is cached."""
-        return "hook_pos_embed" in self  # type: ignore[operator]
+        return "hook_pos_embed" in self
 
     def decompose_resid(
         self,
@@ -138,7 +146,7 @@ class ResidualMethods(AttributionMethods):
             names[f"{index}_pre"] = f"blocks.{index}.hook_resid_pre"
             if mlp_input if index == last else incl_mid:
                 names[f"{index}_mid"] = f"blocks.{index}.hook_resid_mid"
-        stack = torch.stack([pick(value, pos_slice, -2) for value in needed(self, names.values())])
+        stack = torch.stack([pick(value, pos_slice, -2) for value in require(self, names.values())])
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice, recompute_ln=last == n)
         return (stack, list(names)) if return_labels else stack
@@ -327,7 +335,7 @@ class ResidualMethods(AttributionMethods):
 
     def _finished(
         self,
-        terms: list[Any],
+        terms: list[Term],
         layer: int | None,
         mlp_input: bool,
         apply_ln: bool,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from adapters.norms import NormKind, at_least_float32
 from adapters.views import Through
+from bridge.analysis.requirements import AnalysedModel
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class StreamNorm:
         return self.module.forward(x.to(weight.device, weight.dtype)).to(x.device)
 
 
-def norm_of(model: Any, name: str) -> StreamNorm | None:
+def norm_of(model: AnalysedModel, name: str) -> StreamNorm | None:
     """A norm by its canonical name.
 
     Args:
@@ -90,7 +91,7 @@ def norm_of(model: Any, name: str) -> StreamNorm | None:
     return StreamNorm(name, view.kind, model.original_model.get_submodule(site.path))
 
 
-def is_normed_stream(model: Any) -> bool:
+def is_normed_stream(model: AnalysedModel) -> bool:
     """Whether norms stand on the residual stream itself (BERT), not on branches from it.
 
     Args:
@@ -105,7 +106,7 @@ def is_normed_stream(model: Any) -> bool:
     return "blocks.0.hook_normalized_resid_post" in model.hook_dict
 
 
-def norm_before(model: Any, layer: int, mlp_input: bool = False) -> StreamNorm | None:
+def norm_before(model: AnalysedModel, layer: int, mlp_input: bool = False) -> StreamNorm | None:
     """The norm through which a layer reads the residual stream, or None where it reads it as it is.
 
     Args:

@@ -6,12 +6,12 @@ and Black 2022, "The Singular Value Decompositions of Transformer Weight Matrice
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bridge.analysis.requirements import AnalysedModel
+from bridge.weights.accessors import first_weight
 from bridge.weights.factored_matrix import FactoredMatrix
 
 VECTOR_TYPES = ("OV", "w_in", "w_out")
@@ -37,7 +37,7 @@ class SVDInterpreter:
         >>> likeliest = vectors[:, 0, 0].topk(3).indices  # the tokens that the strongest direction raises most
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: AnalysedModel) -> None:
         self.model = model
         self.cfg = model.cfg
 
@@ -81,21 +81,22 @@ class SVDInterpreter:
                 self._check("head_index", head_index, self.cfg.n_heads)
                 vectors = self._ov(layer_index, head_index).Vh.mT
             else:
-                weights = self._w_in(layer_index).mT if vector_type == "w_in" else self._mlp(layer_index).W_out
+                weights = self._w_in(layer_index).mT if vector_type == "w_in" else self._mlp(layer_index, "W_out")
                 vectors = torch.linalg.svd(weights.float(), full_matrices=False).Vh
             if not 0 < num_vectors <= len(vectors):
                 raise SingularVectorError(f"num_vectors is {num_vectors}; {vector_type} has from 1 to {len(vectors)}")
             return (vectors[:num_vectors].float() @ self.model.W_U.float()).mT.unsqueeze(1)
 
     def _ov(self, layer: int, head: int) -> FactoredMatrix:
-        attention = self.model.blocks[layer].attn
-        return FactoredMatrix(attention.W_V[head], attention.W_O[head])
+        weights, at = self.model.weights, f"blocks.{layer}.attn"
+        W_V = first_weight(weights, f"{at}.W_V", f"{at}._W_V")  # the second: one for each head of keys and values
+        return FactoredMatrix(W_V[head * len(W_V) // self.cfg.n_heads], first_weight(weights, f"{at}.W_O")[head])
 
-    def _mlp(self, layer: int) -> Any:
-        return self.model.blocks[layer].mlp
+    def _mlp(self, layer: int, name: str) -> Tensor:
+        return first_weight(self.model.weights, f"blocks.{layer}.mlp.{name}")
 
     def _w_in(self, layer: int) -> Tensor:
-        w_in = self._mlp(layer).W_in
+        w_in = self._mlp(layer, "W_in")
         norm = f"blocks.{layer}.ln2.w"
         return w_in * self.model.weights[norm][:, None] if norm in self.model.weights.getters else w_in
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from adapters.views import Deferred
-from bridge.analysis.requirements import Index, pick, plain
+from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.act_names import act_name
 from bridge.hooks.names import suggestion
 
 
-class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
+@dataclass(frozen=True)
+class _Names:
+    """What a pickled cache keeps of its model: its hook points' axes by name, their aliases, the number of layers."""
+
+    axes: dict[str, str]
+    aliases: dict[str, str]
+    n_layers: int
+
+
+class ActivationCache(ResidualMethods):
     """The activations of one run.
 
     Keys are canonical hook names; aliases and short forms are accepted: ``cache["q", 3]``, ``cache["embed"]``,
@@ -23,7 +34,8 @@ class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
 
     Args:
         cache_dict: activations by canonical name, each with a leading batch axis where the run had one.
-        model: the bridge that made them; its names and facts are used.
+        model: the bridge that made them; its names and facts are used. A pickled cache holds its activations and their
+            names, not the model: for analyses, assign `model` after loading.
         has_batch_dim: False where the batch axis was removed.
 
     Example:
@@ -34,10 +46,29 @@ class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
         True
     """
 
-    def __init__(self, cache_dict: dict[str, Any], model: Any, has_batch_dim: bool = True) -> None:
-        self._values: dict[str, Any] = cache_dict
-        self.model = model
+    def __init__(self, cache_dict: dict[str, Any], model: AnalysedModel, has_batch_dim: bool = True) -> None:
+        self._values: dict[str, Any] = cache_dict  # tensors, and what gives one when it is asked for (`Deferred`)
+        self._model: AnalysedModel | None = model
+        self._names: _Names | None = None
         self.has_batch_dim = has_batch_dim
+
+    @property
+    def model(self) -> AnalysedModel:
+        """The bridge that made the activations; assign one to a cache that was pickled and loaded.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._model is None:
+            raise ValueError(
+                "this cache was pickled, without its model: for analyses, assign the bridge that made it "
+                "(cache.model = bridge)"
+            )
+        return self._model
+
+    @model.setter
+    def model(self, model: AnalysedModel) -> None:
+        self._model = model
 
     @property
     def cache_dict(self) -> dict[str, Tensor]:
@@ -52,8 +83,36 @@ class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
         self._values = activations
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self.cache_dict
-        return self.__dict__.copy()
+        return {**self.__dict__, "_values": self.cache_dict, "_model": None, "_names": self._known()}
+
+    def __copy__(self) -> Self:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = copy.copy(self)  # of the same model
+        new.cache_dict = copy.deepcopy(self.cache_dict, memo)
+        return new
+
+    def _known(self) -> _Names:
+        if self._model is None:
+            assert self._names is not None
+            return self._names
+        axes = {name: hook.point.axes for name, hook in self._model.hook_dict.items()}
+        return _Names(axes, dict(self._model.names.aliases), self._model.cfg.n_layers)
+
+    def _alias(self, name: str) -> str:
+        """The canonical name that an alias stands for; any other name itself."""
+        aliases = self._model.names.aliases if self._model is not None else self._known().aliases
+        return aliases.get(name, name)
+
+    def _axes(self, name: str) -> str | None:
+        """The axes of a hook point, by its canonical name; None where there is no such point."""
+        if self._model is None:
+            return self._known().axes.get(name)
+        hook = self._model.hook_dict.get(name)
+        return None if hook is None else hook.point.axes
 
     def __repr__(self) -> str:
         return f"ActivationCache with {len(self)} activations: {', '.join(list(self._values)[:4])}, ..."
@@ -73,7 +132,7 @@ class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
         if isinstance(found, Deferred):
             found = self._values[name] = found.value(name)
         if found is None:
-            known = name.removesuffix("_grad") in self.model.hook_dict
+            known = self._axes(name.removesuffix("_grad")) is not None
             reason = "it was not asked for, or did not run" if known else "no hook point has this name"
             raise KeyError(f"{name!r} is not in the cache: {reason}.{suggestion(name, self._values)}")
         return found
@@ -82,21 +141,20 @@ class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
         if isinstance(key, tuple):
             name, layer, *part = key
             if isinstance(layer, int) and layer < 0:
-                layer += self.model.cfg.n_layers
+                layer += self._model.cfg.n_layers if self._model is not None else self._known().n_layers
             key = act_name(name, layer, *part)
         if key in self._values:
             return key
         name, grad = (key[:-5], "_grad") if key.endswith("_grad") else (key, "")
-        full = self.model.names.aliases.get(name, name)
-        if full not in self.model.hook_dict and "." not in full:
-            full = act_name(full)
-            full = self.model.names.aliases.get(full, full)
+        full = self._alias(name)
+        if "." not in full and self._axes(full) is None:
+            full = self._alias(act_name(full))
         return full + grad
 
     def _has_rows(self, name: str) -> bool:
         """Whether an activation's first axis counts something else than the batch (an expert's rows do)."""
-        hook = self.model.hook_dict.get(name.removesuffix("_grad"))
-        return hook is not None and not hook.point.axes.startswith("batch")
+        axes = self._axes(name.removesuffix("_grad"))
+        return axes is not None and not axes.startswith("batch")
 
     def remove_batch_dim(self) -> ActivationCache:
         """Removes the batch axis of a run on one prompt, in place.
@@ -144,7 +202,9 @@ class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
             if self._has_rows(name) and index is not None:
                 raise ValueError(f"{name} has rows of the whole batch together: cache without it to slice the batch")
         kept = {name: pick(value, index, 0) for name, value in self.cache_dict.items()}
-        return ActivationCache(kept, self.model, has_batch_dim=not isinstance(index, int))
+        new = copy.copy(self)
+        new.cache_dict, new.has_batch_dim = kept, not isinstance(index, int)
+        return new
 
     def toggle_autodiff(self, mode: bool = False) -> None:
         """Switches gradients on or off for everything that this thread does with torch (`torch.set_grad_enabled`).
@@ -165,11 +225,21 @@ class ActivationCache(ResidualMethods, Mapping[str, Tensor]):
     def to(self, device: torch.device | str, move_model: bool = False) -> ActivationCache:
         """Moves the activations, in place.
 
+        To an accelerator, and between two of them, copies are queued and the call returns before they are done: what
+        reads them there is queued behind them. Copies to the CPU are waited for, since nothing would make a reader on
+        the CPU wait; together they are waited for once.
+
         Args:
             device: where to.
             move_model: move the model too.
         """
-        self.cache_dict = {name: value.to(device) for name, value in self.cache_dict.items()}
+        target = torch.device(device)
+        sources = {value.device for value in self.cache_dict.values()} - {target}
+        self.cache_dict = {name: value.to(target, non_blocking=True) for name, value in self.cache_dict.items()}
+        if target.type == "cpu":
+            for source in sources:
+                if source.type != "cpu":
+                    torch.accelerator.synchronize(source)
         if move_model:
-            self.model.to(device)
+            self.model.original_model.to(target)
         return self

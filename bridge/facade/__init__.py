@@ -1,1 +1,1 @@
-"""The methods of a `TransformerBridge`, subject by subject. Each delegates to the room that does the work."""
+"""What a user calls on a `TransformerBridge`, by subject: each method with its documentation, and one line of code."""

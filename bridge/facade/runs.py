@@ -4,54 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from bridge.cache.activation_cache import ActivationCache
+from bridge.facade.hooks import HookMethods
+from bridge.facade.tokens import TokenMethods
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.run.forward import run_model
-from bridge.run.hooked import clear_all_contexts, hooked, own_point, points_of_run, runs_some_layers
+from bridge.run.hooked import clear_all_contexts, hooked, points_of_run, runs_some_layers
 from bridge.run.positions import PosSlice
-from bridge.run.protocol import HookSpec, Input, Runs
+from bridge.run.protocol import HookSpec, Input
 from bridge.run.recorder import Recorder, watching
 
 
-class RunsWithHooks(Runs, Protocol):
-    """A bridge, as the methods of runs need it."""
-
-    hook_dict: dict[str, HookPoint]
-
-    def forward(self, input: Input, **forward_kwargs: Any) -> Any:
-        """Runs the model."""
-
-    def points_of_run(self, names: NamesFilter, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
-        """The hook points that a run with these arguments shows."""
-
-    def hooks(
-        self, fwd_hooks: Sequence[HookSpec], bwd_hooks: Sequence[HookSpec], reset_hooks_end: bool, clear_contexts: bool
-    ) -> Any:
-        """Hooks inside a ``with`` statement."""
-
-    def add_caching_hooks(
-        self,
-        names_filter: NamesFilter,
-        incl_bwd: bool,
-        device: torch.device | str | None,
-        remove_batch_dim: bool,
-        cache: dict[str, Tensor] | None,
-        pos_slice: PosSlice,
-    ) -> dict[str, Tensor]:
-        """Adds hooks that fill a dictionary."""
-
-
-class RunMethods:
+class RunMethods(HookMethods, TokenMethods):
     """The methods of a bridge that run its model."""
 
     def forward(
-        self: Runs,
+        self,
         input: Input,
         return_type: str | None = "logits",
         loss_per_token: bool = False,
@@ -106,7 +80,7 @@ class RunMethods:
         )
 
     def run_with_cache(
-        self: RunsWithHooks,
+        self,
         input: Input,
         *,
         return_cache_object: bool = True,
@@ -171,7 +145,7 @@ class RunMethods:
         return output, cache if return_cache_object else cache.cache_dict
 
     def run_with_callback(
-        self: RunsWithHooks,
+        self,
         input: Input,
         callback: Callable[[Tensor, HookPoint], None],
         names_filter: NamesFilter = None,
@@ -179,7 +153,7 @@ class RunMethods:
     ) -> Any:
         """Runs the model and gives each activation to a function as it comes, in place of a cache.
 
-        Nothing is kept, and nothing is copied: the function may look at the tensor, and has to copy what it keeps of it.
+        Nothing is kept, and nothing is copied: what the function keeps of a tensor, it has to copy.
 
         Args:
             input: as for `forward`.
@@ -209,7 +183,7 @@ class RunMethods:
             return self.forward(input, **forward_kwargs)
 
     def run_with_hooks(
-        self: RunsWithHooks,
+        self,
         input: Input,
         *,
         fwd_hooks: Sequence[HookSpec] = (),
@@ -244,18 +218,18 @@ class RunMethods:
             >>> off = bridge.run_with_hooks("Mary", fwd_hooks=[("blocks.0.hook_mlp_out", lambda x, hook: x * 0)])
         """
         for names, _ in (*fwd_hooks, *bwd_hooks):
-            self.points_of_run(own_point(self, names).name if isinstance(names, HookPoint) else names, forward_kwargs)
+            self.points_of_run(names, forward_kwargs)
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self.forward(input, **forward_kwargs)
 
     @contextmanager
     def hooks(
-        self: Runs,
+        self,
         fwd_hooks: Sequence[HookSpec] = (),
         bwd_hooks: Sequence[HookSpec] = (),
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Self]:
         """Hooks for all runs that start inside a ``with`` statement.
 
         Other threads and asyncio tasks do not see them. A worker of yours does when it runs in a copy of this context:
@@ -276,7 +250,7 @@ class RunMethods:
         with hooked(self, fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             yield self
 
-    def points_of_run(self: Runs, names: NamesFilter, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
+    def points_of_run(self, names: NamesFilter | HookPoint, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
         """The hook points that a run with these arguments shows.
 
         Args:

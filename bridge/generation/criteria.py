@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from tqdm.auto import tqdm
+from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria
 
-from bridge.hooks.hook_point import STATE
+from bridge.hooks.context import Generation
 
 
 class Steps(StoppingCriteria):
@@ -17,14 +17,16 @@ class Steps(StoppingCriteria):
 
     Args:
         bar: the progress bar.
+        generation: what counts them.
     """
 
-    def __init__(self, bar: Any) -> None:
+    def __init__(self, bar: tqdm, generation: Generation) -> None:
         self.bar = bar
+        self.generation = generation
         self.cancelled = False
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        STATE.step = (STATE.step or 0) + 1
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: object) -> Tensor:
+        self.generation.step += 1
         self.bar.update()
         return torch.full((input_ids.shape[0],), self.cancelled, dtype=torch.bool, device=input_ids.device)
 
@@ -40,7 +42,7 @@ class StopStrings(StoppingCriteria):
         tokenizer: decodes.
     """
 
-    def __init__(self, strings: str | Sequence[str], tokenizer: Any) -> None:
+    def __init__(self, strings: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.strings = [strings] if isinstance(strings, str) else list(strings)
         if not self.strings or not all(self.strings):
             raise ValueError(f"stop_strings is {strings!r}; it must be a string, or several, and none of them empty")
@@ -48,7 +50,7 @@ class StopStrings(StoppingCriteria):
         # A token is at least a byte of text; some margin for those that are none.
         self.window = max(len(string.encode()) for string in self.strings) + 8
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: object) -> Tensor:
         done = []
         for row in input_ids[:, -self.window :].tolist():
             now, before = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (row, row[:-1]))

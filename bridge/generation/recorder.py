@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from bridge.hooks.hook_point import STATE, HookPoint, Listener
+from bridge.hooks.context import CURRENT, Scope, of_the_next_run
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener
 from bridge.run.wiring import Wiring
 
 
@@ -37,22 +39,22 @@ class StepRecorder:
 
     @contextmanager
     def attached(self, wiring: Wiring, core: nn.Module) -> Iterator[None]:
-        """Listens, for this thread's runs inside the ``with`` statement."""
-        owner = STATE.owner
-        self._within = STATE.within
-        listener = Listener("read", self._read, owner)
+        """Listens in the generation that starts inside the ``with`` statement."""
+        scope = Scope()
+        listener = Listener("read", self._read, scope)
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if STATE.owner is owner and STATE.within == self._within:
+            if scope in CURRENT.get().visible:
                 self._begin(args, kwargs)
 
         handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        wiring.listen(self.points, listener)
         try:
-            wiring.listen(self.points, (listener,))
-            yield
+            with of_the_next_run(scope):
+                yield
         finally:
             handle.remove()
-            wiring.forget(self.points, (listener,))
+            wiring.stop_listening(self.points, listener)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = ("decoder_input_ids", "decoder_inputs_embeds") if self.pos == "decoder_pos" else ()
@@ -64,8 +66,6 @@ class StepRecorder:
             self._parts.clear()  # this step processes everything again
 
     def _read(self, act: Tensor, hook: HookPoint) -> None:
-        if STATE.within != self._within:
-            return  # of a run that a hook of this one started
         axes = hook.point.axes.split()
         act = act.detach()
         total = self.seen + self.new

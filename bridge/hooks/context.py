@@ -8,7 +8,7 @@ variable, so other threads, asyncio tasks and greenlets do not see them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
@@ -87,11 +87,16 @@ class ForwardPass:
         self.skipped = frozenset()
 
 
+#: What is seen where no scope is open: the hooks that were added.
+_ADDED_HOOKS: frozenset[Scope | None] = frozenset({None})
+
+
 class RunContext:
     """What code that runs here sees.
 
     Args:
-        shared: the scopes that are open: every run that starts here sees their hooks.
+        shared: the scopes that are open: every run that starts here sees their hooks. None among them stands for the
+            hooks that were added, and belong to no scope.
         own: the scopes of the present run alone, such as its cache; outside of a run, of the next one.
         run: what the present forward pass remembers; None outside of any.
         generation: the generation that this is part of.
@@ -104,8 +109,8 @@ class RunContext:
 
     def __init__(
         self,
-        shared: frozenset[Scope] = frozenset(),
-        own: frozenset[Scope] = frozenset(),
+        shared: frozenset[Scope | None] = _ADDED_HOOKS,
+        own: frozenset[Scope | None] = frozenset(),
         run: ForwardPass | None = None,
         generation: Generation | None = None,
     ) -> None:
@@ -137,6 +142,11 @@ def in_context(context: RunContext) -> Iterator[RunContext]:
         CURRENT.set(before)
 
 
+def without_hooks() -> AbstractContextManager[RunContext]:
+    """A ``with`` statement in which no hook sees the model run."""
+    return in_context(RunContext(frozenset()))
+
+
 @contextmanager
 def open_scope(scope: Scope) -> Iterator[Scope]:
     """Lets every run inside a ``with`` statement see the hooks of a scope."""
@@ -153,9 +163,9 @@ def open_scope(scope: Scope) -> Iterator[Scope]:
 
 @contextmanager
 def of_the_next_run(scope: Scope) -> Iterator[Scope]:
-    """Lets the run that starts inside a ``with`` statement see the hooks of a scope, and no run that its hooks start."""
+    """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
     before = CURRENT.get()
-    with in_context(RunContext(before.shared, frozenset({scope}), None, before.generation)):
+    with in_context(RunContext(before.shared, frozenset[Scope | None]({scope}), None, before.generation)):
         yield scope
 
 
@@ -168,7 +178,7 @@ def forward_pass(generation: Generation | None = None) -> Iterator[ForwardPass]:
     """
     before = CURRENT.get()
     run = ForwardPass()
-    own = before.own if before.run is None else frozenset()
+    own = before.own if before.run is None else frozenset[Scope | None]()
     with in_context(RunContext(before.shared, own, run, generation or before.generation)):
         try:
             yield run

@@ -191,12 +191,12 @@ class HookPoint:
     def is_heard(self) -> bool:
         """Whether the present code sees any of its listeners."""
         visible = CURRENT.get().visible
-        return any(listener.scope is None or listener.scope in visible for listener in self.listeners)
+        return any(listener.scope in visible for listener in self.listeners)
 
     def heard_by(self) -> list[Listener]:
         """Its listeners that the present code sees."""
         visible = CURRENT.get().visible
-        return [listener for listener in self.listeners if listener.scope is None or listener.scope in visible]
+        return [listener for listener in self.listeners if listener.scope in visible]
 
     def sources_seen(self) -> tuple[tuple[nn.Module, Tensor], ...]:
         """What the present pass saw at the sites whose tensors the view needs: the module called there, the tensor.
@@ -220,7 +220,7 @@ class HookPoint:
         """Only looks. This runs hundreds of times in a run that caches everything."""
         visible = CURRENT.get().visible
         for listener in self.listeners:
-            if listener.scope in visible or listener.scope is None:
+            if listener.scope in visible:
                 if view.later and listener.deferrable and not (copy or torch.is_grad_enabled() or x.is_inference()):
                     listener.fn(Deferred(view, x, call), hook=self)
                     continue
@@ -254,7 +254,9 @@ class HookPoint:
         if not wants_gradients(mine):
             return self._edit(x, call, copy, view)
         act, changed = self._edited(mine, self._own_copy(view.get(x, call), copy, view), view)
-        backward = [listener for listener in mine if listener.kind in ("bwd", "edge")] if act.is_floating_point() else []
+        backward = (
+            [listener for listener in mine if listener.kind in ("bwd", "edge")] if act.is_floating_point() else []
+        )
         if backward and not act.requires_grad:
             # Nothing before this point wants a gradient (frozen weights): the graph starts here.
             act, changed = act.detach().clone().requires_grad_(), True

@@ -50,7 +50,7 @@ class Listener:
 
     def visible(self, context: RunContext) -> bool:
         """Whether the code in this context sees it."""
-        return self.scope is None or self.scope in context.visible
+        return self.scope in context.visible
 
 
 class AttachesListeners(Protocol):

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from adapters.paths import base_path, core_path, join
-from bridge.hooks.hook_point import STATE
+from bridge.hooks.context import forward_pass
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
-from bridge.run.forward import Input
 from bridge.run.model_inputs import as_tokens
+from bridge.run.protocol import Input
 
 _NAMES = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
@@ -149,6 +149,6 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
             return super().call_part(name, *inputs, **kwargs)
         if name == "embed" and len(inputs) == 2:
             kwargs["token_type_ids"], inputs = inputs[1], inputs[:1]
-        with STATE.fresh():
+        with forward_pass():
             made: Tensor = self.original_model.get_submodule(path)(*inputs, **kwargs)
         return made

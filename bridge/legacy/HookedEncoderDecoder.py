@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from adapters.paths import base_path, join
-from bridge.hooks.hook_point import STATE
+from bridge.hooks.context import forward_pass
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
 from bridge.legacy.placing import PartsAsBefore
 from bridge.legacy.reweighing import WeightsAsBefore
 from bridge.legacy.running import RunsAsBefore
-from bridge.run.forward import Input
+from bridge.run.protocol import Input
 
 _NAMES = {
     "d_model": "d_model", "d_kv": "d_head", "d_ff": "d_mlp", "num_layers": "n_layers", "num_heads": "n_heads",
@@ -141,8 +141,9 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, Wei
         base = base_path(self.original_model)
         for name, stack in self.architecture.stacks.items():
             block = stack.block
-            parts = {"ln1": block.ln1, "ln2": block.ln2, "ln3": block.ln3, "attn": block.attn and block.attn.path}
-            parts |= {"cross_attn": block.cross_attn and block.cross_attn.path, "mlp": block.mlp and block.mlp.path}
+            parts = {"ln1": block.ln1, "ln2": block.ln2, "ln3": block.ln3}
+            for inner, its in (("attn", block.attn), ("cross_attn", block.cross_attn), ("mlp", block.mlp)):
+                parts[inner] = its.path if its else ""
             blocks: Any = self.original_model.get_submodule(join(base, stack.blocks))
             for i in range(len(blocks)):
                 path = join(base, stack.blocks, str(i))
@@ -198,6 +199,6 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, Wei
             n = x.shape[1]
             mask = torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
             kwargs["mask" if last == "attn" else "attention_mask"] = mask
-        with STATE.fresh():
+        with forward_pass():
             made = module(*inputs, **kwargs)
         return made if isinstance(made, Tensor) else made[0]  # type: ignore[no-any-return]

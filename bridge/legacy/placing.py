@@ -14,7 +14,9 @@ from adapters.paths import base_path, join
 from adapters.points import Point, Site
 from adapters.views import View
 from bridge.bridge import TransformerBridge
-from bridge.hooks.hook_point import STATE, Handle, HookPoint
+from bridge.hooks.context import CURRENT, Scope, forward_pass
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Handle, Listener
 from bridge.hooks.modules import Finder, first_parameter
 from bridge.hooks.names import suggestion
 from bridge.legacy.editable import EditableComponent, EditableTree
@@ -22,8 +24,7 @@ from bridge.legacy.point import HookPoint as PlacedHookPoint
 from bridge.legacy.running import LegacyNames
 from bridge.legacy.tokens import position_embeddings
 from bridge.run.layer_range import StopRun
-from bridge.run.wiring import SiteHook
-from bridge.taps.experts import TAPS
+from bridge.taps.taps import TAPS
 
 
 class WeightsInside(Weights):
@@ -123,15 +124,14 @@ class PartsAsBefore(TransformerBridge):
             for path, module in spliced.named_modules():
                 if isinstance(module, PlacedHookPoint):
                     site = Site(f"{at}.{path}", "output")  # no path in the model: it is told where to find it
-                    self.wiring._sites[site] = SiteHook(site, Finder(spliced, path))
+                    self.wiring.find_at(site, Finder(spliced, path))
                     self._place(f"{at}.{path}", points[at].point.depth, site, module)
         if self.placed:
             in_order = sorted(points.items(), key=lambda item: item[1].order)
             points.clear()
             points.update(in_order)
         self.names._aliases = None
-        self._tree._children = None
-        self.wiring._blocks.clear()
+        self._tree.refresh()
 
     def _follow(self, hook: HookPoint) -> None:
         """Moves a hook point of the model's to where its module is now."""
@@ -144,7 +144,7 @@ class PartsAsBefore(TransformerBridge):
                 f"a module was wrapped while {hook.name} had hooks: reset_hooks(), then wrap, then setup()"
             )
         hook.point = replace(point, site=site, sources=sources)
-        self.wiring.settle(hook)
+        self.wiring.place(hook)
 
     def _now(self, site: Site) -> Site:
         attn = self.architecture.block.attn
@@ -163,16 +163,15 @@ class PartsAsBefore(TransformerBridge):
         stack = "blocks" if 0 <= depth < self.cfg.n_layers else ""
         order = max((hook.order for hook in points.values() if hook.point.depth == depth), default=len(points))
         point = Point(name, site, View(), "...", depth, stack=stack)
-        points[name] = HookPoint(point, order, self.wiring)
-        self.wiring.settle(points[name])
+        self.wiring.place(HookPoint(point, order, self.wiring))
         module.name = name
         self.placed[name] = module
 
     def _parts(self) -> Iterator[tuple[str, str, int]]:
         """The paths of modules that play canonical parts, with their names and depths."""
         block = self.architecture.block
-        parts = {"ln1": block.ln1, "ln2": block.ln2, "attn": block.attn and block.attn.path}
-        parts["mlp"] = block.mlp and block.mlp.path
+        attn, mlp = block.attn.path if block.attn else "", block.mlp.path if block.mlp else ""
+        parts = {"ln1": block.ln1, "ln2": block.ln2, "attn": attn, "mlp": mlp}
         for i, path in enumerate(self.block_paths):
             for part, below in parts.items():
                 if below:
@@ -263,7 +262,7 @@ class PartsAsBefore(TransformerBridge):
             module = self.original_model.get_submodule(paths[name])
         else:
             raise TypeError(f"{name} cannot be called by itself: run the model, with start_at_layer and stop_at_layer")
-        with STATE.fresh():
+        with forward_pass():
             made = module(*inputs, **kwargs)
         return made
 
@@ -277,10 +276,11 @@ class PartsAsBefore(TransformerBridge):
                     f"{name} reads one tensor: inputs of queries, keys and values differ by hooks on hook_q_input, "
                     "hook_k_input and hook_v_input"
                 )
-        owner, layer = STATE.owner, int(name.split(".")[1])
+        layer = int(name.split(".")[1])
+        scope = Scope()
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if STATE.owner is not owner:
+            if scope not in CURRENT.get().visible:
                 return None
             if args:
                 return (query_input, *args[1:]), kwargs
@@ -292,7 +292,8 @@ class PartsAsBefore(TransformerBridge):
         module = self.original_model.get_submodule(self.module_path(name))
         handle = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         try:
-            with self.hooks(fwd_hooks=[(f"{name}.hook_out", leave)]):
+            out = self.names.find(f"{name}.hook_out")
+            with self.wiring.scoped([(out, Listener("fwd", leave, scope))], scope):
                 made: Tensor = self(torch.zeros_like(query_input), start_at_layer=layer, stop_at_layer=layer + 1)
         finally:
             handle.remove()
@@ -335,16 +336,15 @@ class PartsAsBefore(TransformerBridge):
             self.spliced[point.name] = module, self._put_at(point, module)
         self.setup()
 
-    @staticmethod
-    def _put_at(point: HookPoint, module: nn.Module) -> Handle:
-        def part_of_the_model(activation: Tensor, hook: HookPoint) -> Any:
-            STATE.within -= 1  # hooks in it are of this run, as in no other function of the user's
-            try:
-                return module(activation)
-            finally:
-                STATE.within += 1
+    def _put_at(self, point: HookPoint, module: nn.Module) -> Handle:
+        def call(activation: Tensor, hook: HookPoint) -> Tensor:
+            made: Tensor = module(activation)
+            return made
 
-        return point.add_hook(part_of_the_model, is_permanent=True)
+        # Hooks in it are of this run, as in no other function of the user's.
+        listener = Listener("fwd", call, permanent=True, in_run=True)
+        self.wiring.add(point, listener)
+        return Handle(point, listener, self.wiring)
 
     def __setattr__(self, name: str, value: Any) -> None:
         tree = self.__dict__.get("_tree")

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from bridge.bridge import TransformerBridge
 from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.processing import OFF, ON
+from weight_processing.process import OFF, ON
 from weight_processing.saving import untie
 
 _LOG = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ class WeightsAsBefore(TransformerBridge):
         if fold_ln and self._lacks_norms_of(state_dict):
             config = HookedTransformerConfig.of_model(self.cfg)
             config.normalization_type = str(config.normalization_type).removesuffix("Pre")
-            other: Any = type(self)(config)  # which has the norms that are to be folded
+            made: Any = type(self)  # whose classes are made from a configuration
+            other = made(config)  # which has the norms that are to be folded
             other.load_and_process_state_dict(
                 state_dict, True, center_writing_weights, center_unembed, fold_value_biases,
                 refactor_factored_attn_matrices,

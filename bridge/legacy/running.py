@@ -22,9 +22,10 @@ from bridge.legacy.tokens import (
     lm_cross_entropy_loss,
     position_embeddings,
 )
-from bridge.run.forward import Input
+from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import check_layers
 from bridge.run.model_inputs import accepted_arguments, as_tokens
+from bridge.run.protocol import Input
 
 
 class Output(NamedTuple):
@@ -229,9 +230,9 @@ class RunsAsBefore(TransformerBridge):
             cache.past_key_values, cache.previous_attention_mask = past, mask
         return output
 
-    def _points(self, names: NamesFilter, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
+    def points_of_run(self, names: NamesFilter | HookPoint, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
         """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
-        return self._running(self.names.select(names, self._is_heavy_on), forward_kwargs)
+        return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
     def loss_fn(
         self,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from adapters.paths import join
 from bridge.bridge import TransformerBridge
-from bridge.hooks.hook_point import Handle
-from bridge.hooks.modules import evaluating
+from bridge.hooks.listener import Handle
+from weight_processing.check import evaluating
 
 #: What attention modules call the number of key heads.
 _COUNTS = ("num_key_value_heads", "num_kv_heads")

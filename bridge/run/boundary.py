@@ -1,7 +1,7 @@
 """Where a forward pass begins and ends when the Hugging Face model is called directly, without the bridge.
 
-What hook points remember of a pass (`ForwardPass`) ends with it. A run of the bridge opens and ends its own; for a direct
-call the model's own call does, through two torch hooks that are there while somebody listens.
+What hook points remember of a pass (`ForwardPass`) ends with it. A run of the bridge opens and ends its own; for a
+direct call the model's own call does, through two torch hooks that are there while somebody listens.
 """
 
 from __future__ import annotations

@@ -128,12 +128,13 @@ class _WithItsHooks:
     @contextmanager
     def _attached(self) -> Iterator[None]:
         """Attaches the hooks, which may be gone, for the time of a recomputation."""
-        for scope in self._shared:
+        scopes = [scope for scope in self._shared if scope is not None]
+        for scope in scopes:
             self._attaches.attach_scope(scope)
         try:
             yield
         finally:
-            for scope in self._shared:
+            for scope in scopes:
                 self._attaches.detach_scope(scope)
 
 

@@ -14,37 +14,12 @@ from bridge.run.layer_range import check_layers
 from bridge.run.protocol import HookSpec, Runs
 
 
-def own_point(bridge: Runs, hook: HookPoint) -> HookPoint:
-    """The hook point itself.
-
-    Raises:
-        ValueError: it belongs to another bridge.
-    """
-    if bridge.wiring.points.get(hook.name) is not hook:
-        raise ValueError(f"{hook!r} belongs to another bridge")
-    return hook
-
-
-def chosen_points(bridge: Runs, names: NamesFilter | HookPoint) -> list[HookPoint]:
-    """The hook points that a name, a filter or a hook point itself chooses."""
-    if isinstance(names, HookPoint):
-        return [own_point(bridge, names)]
-    return bridge.names.select(names, lambda hook: is_switched_on(bridge, hook))
-
-
-def is_switched_on(bridge: Runs, hook: HookPoint) -> bool:
-    """Whether a heavy hook point is in an unfiltered cache."""
-    return bool(hook.point.flag and getattr(bridge.cfg, hook.point.flag))
-
-
 def runs_some_layers(forward_kwargs: Mapping[str, Any]) -> bool:
     """Whether a run starts or stops at a layer."""
     return any(forward_kwargs.get(name) is not None for name in ("start_at_layer", "stop_at_layer"))
 
 
-def points_that_run(
-    bridge: Runs, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]
-) -> list[HookPoint]:
+def points_that_run(bridge: Runs, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]) -> list[HookPoint]:
     """Those of the hook points that lie in the layers that run."""
     start, stop = check_layers(
         forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
@@ -55,13 +30,13 @@ def points_that_run(
     return [hook for hook in points if first <= hook.point.depth < last]
 
 
-def points_of_run(bridge: Runs, names: NamesFilter, forward_kwargs: Mapping[str, Any]) -> list[HookPoint]:
+def points_of_run(bridge: Runs, names: NamesFilter | HookPoint, forward_kwargs: Mapping[str, Any]) -> list[HookPoint]:
     """The chosen hook points, of which those named one by one must lie in the layers that run.
 
     Raises:
         ValueError: one does not; or none does.
     """
-    points = chosen_points(bridge, names)
+    points = bridge.select_hooks(names)
     running = points_that_run(bridge, points, forward_kwargs)
     if len(running) == len(points):
         return points
@@ -85,9 +60,9 @@ def hooked(
     """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
     chosen: list[tuple[HookPoint, HookFunction, Kind]] = []
     for names, fn in fwd_hooks:
-        chosen += [(hook, checked_function(hook, fn), "fwd") for hook in chosen_points(bridge, names)]
+        chosen += [(hook, checked_function(hook, fn), "fwd") for hook in bridge.select_hooks(names)]
     for names, fn in bwd_hooks:
-        chosen += [(hook, checked_function(hook, fn), "bwd") for hook in chosen_points(bridge, names)]
+        chosen += [(hook, checked_function(hook, fn), "bwd") for hook in bridge.select_hooks(names)]
     try:
         if reset_hooks_end:
             scope = Scope()

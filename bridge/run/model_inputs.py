@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bridge.hooks.names import suggestion
+from bridge.run.protocol import Input, Runs
 
 
 @dataclass
@@ -46,7 +47,7 @@ def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(names - {"self", "args"})
 
 
-def check_arguments(model: Any, given: dict[str, Any], ours: Sequence[str]) -> None:
+def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]) -> None:
     """Refuses keyword arguments that neither the bridge nor the model knows.
 
     Raises:
@@ -64,10 +65,10 @@ def check_arguments(model: Any, given: dict[str, Any], ours: Sequence[str]) -> N
 
 
 def prepare(
-    bridge: Any,
-    input: str | Sequence[str] | Tensor | Sequence[int],
+    bridge: Runs,
+    input: Input,
     prepend_bos: bool | None,
-    padding_side: Any,
+    padding_side: str | None,
     attention_mask: Tensor | None,
     extra: dict[str, Any],
 ) -> Inputs:
@@ -107,17 +108,32 @@ def prepare(
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     _check_length(bridge, length, kwargs.get("past_key_values"))
     if mask is not None:
-        mask = kwargs["attention_mask"] = _checked_mask(mask, kwargs, length).to(device)
+        mask = _checked_mask(mask, kwargs, length)
         if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
+            kwargs["attention_mask"] = mask.to(device)
             return Inputs(kwargs, tokens, None)
         if "position_ids" not in kwargs and "position_ids" in accepted_arguments(type(bridge.core).forward):
-            gaps = (mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)
-            if gaps.any():  # there is padding before a token
-                kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -length:]
+            positions = _positions(mask)
+            if positions is not None:
+                kwargs["position_ids"] = positions[:, -length:].to(device)
+        mask = kwargs["attention_mask"] = mask.to(device)
         mask = mask[:, -length:]
     if bridge.core.config.is_encoder_decoder:
         return Inputs(kwargs, _decoder_tokens(bridge, kwargs), None)
     return Inputs(kwargs, tokens, mask)
+
+
+def _positions(mask: Tensor) -> Tensor | None:
+    """Each token's place among the tokens of its row; None where that is its place in the row.
+
+    What is in the memory of an accelerator is not looked at: that would wait for everything under way there. Padding
+    before the first token is at position 0, and padding behind keeps its place in the row.
+    """
+    if mask.device.type == "cpu" and not ((mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)).any():
+        return None  # there is no padding before a token
+    count = mask.cumsum(-1)
+    own_place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    return torch.where(mask.bool() | (count == 0), (count - 1).clamp(min=0), own_place)
 
 
 def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
@@ -139,7 +155,7 @@ def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
     return mask.long()
 
 
-def _decoder_tokens(bridge: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def _decoder_tokens(bridge: Runs, kwargs: dict[str, Any]) -> Tensor | None:
     """What the decoder is given: for an encoder-decoder model without decoder input, its start token alone."""
     if {"labels", "decoder_inputs_embeds", "encoder_outputs"} & set(kwargs) and "decoder_input_ids" not in kwargs:
         return None
@@ -152,7 +168,7 @@ def _decoder_tokens(bridge: Any, kwargs: dict[str, Any]) -> Tensor | None:
     return kwargs["decoder_input_ids"]
 
 
-def input_device(model: Any) -> torch.device:
+def input_device(model: nn.Module) -> torch.device:
     """Where a model's input goes: where its weights are, or where accelerate brings them when they are needed."""
     device = next(model.parameters()).device
     if device.type == "meta":
@@ -184,7 +200,7 @@ def as_tokens(input: Any) -> Tensor:
     return input if input.ndim == 2 else input.unsqueeze(0)
 
 
-def _check_length(bridge: Any, length: int, past: Any) -> None:
+def _check_length(bridge: Runs, length: int, past: Any) -> None:
     before = past.get_seq_length() if past is not None else 0
     n_ctx = bridge.cfg.n_ctx
     if n_ctx is not None and before + length > n_ctx:

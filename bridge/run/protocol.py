@@ -48,7 +48,10 @@ class Runs(Protocol):
     block_output: tuple[int | None, int]
     no_layer_runs: str
 
-    def batch_of(self, texts: Sequence[str], prepend_bos: bool | None, padding_side: Any) -> TextBatch:
+    def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
+        """The hook points that a filter chooses."""
+
+    def batch_of(self, texts: Sequence[str], prepend_bos: bool | None, padding_side: str | None) -> TextBatch:
         """Texts as tokens, padded to one length."""
 
     def to_single_str_token(self, token: int) -> str:

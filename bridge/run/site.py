@@ -157,4 +157,3 @@ class SiteHook:
         x = output[index]
         new = self.see(x, module, args, {})
         return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
-

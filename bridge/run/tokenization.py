@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, TypeGuard
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from adapters.config import ModelConfig
+
+#: Tokens in a tensor, or as ids in lists.
+Tokens = Int[Tensor, "..."] | Sequence[int] | Sequence[Sequence[int]]
 
 
 class TokenError(ValueError, AssertionError):
@@ -41,7 +47,7 @@ class TokenizerFacts:
         pad: the id to pad with: its own, else EOS, else 0 (padding is always masked).
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         bos = tokenizer.bos_token_id
         self.bos: int | None = bos if bos is not None else getattr(tokenizer, "cls_token_id", None)
@@ -89,211 +95,141 @@ class TokenizerFacts:
         return Batch(tokens, torch.tensor(masks, dtype=torch.long) if uneven else None)
 
 
-class TokenMethods:
-    """The methods of a bridge that turn text into tokens and back."""
+class HasTokenizer(Protocol):
+    """What turning text into tokens needs of a bridge.
 
-    tokenizer: Any
-    cfg: Any
-    _facts: TokenizerFacts | None = None
+    Attributes:
+        cfg: the facts about the model.
+    """
+
+    cfg: ModelConfig
 
     @property
     def tokenizer_facts(self) -> TokenizerFacts:
-        """What the tokenizer does by itself.
+        """What the tokenizer does by itself."""
+        ...
 
-        Raises:
-            ValueError: the bridge has no tokenizer.
-        """
-        if self.tokenizer is None:
-            raise TokenError(
-                "this bridge has no tokenizer, so it takes tokens only; TransformerBridge(model, tokenizer) gives one"
-            )
-        if self._facts is None or self._facts.tokenizer is not self.tokenizer:
-            self._facts = TokenizerFacts(self.tokenizer)
-            self.cfg.tokenizer_prepends_bos = self._facts.adds_bos
-        return self._facts
 
-    def batch_of(
-        self,
-        texts: Sequence[str],
-        prepend_bos: bool | None = None,
-        padding_side: str | None = None,
-        longest: int | None = None,
-    ) -> Batch:
-        """Texts as token rows of one length, with the mask that says which tokens are padding.
+def batch_of(
+    bridge: HasTokenizer,
+    texts: Sequence[str],
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+    longest: int | None = None,
+) -> Batch:
+    """Texts as token rows of one length, with the mask that says which tokens are padding.
 
-        Args:
-            texts: one or more.
-            prepend_bos: start each with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
-            padding_side: where shorter rows are padded; None: the tokenizer's own side.
-            longest: how many tokens a row may have; longer ones lose what is beyond (but for EOS or SEP at their end).
+    See `TransformerBridge.batch_of`.
+    """
+    facts = bridge.tokenizer_facts
+    if not texts:
+        raise ValueError("there are no texts: the list is empty")
+    if prepend_bos is None:
+        prepend_bos = bridge.cfg.default_prepend_bos and facts.bos is not None
+    side = padding_side or facts.tokenizer.padding_side
+    if side not in ("left", "right"):
+        raise ValueError(f'padding_side is {side!r}; it must be "left" or "right"')
+    keep_ending = bridge.cfg.attention_dir == "bidirectional"
+    rows = [facts.encode(text, prepend_bos, keep_ending) for text in texts]
+    if longest is not None:
+        ending = facts.ending if keep_ending else []
+        cut = longest - len(ending)
+        rows = [row if len(row) <= longest else row[:cut] + ending for row in rows]
+    if not all(rows):
+        raise ValueError("an empty text gives no tokens at all without BOS; use prepend_bos=True, or leave it out")
+    return facts.pad_rows(rows, side)
 
-        Raises:
-            ValueError: no tokenizer, no texts, BOS asked for where there is none, or an unknown side.
-        """
-        facts = self.tokenizer_facts
-        if not texts:
-            raise ValueError("there are no texts: the list is empty")
-        if prepend_bos is None:
-            prepend_bos = self.cfg.default_prepend_bos and facts.bos is not None
-        side = padding_side or facts.tokenizer.padding_side
-        if side not in ("left", "right"):
-            raise ValueError(f'padding_side is {side!r}; it must be "left" or "right"')
-        keep_ending = self.cfg.attention_dir == "bidirectional"
-        rows = [facts.encode(text, prepend_bos, keep_ending) for text in texts]
-        if longest is not None:
-            ending = facts.ending if keep_ending else []
-            cut = longest - len(ending)
-            rows = [row if len(row) <= longest else row[:cut] + ending for row in rows]
-        if not all(rows):
-            raise ValueError("an empty text gives no tokens at all without BOS; use prepend_bos=True, or leave it out")
-        return facts.pad_rows(rows, side)
 
-    def to_tokens(
-        self,
-        input: str | Sequence[str],
-        prepend_bos: bool | None = None,
-        padding_side: str | None = None,
-        move_to_device: bool = True,
-        truncate: bool = True,
-    ) -> Int[Tensor, "batch pos"]:
-        """Text as tokens.
+def to_tokens(
+    bridge: HasTokenizer,
+    input: str | Sequence[str],
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+    move_to_device: bool = True,
+    truncate: bool = True,
+) -> Int[Tensor, "batch pos"]:
+    """Text as tokens. See `TransformerBridge.to_tokens`."""
+    if isinstance(input, Tensor):
+        raise TypeError("to_tokens takes text; these are tokens already")
+    longest = bridge.cfg.n_ctx if truncate else None
+    tokens = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, padding_side, longest).tokens
+    return tokens.to(bridge.cfg.device) if move_to_device else tokens
 
-        Args:
-            input: a text or several.
-            prepend_bos: start each with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
-            padding_side: where shorter rows are padded; None: the tokenizer's own side.
-            move_to_device: put the tokens where the model is.
-            truncate: cut rows that are longer than the model's context.
 
-        Returns:
-            ``[batch, pos]``, also for a single text.
+def to_string(bridge: HasTokenizer, tokens: Int[Tensor, "..."] | Sequence[int] | int) -> str | list[str]:
+    """Tokens as text: one string for one row, a list for a batch. See `TransformerBridge.to_string`."""
+    tokenizer = bridge.tokenizer_facts.tokenizer
+    ids = torch.as_tensor(tokens)
+    if ids.ndim == 2:
+        return [str(tokenizer.decode(row, clean_up_tokenization_spaces=False)) for row in ids.tolist()]
+    return str(tokenizer.decode(ids.reshape(-1).tolist(), clean_up_tokenization_spaces=False))
 
-        Raises:
-            ValueError: as `batch_of`.
 
-        Example:
-            >>> from bridge import TransformerBridge
-            >>> bridge = TransformerBridge.boot_embedded()
-            >>> bridge.to_tokens("Mary and John").shape
-            torch.Size([1, 4])
-        """
-        if isinstance(input, Tensor):
-            raise TypeError("to_tokens takes text; these are tokens already")
-        longest = self.cfg.n_ctx if truncate else None
-        tokens = self.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side, longest).tokens
-        return tokens.to(self.cfg.device) if move_to_device else tokens
+def to_str_tokens(
+    bridge: HasTokenizer,
+    input: str | Sequence[str] | Tokens,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+) -> list[str] | list[list[str]]:
+    """A text or a row of tokens as the text of each token; a list of lists for several.
 
-    def to_string(self, tokens: Int[Tensor, "..."] | Sequence[int] | int) -> str | list[str]:
-        """Tokens as text: one string for one row, a list for a batch.
+    See `TransformerBridge.to_str_tokens`.
+    """
+    if isinstance(input, str):
+        return _pieces(bridge, batch_of(bridge, [input], prepend_bos, padding_side).tokens[0])
+    if _are_texts(input):
+        return [_pieces(bridge, batch_of(bridge, [text], prepend_bos, padding_side).tokens[0]) for text in input]
+    ids = torch.as_tensor(input)
+    rows = [_pieces(bridge, row) for row in (ids.reshape(1, -1) if ids.ndim < 2 else ids)]
+    return rows[0] if len(rows) == 1 else rows
 
-        Args:
-            tokens: ids, ``[]``, ``[pos]`` or ``[batch, pos]``.
 
-        Example:
-            >>> from bridge import TransformerBridge
-            >>> bridge = TransformerBridge.boot_embedded()
-            >>> bridge.to_string(bridge.to_tokens("Mary and John", prepend_bos=False)[0])
-            'Mary and John'
-        """
-        tokenizer = self.tokenizer_facts.tokenizer
-        ids = torch.as_tensor(tokens)
-        if ids.ndim == 2:
-            return [tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in ids.tolist()]
-        return str(tokenizer.decode(ids.reshape(-1).tolist(), clean_up_tokenization_spaces=False))
+def _are_texts(input: Sequence[str] | Tokens) -> TypeGuard[Sequence[str]]:
+    return not isinstance(input, Tensor) and (len(input) == 0 or isinstance(input[0], str))
 
-    def to_str_tokens(
-        self,
-        input: Any,
-        prepend_bos: bool | None = None,
-        padding_side: str | None = None,
-    ) -> list[str] | list[list[str]]:
-        """A text or a row of tokens as the text of each token; a list of lists for several.
 
-        Args:
-            input: a text, several, or tokens ``[pos]``, ``[1, pos]`` or ``[batch, pos]``.
-            prepend_bos, padding_side: as for `to_tokens`.
+def _pieces(bridge: HasTokenizer, row: Int[Tensor, " pos"]) -> list[str]:
+    """The text of each token of a row."""
+    return [str(to_string(bridge, token)) for token in row.tolist()]
 
-        Example:
-            >>> from bridge import TransformerBridge
-            >>> bridge = TransformerBridge.boot_embedded()
-            >>> bridge.to_str_tokens("Mary and John")
-            ['<bos>', 'Mary', ' and', ' John']
-        """
-        if not isinstance(input, str | Tensor) and len(input) and not isinstance(input[0], str):
-            input = torch.as_tensor(input)
-        if isinstance(input, Tensor):
-            rows = input.reshape(1, -1) if input.ndim < 2 else input
-            split = [[str(self.to_string(token)) for token in row] for row in rows.tolist()]
-            return split[0] if len(split) == 1 else split
-        if isinstance(input, str):
-            return self.to_str_tokens(self.batch_of([input], prepend_bos, padding_side).tokens[0])
-        return [self.to_str_tokens(text, prepend_bos, padding_side) for text in input]  # type: ignore[return-value]
 
-    def to_single_token(self, string: str) -> int:
-        """The id of a text that is one token.
+def to_single_token(bridge: HasTokenizer, string: str) -> int:
+    """The id of a text that is one token. See `TransformerBridge.to_single_token`."""
+    ids = bridge.tokenizer_facts.encode(string, prepend_bos=False, keep_ending=False)
+    if len(ids) != 1:
+        pieces = [str(to_string(bridge, token)) for token in ids]
+        raise TokenError(f"{string!r} is {len(ids)} tokens, not one: {pieces}")
+    return ids[0]
 
-        Raises:
-            ValueError: it is none, or more than one.
 
-        Example:
-            >>> from bridge import TransformerBridge
-            >>> bridge = TransformerBridge.boot_embedded()
-            >>> bridge.to_single_str_token(bridge.to_single_token(" Mary"))
-            ' Mary'
-        """
-        ids = self.tokenizer_facts.encode(string, prepend_bos=False, keep_ending=False)
-        if len(ids) != 1:
-            pieces = [str(self.to_string(token)) for token in ids]
-            raise TokenError(f"{string!r} is {len(ids)} tokens, not one: {pieces}")
-        return ids[0]
+def to_single_str_token(bridge: HasTokenizer, token: int) -> str:
+    """The text of one token. See `TransformerBridge.to_single_str_token`."""
+    return str(to_string(bridge, int(token)))
 
-    def to_single_str_token(self, token: int) -> str:
-        """The text of one token.
 
-        Args:
-            token: its id.
-        """
-        return str(self.to_string(int(token)))
-
-    def get_token_position(
-        self,
-        single_token: str | int,
-        input: str | Int[Tensor, "..."],
-        mode: str = "first",
-        prepend_bos: bool | None = None,
-        padding_side: str | None = None,
-    ) -> int:
-        """Where a token stands in a text.
-
-        Args:
-            single_token: the token, as text or id.
-            input: a text, or tokens ``[pos]`` or ``[1, pos]``.
-            mode: ``"first"`` or ``"last"`` of several places.
-            prepend_bos, padding_side: as for `to_tokens`, for a text.
-
-        Raises:
-            ValueError: it does not stand there; there is more than one row; or an unknown mode.
-
-        Example:
-            >>> from bridge import TransformerBridge
-            >>> bridge = TransformerBridge.boot_embedded()
-            >>> bridge.get_token_position(" John", "When Mary and John went to the store, John gave", mode="last")
-            10
-        """
-        if isinstance(input, str):
-            input = self.batch_of([input], prepend_bos, padding_side, self.cfg.n_ctx).tokens
-        tokens = torch.as_tensor(input)
-        if tokens.ndim == 2:
-            if len(tokens) != 1:
-                raise ValueError(f"a position is of one row of tokens, not of {len(tokens)}")
-            tokens = tokens[0]
-        token = self.to_single_token(single_token) if isinstance(single_token, str) else single_token
-        if mode not in ("first", "last"):
-            raise ValueError(f'mode is {mode!r}; it must be "first" or "last"')
-        places = (tokens == token).nonzero()[:, 0].tolist()
-        if not places:
-            # HookedTransformer's words, which programs compare.
-            error = TokenError("The token does not occur in the prompt")
-            error.add_note(f"{single_token!r} does not stand in {input!r}")
-            raise error
-        return int(places[0] if mode == "first" else places[-1])
+def get_token_position(
+    bridge: HasTokenizer,
+    single_token: str | int,
+    input: str | Int[Tensor, "..."],
+    mode: str = "first",
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+) -> int:
+    """Where a token stands in a text. See `TransformerBridge.get_token_position`."""
+    if isinstance(input, str):
+        input = batch_of(bridge, [input], prepend_bos, padding_side, bridge.cfg.n_ctx).tokens
+    tokens = torch.as_tensor(input)
+    if tokens.ndim == 2:
+        if len(tokens) != 1:
+            raise ValueError(f"a position is of one row of tokens, not of {len(tokens)}")
+        tokens = tokens[0]
+    token = to_single_token(bridge, single_token) if isinstance(single_token, str) else single_token
+    if mode not in ("first", "last"):
+        raise ValueError(f'mode is {mode!r}; it must be "first" or "last"')
+    places = (tokens == token).nonzero()[:, 0].tolist()
+    if not places:
+        # HookedTransformer's words, which programs compare.
+        error = TokenError("The token does not occur in the prompt")
+        error.add_note(f"{single_token!r} does not stand in {input!r}")
+        raise error
+    return int(places[0] if mode == "first" else places[-1])

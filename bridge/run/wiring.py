@@ -43,7 +43,7 @@ class Wiring:
         self._sites: dict[Site, SiteHook] = {}
         self._homes: dict[HookPoint, SiteHook | None] = {}
         self._taps: dict[HookPoint, Tap] = {}
-        self._following: dict[tuple[HookPoint, Scope | None], list[Follows]] = {}
+        self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | _Following]] = {}
         self._connected = 0
         self._editors = 0
         self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
@@ -65,6 +65,10 @@ class Wiring:
         self._homes[hook] = None if point.site.kind in TAPS else self._site(point.site)
         hook.sources = tuple([self._site(source) for source in point.sources])
         self._by_block.clear()
+
+    def find_at(self, site: Site, find: Finder) -> None:
+        """Says where the module of a site is that has no path in the model."""
+        self._sites[site] = SiteHook(site, find)
 
     @property
     def listening(self) -> bool:
@@ -215,7 +219,7 @@ class Wiring:
         key = (point, listener.scope)
         if not (point.point.followers or branches) or key in self._following:
             return
-        following: list[Follows] = []
+        following: list[SeparateReading | _Following] = []
         for follower in point.point.followers:
             takes_over = Listener("follow", _take_over(point, follower), listener.scope)
             other = self.points[follower.name]
@@ -265,9 +269,6 @@ class Wiring:
             for hook in self.points.values():
                 self._by_block.setdefault((hook.point.stack, hook.point.depth), []).append(hook)
         return self._by_block[point.point.stack, point.point.depth]
-
-
-Follows = SeparateReading | "_Following"
 
 
 class _Following:

@@ -1,6 +1,6 @@
 """What an attention kernel was called with, and what it computes from it, in full: scores, pattern, result.
 
-A kernel such as `scaled_dot_product_attention` never holds the scores. Its arguments say everything that they depend on.
+A kernel such as `scaled_dot_product_attention` never holds the scores. Its arguments say everything they depend on.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ class AttentionCall:
     def _queries(self) -> Tensor:
         """The queries, one head each."""
         query = self.query
-        return query if query.shape[1] == self.n_heads else query.reshape(query.shape[0], self.n_heads, -1, query.shape[-1])
+        return (
+            query
+            if query.shape[1] == self.n_heads
+            else query.reshape(query.shape[0], self.n_heads, -1, query.shape[-1])
+        )
 
     def _per_head(self, x: Tensor) -> Tensor:
         """Keys or values, one head for each query head."""

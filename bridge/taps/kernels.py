@@ -1,8 +1,8 @@
 """Attention kernels that are no torch functions (flash attention, flex attention, kernels of the hub).
 
-transformers looks them up by name in `AttentionInterface`. While a module's scores, pattern, or rotated queries and keys
-are watched, the entry of the implementation that it was loaded with is replaced by one that asks the watch first; what
-the model sees of itself stays as it is. `sdpa` and eager attention need none of this: they call torch functions.
+transformers looks them up by name in `AttentionInterface`. While a module's scores, pattern, or rotated queries and
+keys are watched, the entry of the implementation that it was loaded with is replaced by one that asks the watch first;
+what the model sees of itself stays as it is. `sdpa` and eager attention need none of this: they call torch functions.
 """
 
 from __future__ import annotations

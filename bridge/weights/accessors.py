@@ -1,155 +1,56 @@
-"""A bridge's weights, as HookedTransformer shows them."""
+"""A model's weights over all layers, and those that may have one of several names."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from adapters.config import ModelConfig
 from adapters.weights import Weights
+from bridge.weights.component_tree import Tree
 
 
-class WeightMethods:
-    """The weights of a bridge. Those of one block are attributes of it: ``bridge.blocks[3].attn.W_Q``.
+def stacked_weight(tree: Tree, cfg: ModelConfig, part: str, name: str) -> Float[Tensor, "layer ..."]:
+    """One weight of all blocks.
 
-    A block's weights, and the embeddings, are views of the model's own parameters. The stacks over all layers are new
-    tensors, since the layers do not lie side by side in memory; gradients reach the parameters through both.
+    Args:
+        tree: of the model.
+        cfg: the facts about it.
+        part: of a block, such as ``attn``.
+        name: of the weight, such as ``W_Q``.
+
+    Returns:
+        ``[layer, ...]``, a new tensor.
+
+    Raises:
+        AttributeError: the blocks do not have it, or several of it each.
     """
+    stack = "blocks" if any(key.startswith("blocks.0.") for key in tree.weights().getters) else "encoder"
+    found = [tree.get(f"{stack}.{i}.{part}", name) for i in range(cfg.n_layers)]
+    tensors = [weight for weight in found if isinstance(weight, Tensor)]
+    if len(tensors) < len(found):
+        raise AttributeError(f"{cfg.model_name} has several {name} in each block: see tl_named_parameters()")
+    return torch.stack(tensors)
 
-    cfg: Any
-    original_model: Any
-    architecture: Any
-    _weights: Weights | None
 
-    @property
-    def weights(self) -> Weights:
-        """The canonical weights by HookedTransformer's state-dict names."""
-        if self._weights is None:
-            self._weights = Weights(self.architecture, self.original_model, self.cfg)
-        return self._weights
+def first_weight(weights: Weights, *names: str) -> Float[Tensor, "..."]:
+    """The first weight that a model has of some names.
 
-    def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The names and tensors of HookedTransformer's state dict.
+    Args:
+        weights: the model's.
+        names: HookedTransformer's state-dict names.
 
-        Example:
-            >>> from bridge import TransformerBridge
-            >>> dict(TransformerBridge.boot_embedded().tl_named_parameters())["blocks.0.attn.W_Q"].shape
-            torch.Size([4, 128, 32])
-        """
-        return ((name, get()) for name, get in self.weights.getters.items())
+    Raises:
+        AttributeError: it has none of them.
 
-    def tl_parameters(self) -> dict[str, Tensor]:
-        """HookedTransformer's state dict, as a dictionary."""
-        return dict(self.tl_named_parameters())
-
-    def _stacked(self, part: str, name: str) -> Tensor:
-        """One weight of all blocks, ``[layer, ...]``.
-
-        Raises:
-            AttributeError: the blocks do not have it.
-        """
-        stack = "blocks" if any(key.startswith("blocks.0.") for key in self.weights.getters) else "encoder"
-        tree = self._tree  # type: ignore[attr-defined]
-        found = [tree.get(f"{stack}.{i}.{part}", name) for i in range(self.cfg.n_layers)]
-        if not all(isinstance(weight, Tensor) for weight in found):
-            raise AttributeError(f"{self.cfg.model_name} has several {name} in each block: see tl_named_parameters()")
-        return torch.stack(found)
-
-    def _one(self, *names: str) -> Tensor:
-        for name in names:
-            if name in self.weights.getters:
-                return self.weights[name]
-        raise AttributeError(f"{self.cfg.model_name} has no {names[0]}")
-
-    @property
-    def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
-        """The token embedding."""
-        return self._one("embed.W_E", "embed.embed.W_E")
-
-    @property
-    def W_pos(self) -> Float[Tensor, "n_ctx d_model"]:
-        """The position embedding, where it is learned."""
-        return self._one("pos_embed.W_pos", "embed.pos_embed.W_pos")
-
-    @property
-    def W_E_pos(self) -> Float[Tensor, "d_vocab_and_n_ctx d_model"]:
-        """Token and position embeddings, one under the other."""
-        return torch.cat([self.W_E, self.W_pos])
-
-    @property
-    def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:
-        """The unembedding."""
-        return self._one("unembed.W_U")
-
-    @property
-    def b_U(self) -> Float[Tensor, " d_vocab_out"]:
-        """The unembedding's bias."""
-        return self._one("unembed.b_U")
-
-    @property
-    def W_Q(self) -> Float[Tensor, "n_layers n_heads d_model d_head"]:
-        """Query weights of all layers."""
-        return self._stacked("attn", "W_Q")
-
-    @property
-    def W_K(self) -> Float[Tensor, "n_layers n_heads d_model d_head"]:
-        """Key weights of all layers; grouped ones repeated for each query head."""
-        return self._stacked("attn", "W_K")
-
-    @property
-    def W_V(self) -> Float[Tensor, "n_layers n_heads d_model d_head"]:
-        """Value weights of all layers; grouped ones repeated for each query head."""
-        return self._stacked("attn", "W_V")
-
-    @property
-    def W_O(self) -> Float[Tensor, "n_layers n_heads d_head d_model"]:
-        """Output weights of all layers."""
-        return self._stacked("attn", "W_O")
-
-    @property
-    def W_in(self) -> Float[Tensor, "n_layers d_model d_mlp"]:
-        """The MLPs' input weights (of gated ones, beside the gate)."""
-        return self._stacked("mlp", "W_in")
-
-    @property
-    def W_gate(self) -> Float[Tensor, "n_layers d_model d_mlp"]:
-        """Gated MLPs' gate weights."""
-        return self._stacked("mlp", "W_gate")
-
-    @property
-    def W_out(self) -> Float[Tensor, "n_layers d_mlp d_model"]:
-        """The MLPs' output weights."""
-        return self._stacked("mlp", "W_out")
-
-    @property
-    def b_Q(self) -> Float[Tensor, "n_layers n_heads d_head"]:
-        """Query biases of all layers."""
-        return self._stacked("attn", "b_Q")
-
-    @property
-    def b_K(self) -> Float[Tensor, "n_layers n_heads d_head"]:
-        """Key biases of all layers; grouped ones repeated for each query head."""
-        return self._stacked("attn", "b_K")
-
-    @property
-    def b_V(self) -> Float[Tensor, "n_layers n_heads d_head"]:
-        """Value biases of all layers; grouped ones repeated for each query head."""
-        return self._stacked("attn", "b_V")
-
-    @property
-    def b_O(self) -> Float[Tensor, "n_layers d_model"]:
-        """Output biases of all layers."""
-        return self._stacked("attn", "b_O")
-
-    @property
-    def b_in(self) -> Float[Tensor, "n_layers d_mlp"]:
-        """The MLPs' input biases."""
-        return self._stacked("mlp", "b_in")
-
-    @property
-    def b_out(self) -> Float[Tensor, "n_layers d_model"]:
-        """The MLPs' output biases."""
-        return self._stacked("mlp", "b_out")
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.weights.accessors import first_weight
+        >>> first_weight(TransformerBridge.boot_embedded().weights, "unembed.W_U").shape[0]
+        128
+    """
+    for name in names:
+        if name in weights.getters:
+            return weights[name]
+    raise AttributeError(f"{weights.cfg.model_name} has no {names[0]}")

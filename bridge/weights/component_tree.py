@@ -40,6 +40,10 @@ class Tree:
                     prefix = full
         return self._children
 
+    def refresh(self) -> None:
+        """Forgets what may follow a prefix: names have come or gone."""
+        self._children = None
+
     def get(self, prefix: str, name: str) -> HookPoint | Component | ComponentList | Tensor | FactoredMatrix:
         """What stands under `name` at `prefix`.
 
@@ -50,7 +54,7 @@ class Tree:
         full = below.get(name)
         if full is None:
             if name in ("OV", "QK") and "W_O" in below:  # of one layer's heads, [n_heads, d_model, d_model]
-                W_Q, W_K, W_V, W_O = (self._leaf(f"{prefix}.W_{letter}") for letter in "QKVO")
+                W_Q, W_K, W_V, W_O = (self._weight(f"{prefix}.W_{letter}") for letter in "QKVO")
                 return FactoredMatrix(W_V, W_O) if name == "OV" else FactoredMatrix(W_Q, W_K.mT)
             raise AttributeError(f"{prefix or 'the bridge'} has no {name!r}.{suggestion(name, below)}")
         if full not in self.children:
@@ -59,7 +63,12 @@ class Tree:
             return ComponentList(self, full)
         return Component(self, full)
 
-    def _leaf(self, name: str) -> Any:
+    def _weight(self, name: str) -> Tensor:
+        found = self._leaf(name)
+        assert isinstance(found, Tensor), name
+        return found
+
+    def _leaf(self, name: str) -> HookPoint | Tensor:
         weights = self.weights()
         if name in weights.getters:
             return weights[name]

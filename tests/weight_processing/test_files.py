@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPTN
 
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
-from bridge.processing import is_processed
 from tests.adapters.by_hand import families
 from tests.weight_processing.models import SAVED, copies, log_probs, processed, same, tiny, tokens
 from weight_processing import file_conversion as conversion
 from weight_processing.check import InFloat32
+from weight_processing.process import is_processed
 
 
 @pytest.mark.parametrize("case", SAVED)

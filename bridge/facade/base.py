@@ -1,0 +1,148 @@
+"""A Hugging Face model with its hook points: construction, what an `nn.Module` does, copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, Self
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from adapters import Anatomy, Architecture, Weights, anatomy
+from adapters.config import ModelConfig
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import Names
+from bridge.run.wiring import Wiring, strip
+from bridge.weights.component_tree import Tree
+from weight_processing.process import read_record
+
+
+class WrappedModel(nn.Module):
+    """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
+
+    Args:
+        hf_model, tokenizer: as for `TransformerBridge`.
+    """
+
+    original_model: nn.Module
+    core: PreTrainedModel
+    architecture: Architecture
+
+    def __init__(self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        super().__init__()
+        if not isinstance(hf_model, nn.Module):
+            raise TypeError(
+                f"hf_model is {hf_model!r}, which is no model; "
+                "TransformerBridge.boot_transformers(name_or_path) loads one by name"
+            )
+        found = anatomy(hf_model)
+        self.original_model = hf_model
+        self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
+        self.cfg: ModelConfig = found.cfg
+        self.block_paths = found.block_paths
+        self.block_output = found.block_output
+        self.no_layer_runs = found.no_layer_runs
+        self._wire(found)
+        read_record(self)
+        if tokenizer is not None:
+            self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
+
+    def _wire(self, found: Anatomy) -> None:
+        self.wiring = Wiring(self.original_model, found.points)
+        # Kept out of the module tree: it is `original_model`, or a part of it.
+        self.__dict__["core"] = found.core
+        self.__dict__["architecture"] = found.architecture
+        self.names = Names(self.wiring.points)
+        self._weights: Weights | None = None
+        self._tree = Tree(self.names, lambda: self.weights)
+
+    @property
+    def weights(self) -> Weights:
+        """The canonical weights by HookedTransformer's state-dict names."""
+        if self._weights is None:
+            self._weights = Weights(self.architecture, self.original_model, self.cfg)
+        return self._weights
+
+    @property
+    def hook_dict(self) -> dict[str, HookPoint]:
+        """All hook points by canonical name, in the order of the computation."""
+        return self.wiring.points
+
+    # The model's own, not prefixed copies.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The model's own state dict."""
+        return self.original_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The model's own `load_state_dict`."""
+        return self.original_model.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters under its own names."""
+        return self.original_model.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The model's buffers under its own names."""
+        return self.original_model.named_buffers(*args, **kwargs)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Moves the model."""
+        self.original_model.to(*args, **kwargs)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the model's mode."""
+        self.original_model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Sets the model's mode to evaluation."""
+        return self.train(False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "training" and "_modules" in object.__getattribute__(self, "__dict__"):
+            model = object.__getattribute__(self, "_modules").get("original_model")
+            if model is not None:
+                return model.training
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_tree" not in self.__dict__:
+                raise
+        if isinstance(getattr(type(self), name, None), property):
+            return object.__getattribute__(self, name)  # it is there, and says itself what it lacks
+        return self.__dict__["_tree"].get("", name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._tree.children[""]]
+
+    # Hooks belong to the bridge on which they were added; a copy starts without any.
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("wiring", "names", "core", "architecture", "_tree", "_weights"):
+            state.pop(name)
+        state.pop("_facts", None)  # found out anew by the tokenizer's part
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.cfg._model = self.original_model
+        strip(self.original_model)
+        self._wire(anatomy(self.original_model))
+
+    def __copy__(self) -> Self:
+        new = type(self)(self.original_model, self.tokenizer)
+        new.cfg = self.cfg
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new

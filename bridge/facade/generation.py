@@ -1,0 +1,171 @@
+"""Generating text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+from bridge.facade.hooks import HookMethods
+from bridge.facade.tokens import TokenMethods
+from bridge.facade.weights import WeightMethods
+from bridge.generation.generate import generate, hf_generate
+from bridge.generation.options import Options
+from bridge.generation.stream import stream
+from bridge.hooks.context import CURRENT
+from bridge.hooks.names import NamesFilter
+from bridge.run.protocol import Input
+
+
+class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
+    """The methods of a bridge that generate."""
+
+    @property
+    def step(self) -> int | None:
+        """Which step of a generation this is: 0 for the prompt, then 1, 2, ...; None outside of a generation."""
+        generation = CURRENT.get().generation
+        return None if generation is None else generation.step
+
+    def generate(
+        self,
+        input: Input = "",
+        max_new_tokens: int = 10,
+        stop_at_eos: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float | None = None,
+        freq_penalty: float = 0.0,
+        repetition_penalty: float | None = None,
+        num_return_sequences: int = 1,
+        use_past_kv_cache: bool = True,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        return_type: str | None = "input",
+        output_logits: bool = False,
+        return_cache: bool = False,
+        return_input_tokens: bool = False,
+        stop_strings: str | Sequence[str] | None = None,
+        stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None = None,
+        names_filter: NamesFilter = None,
+        device: torch.device | str | None = None,
+        verbose: bool = True,
+        **more: Any,
+    ) -> Any:
+        """Continues a prompt by the model's own `generate`. Hooks act on every step, the prompt's included.
+
+        Arguments that are None are the model's own (its `generation_config`).
+
+        Args:
+            input: a text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``.
+            max_new_tokens: how many tokens to make at most.
+            stop_at_eos: end a row at EOS.
+            eos_token_id: what counts as EOS; None: what the model says.
+            do_sample: sample, rather than take the likeliest token.
+            top_k, top_p, temperature: of sampling; ``top_k=0`` samples from all tokens.
+            freq_penalty: subtracted from a token's logit for every time it stands in the sequence.
+            repetition_penalty: divides (multiplies, when negative) the logits of tokens that stand there.
+            num_return_sequences: how many continuations of each prompt.
+            use_past_kv_cache: keep keys and values between steps.
+            prepend_bos: start texts with BOS (never twice); None: ``cfg.default_prepend_bos``.
+            padding_side: where shorter rows are padded in what is returned. Each row is continued as if it were alone,
+                whichever side it is.
+            return_type: ``"input"`` (as the input: text or tokens), ``"str"``, ``"tokens"``.
+            output_logits: return a `ModelOutput` with ``sequences`` and ``logits`` (one ``[batch, d_vocab]`` for each
+                step) in place of text or tokens.
+            return_cache: also return the activations of every token that the model processed: all but the last, which
+                is only predicted. They are collected from the steps themselves.
+            return_input_tokens: also return the tokens that the prompt was made into.
+            stop_strings: end a row where its text ends with one of these.
+            stopping_criteria: one of transformers' `StoppingCriteria`, or a list of them.
+            names_filter, device: of the cache, as for `run_with_cache`.
+            verbose: show a progress bar.
+            more: any field of `GenerationConfig`, any argument of the model's `generate` or `forward`
+                (`attention_mask`, `decoder_input_ids`, `pixel_values`, ...).
+
+        Returns:
+            The continued prompts; with `return_cache` and `return_input_tokens` a tuple: output, cache, input tokens.
+
+        Raises:
+            TypeError: an argument that nobody knows, or a model that does not generate.
+            ValueError: no room in the context; text asked for without a tokenizer; a cache of a beam search.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> prompt = "When Mary and John went to the store, John gave a drink to"
+            >>> bridge.generate(prompt, max_new_tokens=2, do_sample=False, verbose=False)[len(prompt):]
+            ' Mary.'
+        """
+        return generate(
+            self,
+            input,
+            Options(
+                max_new_tokens=max_new_tokens,
+                stop_at_eos=stop_at_eos,
+                eos_token_id=eos_token_id,
+                do_sample=do_sample,
+                top_k=top_k,
+                top_p=top_p,
+                temperature=temperature,
+                freq_penalty=freq_penalty,
+                repetition_penalty=repetition_penalty,
+                num_return_sequences=num_return_sequences,
+                use_past_kv_cache=use_past_kv_cache,
+                prepend_bos=prepend_bos,
+                padding_side=padding_side,
+                return_type=return_type,
+                output_logits=output_logits,
+                return_cache=return_cache,
+                return_input_tokens=return_input_tokens,
+                stop_strings=stop_strings,
+                stopping_criteria=stopping_criteria,
+                names_filter=names_filter,
+                device=device,
+                verbose=verbose,
+                more=more,
+            ),
+        )
+
+    def hf_generate(self, input: Input = "", prepend_bos: bool | None = None, **kwargs: Any) -> Any:
+        """The model's own `generate`, with its own arguments and return values; hooks act on every step.
+
+        Args:
+            input: text, texts, tokens or embeddings, as for `generate`; texts are padded in front.
+            prepend_bos: start texts with BOS.
+            kwargs: passed on as they are.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> bridge.hf_generate("Mary and", max_new_tokens=3, do_sample=False).shape
+            torch.Size([1, 6])
+        """
+        return hf_generate(self, input, prepend_bos, kwargs)
+
+    def generate_stream(self, input: Input = "", **arguments: Any) -> Iterator[Any]:
+        """Yields a continuation piece by piece, the prompt first.
+
+        The pieces join to exactly what `generate` returns: strings (a list of strings, one for each row, for a list of
+        texts), or tokens ``[batch, new]`` to be joined along the last axis. The model runs in a thread of its own, with
+        the hooks of the thread that calls; leaving the loop early ends it at the next token.
+
+        Args:
+            input: as for `generate`.
+            arguments: as for `generate`, without `return_cache`, `return_input_tokens` and `output_logits`.
+
+        Raises:
+            TypeError: an argument that nobody knows.
+            ValueError: as `generate`; or tokens that would have to be padded behind.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> pieces = list(bridge.generate_stream("Mary and", max_new_tokens=3, do_sample=False, verbose=False))
+            >>> "".join(pieces) == bridge.generate("Mary and", max_new_tokens=3, do_sample=False, verbose=False)
+            True
+        """
+        return stream(self, input, dict(arguments))

@@ -1,0 +1,176 @@
+"""Adding and removing hooks, and choosing hook points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bridge.facade.base import WrappedModel
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Handle, HookFunction
+from bridge.hooks.names import NamesFilter
+from bridge.run.recorder import caching_functions
+
+
+class HookMethods(WrappedModel):
+    """The methods of a bridge that choose hook points, and add hooks for all runs."""
+
+    def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
+        """The hook points that a filter chooses, in the order of the computation.
+
+        Args:
+            names: a name, an alias, a list of them, a function of the name, a hook point; None: all but the heavy
+                ones that are not switched on by the ``set_use_*`` methods.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: a filter that matches nothing, or a hook point of another bridge.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> [hook.name for hook in bridge.select_hooks(lambda name: name.startswith("blocks.0.ln1"))]
+            ['blocks.0.ln1.hook_scale', 'blocks.0.ln1.hook_normalized']
+        """
+        if isinstance(names, HookPoint):
+            if self.hook_dict.get(names.name) is not names:
+                raise ValueError(f"{names!r} belongs to another bridge")
+            return [names]
+        return self.names.select(names, lambda hook: bool(hook.point.flag and getattr(self.cfg, hook.point.flag)))
+
+    def add_hook(
+        self,
+        name: NamesFilter | HookPoint,
+        hook: HookFunction,
+        dir: str = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+    ) -> list[Handle]:
+        """Adds a function to hook points, for all runs, of any thread, until it is removed.
+
+        Args:
+            name: a name, an alias, a list of them, or a function of the name.
+            hook: called as ``hook(activation, hook=point)``.
+            dir, is_permanent, level, prepend: as for `HookPoint.add_hook`.
+
+        Returns:
+            A handle for each hook point, with `remove()`.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: a filter that matches nothing.
+        """
+        handles: list[Handle] = []
+        try:
+            for point in self.select_hooks(name):
+                handles.append(point.add_hook(hook, dir, is_permanent, level, prepend))
+        except (TypeError, ValueError):
+            for handle in handles:
+                handle.remove()
+            raise
+        return handles
+
+    def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFunction, dir: str = "fwd") -> list[Handle]:
+        """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
+
+        Args:
+            name, hook, dir: as for `add_hook`.
+        """
+        return self.add_hook(name, hook, dir, is_permanent=True)
+
+    def reset_hooks(
+        self,
+        clear_contexts: bool = True,
+        direction: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        """Removes the hooks that were added from all hook points. Those of a ``with`` statement go with it.
+
+        Args:
+            clear_contexts: empty every hook point's `ctx`.
+            direction: ``"fwd"``, ``"bwd"`` or ``"both"``.
+            including_permanent: permanent ones too.
+            level: only those that were added at this level.
+        """
+        if direction not in ("fwd", "bwd", "both"):
+            raise ValueError(f'direction is {direction!r}; it must be "fwd", "bwd" or "both"')
+        if clear_contexts:
+            for point in self.hook_dict.values():
+                point.clear_context()
+        for point in self.hook_dict.values():
+            if point.listeners:
+                point.remove_hooks(direction, including_permanent, level)
+
+    def get_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: int | slice | Sequence[int] | None = None,
+    ) -> tuple[dict[str, Tensor], list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:
+        """Hooks that fill a dictionary with activations, for `run_with_hooks` or `hooks`.
+
+        Args:
+            names_filter, incl_bwd, device, remove_batch_dim, pos_slice: as for `run_with_cache`.
+            cache: the dictionary to fill; None: a new one.
+
+        Returns:
+            The dictionary, the forward hooks and the backward hooks.
+        """
+        cache = {} if cache is None else cache
+        points = self.select_hooks(names_filter)
+        forward, backward = caching_functions(cache, device, remove_batch_dim, pos_slice)
+        return (
+            cache,
+            [(point.name, forward) for point in points],
+            [(point.name, backward) for point in points] if incl_bwd else [],
+        )
+
+    def add_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: int | slice | Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
+        """Adds hooks that fill a dictionary with the activations of every run until `reset_hooks`.
+
+        Args:
+            names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice: as for `get_caching_hooks`.
+
+        Returns:
+            The dictionary.
+        """
+        cache, forward, backward = self.get_caching_hooks(
+            names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice
+        )
+        for name, fn in forward:
+            self.add_hook(name, fn)
+        for name, fn in backward:
+            self.add_hook(name, fn, "bwd")
+        return cache
+
+    def set_use_attn_result(self, use: bool) -> None:
+        """Whether an unfiltered cache holds `attn.hook_result`."""
+        self.cfg.use_attn_result = use
+
+    def set_use_split_qkv_input(self, use: bool) -> None:
+        """Whether an unfiltered cache holds `hook_q_input`, `hook_k_input` and `hook_v_input`."""
+        self.cfg.use_split_qkv_input = use
+
+    def set_use_attn_in(self, use: bool) -> None:
+        """Whether an unfiltered cache holds `hook_attn_in`."""
+        self.cfg.use_attn_in = use
+
+    def set_use_hook_mlp_in(self, use: bool) -> None:
+        """Whether an unfiltered cache holds `hook_mlp_in`."""
+        self.cfg.use_hook_mlp_in = use

@@ -1,0 +1,141 @@
+"""Loading a model, or making one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from bridge.embedded import MODEL_DIR
+from bridge.facade.processing import ProcessingMethods
+from bridge.loading.boot import DeviceMap, MaxMemory, load, make_native
+from bridge.native import NativeConfig
+
+
+class LoadingMethods(ProcessingMethods):
+    """The class methods of a bridge that load or make a model."""
+
+    @classmethod
+    def boot_transformers(
+        cls,
+        name_or_path: str,
+        *,
+        hf_model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        hf_config_overrides: Mapping[str, object] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        load_weights: bool = True,
+        trust_remote_code: bool = False,
+        model_class: type[Any] | None = None,
+        device_map: DeviceMap = None,
+        n_devices: int | None = None,
+        max_memory: MaxMemory = None,
+        n_ctx: int | None = None,
+        revision: str | None = None,
+        checkpoint_index: int | None = None,
+        checkpoint_value: int | None = None,
+        attn_implementation: str | None = None,
+        cache_dir: str | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+    ) -> Self:
+        """Loads a model from the hub or a folder.
+
+        Args:
+            name_or_path: a hub name, or a folder (which needs no network).
+            hf_model: use this model rather than load one.
+            tokenizer: use this tokenizer rather than load one.
+            hf_config_overrides: fields of the Hugging Face configuration to change.
+            device: where to put the model; None: where Hugging Face puts it.
+            dtype: the type of its weights; None: what Hugging Face chooses.
+            load_weights: False for a model without weights (on the ``meta`` device) whose hook points can be listed.
+            trust_remote_code: as for `from_pretrained`.
+            model_class: the class to load; None: what the configuration's architecture says.
+            device_map, max_memory: as for `from_pretrained` (accelerate).
+            n_devices: spread the model evenly over this many accelerators.
+            n_ctx: the context length, in tokens.
+            revision: a branch, tag or commit of the hub's repository.
+            checkpoint_index, checkpoint_value: a training checkpoint, by position in the list or by step (Pythia and
+                stanford-crfm models).
+            attn_implementation, cache_dir, force_download, local_files_only, token: as for `from_pretrained`.
+
+        Raises:
+            ValueError: arguments that exclude each other, or a checkpoint that does not exist.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.embedded import MODEL_DIR
+            >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
+            4
+        """
+        loaded = load(
+            name_or_path,
+            hf_model=hf_model,
+            tokenizer=tokenizer,
+            hf_config_overrides=hf_config_overrides,
+            device=device,
+            dtype=dtype,
+            load_weights=load_weights,
+            trust_remote_code=trust_remote_code,
+            model_class=model_class,
+            device_map=device_map,
+            n_devices=n_devices,
+            max_memory=max_memory,
+            n_ctx=n_ctx,
+            revision=revision,
+            checkpoint_index=checkpoint_index,
+            checkpoint_value=checkpoint_value,
+            attn_implementation=attn_implementation,
+            cache_dir=cache_dir,
+            force_download=force_download,
+            local_files_only=local_files_only,
+            token=token,
+        )
+        bridge = cls(loaded.model, loaded.tokenizer)
+        if hf_model is None:
+            bridge.restore_processing()
+        for field, value in loaded.facts.items():
+            setattr(bridge.cfg, field, value)
+        return bridge
+
+    @classmethod
+    def boot_native(
+        cls, config: NativeConfig | Mapping[str, object], tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> Self:
+        """A small transformer with random weights, for studies of toy models.
+
+        Args:
+            config: a `NativeConfig`, or its fields.
+            tokenizer: for text input; None: the one that the configuration's `tokenizer_name` names, if it does.
+
+        Raises:
+            TypeError: a field that does not exist, or that is missing, or whose value has the wrong type.
+            ValueError: a value out of range, or fields that contradict each other.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_native(
+            ...     {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_vocab": 10, "n_ctx": 5, "attn_only": True}
+            ... )
+            >>> bridge([[1, 2, 3]]).shape
+            torch.Size([1, 3, 10])
+        """
+        return cls(*make_native(config, tokenizer))
+
+    @classmethod
+    def boot_embedded(cls) -> Self:
+        """The small English model that comes with this package, with ground truth for what it knows.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> TransformerBridge.boot_embedded().cfg.n_layers
+            4
+        """
+        bridge = cls.boot_transformers(str(MODEL_DIR))
+        bridge.cfg.model_name = "embedded"
+        return bridge

@@ -1,0 +1,160 @@
+"""How to generate: from a user's arguments to those of the model's own `generate`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from bridge.generation.criteria import FrequencyPenalty, StopStrings
+from bridge.generation.prompt import Generates, Prompt, prompt_of
+from bridge.hooks.names import NamesFilter, suggestion
+from bridge.run.model_inputs import accepted_arguments
+from bridge.run.protocol import Input
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `TransformerBridge.generate` but for the prompt, with the same meaning and defaults."""
+
+    max_new_tokens: int = 10
+    stop_at_eos: bool = True
+    eos_token_id: int | Sequence[int] | None = None
+    do_sample: bool = True
+    top_k: int | None = None
+    top_p: float | None = None
+    temperature: float | None = None
+    freq_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    num_return_sequences: int = 1
+    use_past_kv_cache: bool = True
+    prepend_bos: bool | None = None
+    padding_side: str | None = None
+    return_type: str | None = "input"
+    output_logits: bool = False
+    return_cache: bool = False
+    return_input_tokens: bool = False
+    stop_strings: str | Sequence[str] | None = None
+    stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None = None
+    names_filter: NamesFilter = None
+    device: torch.device | str | None = None
+    verbose: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """From keyword arguments, of which those that are none of ours are `more`."""
+        ours = {f.name for f in fields(cls)} - {"more"}
+        known = {name: value for name, value in arguments.items() if name in ours}
+        return cls(**known, more={name: value for name, value in arguments.items() if name not in ours})
+
+
+def check_generates(bridge: Generates) -> None:
+    """Refuses a model that does not generate.
+
+    Raises:
+        TypeError: it does not.
+    """
+    if not hasattr(bridge.core, "generate") or not bridge.core.can_generate():
+        raise TypeError(f"{type(bridge.core).__name__} does not generate text: transformers gives it no `generate`")
+
+
+def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt, dict[str, Any]]:
+    """The prompt, and the arguments of the model's `generate` besides.
+
+    Args:
+        bridge: the bridge.
+        input: as for `TransformerBridge.generate`.
+        options: likewise.
+
+    Raises:
+        TypeError: an argument that nobody knows, or a model that does not generate.
+        ValueError: no room in the context, or an input that does not fit.
+    """
+    check_generates(bridge)
+    more = dict(options.more)
+    _check_known(bridge, more)
+    prompt = prompt_of(bridge, input, options.prepend_bos, options.padding_side, more.pop("attention_mask", None))
+    if prompt.tokens is not None and "attention_mask" not in prompt.kwargs:
+        prompt.kwargs["attention_mask"] = _inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
+    _check_room(bridge, prompt, options.max_new_tokens)
+    arguments: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample, **more}
+    for name in ("top_k", "top_p", "temperature", "repetition_penalty"):
+        if getattr(options, name) is not None:
+            arguments[name] = getattr(options, name)
+    if options.num_return_sequences != 1:
+        arguments["num_return_sequences"] = options.num_return_sequences
+    if not options.use_past_kv_cache:
+        arguments["use_cache"] = False
+    arguments |= _ending(bridge, options, more)
+    if options.freq_penalty:
+        processors = arguments.pop("logits_processor", None) or []
+        arguments["logits_processor"] = LogitsProcessorList([*processors, FrequencyPenalty(options.freq_penalty)])
+    criteria = options.stopping_criteria
+    several = [criteria] if isinstance(criteria, StoppingCriteria) else list(criteria or [])
+    arguments["stopping_criteria"] = StoppingCriteriaList(several)
+    if options.stop_strings is not None:
+        arguments["stopping_criteria"].append(StopStrings(options.stop_strings, bridge.tokenizer_facts.tokenizer))
+    return prompt, arguments
+
+
+def _inferred_mask(
+    bridge: Generates, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Mapping[str, Any]
+) -> Tensor:
+    """What `generate` takes for padding in tokens without a mask: padding tokens, unless they also end a text.
+
+    It is said here because not stopping at EOS, which hides EOS from `generate`, must not make padding of it.
+    """
+    own = bridge.core.generation_config
+    pad = more.get("pad_token_id", own.pad_token_id)
+    eos = own.eos_token_id if eos_token_id is None else eos_token_id
+    endings = set(eos) if isinstance(eos, Sequence) else {eos}
+    padded = pad is not None and pad not in endings
+    return (tokens != pad).long() if padded else torch.ones_like(tokens)
+
+
+def _ending(bridge: Generates, options: Options, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What ends a row, and what fills it up afterwards."""
+    given: dict[str, Any] = {}
+    ending = options.eos_token_id
+    if ending is not None:
+        given["eos_token_id"] = list(ending) if isinstance(ending, Sequence) else ending
+    own = bridge.core.generation_config
+    eos = given.get("eos_token_id", own.eos_token_id)
+    if own.pad_token_id is None and "pad_token_id" not in more and eos is not None:
+        given["pad_token_id"] = eos[0] if isinstance(eos, list) else eos  # as transformers would, without its notice
+    if not options.stop_at_eos:
+        given["eos_token_id"] = None
+    return given
+
+
+def _check_known(bridge: Generates, more: Mapping[str, Any]) -> None:
+    known = set(vars(GenerationConfig()))
+    own: Any = type(bridge.core)  # of which `check_generates` has seen that it generates
+    known |= set(inspect.signature(own.generate).parameters)
+    known |= accepted_arguments(type(bridge.core).forward)
+    known -= {"self", "inputs", "kwargs", "generation_config", "input_ids", "inputs_embeds"}
+    for name in more:
+        if name not in known:
+            ours = ["input", *(f.name for f in fields(Options))]
+            raise TypeError(
+                f"{name!r} is an argument of neither generate nor GenerationConfig nor "
+                f"{type(bridge.core).__name__}.{suggestion(name, (*ours, *known))}"
+            )
+
+
+def _check_room(bridge: Generates, prompt: Prompt, max_new_tokens: int) -> None:
+    cfg = bridge.cfg
+    if cfg.n_ctx is None or bridge.core.config.is_encoder_decoder:
+        return
+    length = next(iter(prompt.kwargs.values())).shape[1] - min(prompt.padding, default=0)
+    if length + max_new_tokens > cfg.n_ctx:
+        raise ValueError(
+            f"the prompt has {length} tokens and max_new_tokens={max_new_tokens}; {cfg.model_name} has a "
+            f"context of {cfg.n_ctx}: there is room for {max(0, cfg.n_ctx - length)} new tokens"
+        )

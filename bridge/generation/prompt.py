@@ -1,0 +1,172 @@
+"""What generation starts from, and what it returns: padding in front of rows, texts, rows without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bridge.analysis.requirements import AnalysedModel
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import NamesFilter
+from bridge.run.model_inputs import as_tokens, input_device
+from bridge.run.protocol import Input
+from bridge.run.tokenization import HasTokenizer, batch_of
+from bridge.run.wiring import Wiring
+
+
+class Generates(AnalysedModel, HasTokenizer, Protocol):
+    """What generation needs of a bridge.
+
+    Attributes:
+        original_model: the model, with what wraps it.
+        core: the Hugging Face model.
+        wiring: its hook points and what they stand on.
+    """
+
+    original_model: nn.Module
+    core: PreTrainedModel
+    wiring: Wiring
+
+    def select_hooks(self, names: NamesFilter) -> list[HookPoint]:
+        """The hook points that a filter chooses."""
+        ...
+
+
+@dataclass
+class Prompt:
+    """What generation starts from.
+
+    Attributes:
+        kwargs: the prompt as arguments of the model's `generate`.
+        tokens: ``[batch, pos]``, with padding in front; None for embeddings.
+        padding: how many tokens of padding stand before each row.
+        to_the_right: the user wants padding behind the rows.
+        kind: ``"str"``, ``"list"`` or ``"tokens"``: what the user passed.
+    """
+
+    kwargs: dict[str, Any]
+    tokens: Tensor | None
+    padding: list[int]
+    to_the_right: bool
+    kind: str
+
+
+def prompt_of(
+    bridge: Generates,
+    input: Input,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+    mask: Int[Tensor, "batch pos"] | None = None,
+) -> Prompt:
+    """The prompt with padding in front, where generation needs it.
+
+    Args:
+        bridge: the bridge.
+        input, prepend_bos, padding_side: as for `TransformerBridge.generate`.
+        mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
+
+    Raises:
+        ValueError: an unknown side; a mask that does not fit; no tokens.
+    """
+    where = input_device(bridge.core)
+    if padding_side not in (None, "left", "right"):
+        raise ValueError(f'padding_side is {padding_side!r}; it must be "left" or "right"')
+    if isinstance(input, Tensor) and input.is_floating_point():
+        embeddings = {"inputs_embeds": (input if input.ndim == 3 else input[None]).to(where)}
+        mask_too = {} if mask is None else {"attention_mask": mask.to(where)}
+        return Prompt(embeddings | mask_too, None, [0] * input.shape[0], False, "tokens")
+    if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
+        kind = "str" if isinstance(input, str) else "list"
+        batch = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, "left")
+        tokens, mask = batch.tokens, batch.mask
+        if mask is None and len(tokens):
+            # Without it transformers would take a padding token for one that is not meant.
+            mask = torch.ones_like(tokens)
+    else:
+        tokens, kind = as_tokens(input), "tokens"
+        if padding_side is None and mask is not None and bool((mask[:, -1] == 0).any()):
+            padding_side = "right"
+        tokens, mask = to_the_left(tokens, mask)
+    if tokens.shape[1] == 0:
+        raise ValueError("the prompt has no tokens")
+    kwargs = {"input_ids": tokens.to(where)}
+    if mask is not None:
+        kwargs["attention_mask"] = mask.to(where)
+    padding = [0] * len(tokens) if mask is None else (mask.cumsum(-1) == 0).sum(-1).tolist()
+    return Prompt(kwargs, kwargs["input_ids"], padding, padding_side == "right", kind)
+
+
+def check_return_type(return_type: str | None) -> None:
+    """Refuses what `generate` cannot return.
+
+    Raises:
+        ValueError: it is none of the known ones.
+    """
+    if return_type not in ("input", "str", "tokens", None):
+        raise ValueError(f'return_type is {return_type!r}; it must be "input", "str", "tokens" or None')
+
+
+def is_as_text(return_type: str | None, prompt: Prompt) -> bool:
+    """Whether text is to be returned."""
+    return return_type == "str" or (return_type == "input" and prompt.kind != "tokens")
+
+
+def decode(bridge: HasTokenizer, ids: Sequence[int]) -> str:
+    """The text of a row of tokens, without those that are no text."""
+    tokenizer = bridge.tokenizer_facts.tokenizer
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def rows_of(bridge: Generates, prompt: Prompt, sequences: Int[Tensor, "batch pos"], copies: int) -> list[Tensor]:
+    """Each row without the padding in front of it.
+
+    Args:
+        bridge, prompt: what generated, and from what.
+        sequences: what was generated.
+        copies: how many rows each row of the prompt was continued to.
+    """
+    if bridge.core.config.is_encoder_decoder or prompt.tokens is None:
+        return list(sequences)
+    return [row[prompt.padding[i // copies] :] for i, row in enumerate(sequences)]
+
+
+def texts_of(bridge: Generates, rows: Sequence[Tensor], prompt: Prompt) -> str | list[str]:
+    """The text of each row; of one text, its text alone."""
+    texts = [decode(bridge, row.tolist()) for row in rows]
+    return texts[0] if prompt.kind == "str" and len(texts) == 1 else texts
+
+
+def aligned(rows: Sequence[Tensor], sequences: Int[Tensor, "batch pos"], prompt: Prompt) -> Int[Tensor, "batch pos"]:
+    """The sequences, with the padding of the prompt on the side that was asked for."""
+    if not prompt.to_the_right:
+        return sequences
+    # The prompt's own padding moves from the front to the back.
+    fills = [sequence[: len(sequence) - len(row)] for sequence, row in zip(sequences, rows, strict=True)]
+    return torch.stack([torch.cat([row, fill]) for row, fill in zip(rows, fills, strict=True)])
+
+
+def to_the_left(
+    tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"] | None
+) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
+    """Rows with their padding moved to the front, where generation needs it.
+
+    Args:
+        tokens: the rows.
+        mask: 1 for tokens and 0 for padding; None: no padding.
+
+    Raises:
+        ValueError: the mask does not fit.
+    """
+    if mask is None:
+        return tokens, None
+    if mask.shape != tokens.shape:
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; the tokens have {list(tokens.shape)}")
+    # A stable sort by the mask keeps the tokens' order, and that of the padding.
+    order = mask.to(torch.int8).argsort(dim=-1, stable=True)
+    return tokens.gather(1, order), mask.gather(1, order)

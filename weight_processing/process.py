@@ -1,0 +1,221 @@
+"""The whole stage: which transforms a model allows, doing them, checking them, and the record of what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adapters import Architecture, Weights
+from adapters.config import ModelConfig
+from weight_processing.check import Check, ProcessingError
+from weight_processing.interrupted import is_interrupted, marking_interrupted
+from weight_processing.limits import Limits, is_as_left, no_processing
+from weight_processing.parts import Parts
+from weight_processing.saving import SavedBiases, untie
+from weight_processing.steps import STEPS
+
+#: The field of the Hugging Face configuration that says what was done, so that a saved model knows it.
+RECORD = "transformer_bridge_processed"
+DONE = "done"
+
+
+class ByDefault(NamedTuple):
+    """A default, told apart from the same value given by the caller."""
+
+    value: bool
+
+    def __bool__(self) -> bool:
+        return self.value
+
+    def __repr__(self) -> str:
+        return f"{self.value}, where the model allows it" if self.value else "False"
+
+
+ON, OFF = ByDefault(True), ByDefault(False)
+Choice = bool | ByDefault
+#: Opens a context in which the user's hooks do not see the model run.
+WithoutHooks = Callable[[], AbstractContextManager[object]]
+
+
+class Processable(Protocol):
+    """A model whose weights are processed, such as a bridge.
+
+    Attributes:
+        core: the Hugging Face model.
+        architecture: what its adapter declares.
+        cfg: the facts about it; `processed` and what the transforms change are written there.
+    """
+
+    core: PreTrainedModel
+    architecture: Architecture
+    cfg: ModelConfig
+
+    @property
+    def weights(self) -> Weights:
+        """The canonical weights; asked for only where the model can be processed at all."""
+        ...
+
+
+def process(
+    model: Processable,
+    given: Mapping[str, Choice],
+    check: bool | Literal["each"] = True,
+    without_hooks: WithoutHooks = nullcontext,
+) -> None:
+    """Does some transforms to a model's own parameters; see `TransformerBridge.process_weights`.
+
+    Args:
+        model: whose weights are written to.
+        given: for each name in `STEPS`, whether it is asked for.
+        check: compare the log probabilities of random tokens before and after; ``"each"``: after each transform.
+        without_hooks: opens the context in which the check runs the model.
+
+    Raises:
+        ProcessingError: a transform asked for by name is not for this model; or the log probabilities differ.
+        TypeError: a choice that is not True or False.
+        ValueError: `check` is none of the three.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool | ByDefault):
+            raise TypeError(f"{name} is {value!r}; it must be True or False")
+    if check not in (True, False, "each"):
+        raise ValueError(f"check is {check!r}; it must be True, False or 'each'")
+    asked = {name: value for name, value in given.items() if value}
+    parts, reasons = _what_can_be_done(model, asked)
+    if not asked:
+        return
+    report = dict(model.cfg.processed)
+    report |= {name: f"left out: {reason}" for name, reason in reasons.items()}
+    todo = [name for name in asked if name not in reasons and report.get(name) != DONE]
+    if todo:
+        assert parts is not None
+        _do(model, todo, parts, check, report, without_hooks)
+    _write_record(model, report)
+
+
+def read_record(model: Processable) -> None:
+    """Takes over what was done to a model before, as its configuration says.
+
+    Args:
+        model: whose `cfg` is written to.
+    """
+    record = getattr(model.core.config, RECORD, None)
+    if record and not no_processing(model.core, model.architecture):
+        parts = Parts(model.weights)
+        # A saved model's biases may stand in its norms (see `saving`): it is processed anew when it is loaded.
+        if all(is_as_left(parts, name) for name, state in record.items() if state == DONE):
+            _write_record(model, dict(record))
+
+
+def restore(model: Processable, without_hooks: WithoutHooks = nullcontext) -> None:
+    """Does again what was done before a model was saved; see `TransformerBridge.restore_processing`.
+
+    Args:
+        model, without_hooks: as for `process`.
+    """
+    record = getattr(model.core.config, RECORD, None)
+    if record and not model.cfg.processed and not no_processing(model.core, model.architecture):
+        # What is done twice is done once, but the factors of a head are free to change sign.
+        factors, parts = "refactor_factored_attn_matrices", Parts(model.weights)
+        again = {name: record.get(name) == DONE for name in STEPS}
+        again[factors] = again[factors] and not is_as_left(parts, factors)
+        process(model, again, without_hooks=without_hooks)
+        _write_record(model, {**record, **model.cfg.processed})
+
+
+def is_processed(model: nn.Module) -> bool:
+    """Whether a Hugging Face model's configuration says that its weights were processed.
+
+    Args:
+        model: the Hugging Face model.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from weight_processing.process import is_processed
+        >>> is_processed(TransformerBridge.boot_embedded().original_model)
+        False
+    """
+    return bool(getattr(model.config, RECORD, None))
+
+
+def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[Parts | None, dict[str, str]]:
+    """The model's parts, and why transforms are left out.
+
+    Raises:
+        ProcessingError: one of these was asked for by name.
+    """
+    if is_interrupted(model.core):
+        raise ProcessingError(
+            f"the weights of {model.cfg.model_name} are as a call left them that did not come to its end: load them "
+            "again. Nothing was changed"
+        )
+    parts, why = None, no_processing(model.core, model.architecture)
+    reasons = dict.fromkeys(asked, why) if why else {}
+    if not why:
+        parts = Parts(model.weights)
+        _forget_if_replaced(model, parts)
+        limits = Limits(model.core, parts)
+        undone = [name for name in asked if model.cfg.processed.get(name) != DONE]
+        reasons = {name: reason for name in undone if (reason := limits.reason(name))}
+    for name, reason in reasons.items():
+        if isinstance(asked[name], bool):
+            raise ProcessingError(
+                f"{name}=True cannot be done for {model.cfg.model_name}: {reason}. Nothing was changed. "
+                f"With {name}=False, or without naming it, the rest is done."
+            )
+    return parts, reasons
+
+
+def _forget_if_replaced(model: Processable, parts: Parts) -> None:
+    """Parameters may have been loaded or trained since: then what was done to the old ones does not count."""
+    done = [name for name, state in model.cfg.processed.items() if state == DONE]
+    if not all(is_as_left(parts, name) for name in done):
+        model.cfg.processed = {}
+        if any(parts.affine(norm)[0] is not None for norm in parts.norms):
+            model.cfg.normalization_type = parts.block.norm.name
+
+
+def _do(
+    model: Processable,
+    todo: list[str],
+    parts: Parts,
+    check: bool | Literal["each"],
+    report: dict[str, str],
+    without_hooks: WithoutHooks,
+) -> None:
+    core, cfg = model.core, model.cfg
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(cfg.device.type, enabled=False):
+        before = Check(core, cfg, without_hooks) if check else None
+        with marking_interrupted(core):
+            if {"fold_ln", "center_writing_weights", "center_unembed"} & set(todo):
+                untie(core, model.architecture)
+                cfg.tie_word_embeddings = bool(getattr(core.config, "tie_word_embeddings", False))
+            saved_biases = SavedBiases(core)
+            unchecked: list[str] = []
+            for name, step in STEPS.items():
+                again = name == "fold_value_biases" and report.get(name) == DONE and not is_as_left(parts, name)
+                if name not in todo and not again:
+                    continue
+                step(parts, saved_biases)
+                report[name] = DONE
+                unchecked.append(name)
+                if before and check == "each":
+                    before.compare(unchecked)
+                    unchecked = []
+            saved_biases.note()
+            if before and unchecked:
+                before.compare(unchecked)
+
+
+def _write_record(model: Processable, report: dict[str, str]) -> None:
+    model.cfg.processed = report
+    if DONE in report.values():
+        setattr(model.core.config, RECORD, dict(report))
+    kind = model.cfg.normalization_type
+    if report.get("fold_ln") == DONE and kind in ("LN", "RMS"):
+        model.cfg.normalization_type = kind + "Pre"
