@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
 
 from adapters.views import Call
 from bridge.taps.attention_call import AttentionCall
@@ -172,7 +173,9 @@ class _AttentionWatch(Watch):
         """Gives those who only look what will compute scores and pattern, or these where it cannot wait."""
         # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
         # queries are a past: they take more room than the scores, and later runs may write into them.
-        waits = not attention.has_a_past and not autocasts(attention.query.device.type)
+        given = (*self._call.args, *self._call.kwargs.values())
+        fixed = any(isinstance(x, Cache) and x.is_compileable for x in given)  # its keys are written over
+        waits = not (attention.has_a_past or fixed or autocasts(attention.query.device.type))
         attention = attention.kept()
         scores: Tensor | None = None
         for channel in _INSIDE:

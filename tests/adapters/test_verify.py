@@ -28,7 +28,7 @@ def change(bridge, name, **fields):
     hook = bridge.hook_dict[name]
     hook.point = dataclasses.replace(hook.point, **fields)
     hook.view = hook.point.view
-    bridge.wiring.settle(hook)
+    bridge.wiring.place(hook)
 
 
 def test_a_wrong_shape_is_noticed():

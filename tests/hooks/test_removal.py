@@ -72,9 +72,10 @@ def test_an_attention_that_cannot_be_tapped_leaves_nothing(tokens):
     model = tiny("llama")
     bridge = TransformerBridge(model)
     model.model.layers[1].self_attn = torch.nn.Identity()
-    with pytest.raises(AttributeError, match="config"):
-        bridge.add_hook("blocks.1.attn.hook_pattern", lambda x, hook: x)
+    with pytest.raises(RuntimeError, match=r"Identity computed no scores .* blocks\.1\.attn\.hook_pattern"):
+        bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", lambda x, hook: x)])
     assert not bridge.wiring.listening
+    assert not torch_hooks(model)
     assert not bridge.blocks[1].attn.hook_pattern.listeners
 
 

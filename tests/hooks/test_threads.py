@@ -1,8 +1,13 @@
-"""Several threads may call one bridge; a thread's hooks are never seen by another's run."""
+"""Several threads may call one bridge; added hooks are seen by all, scoped ones where they were opened."""
 
+import asyncio
+import contextvars
 import threading
 
 import torch
+
+from bridge import TransformerBridge
+from tests.conftest import tiny, torch_hooks
 
 
 def test_concurrent_runs_do_not_see_each_other(bridge, tokens):
@@ -52,13 +57,86 @@ def test_concurrent_runs_do_not_see_each_other(bridge, tokens):
     )
 
 
-def test_added_hooks_belong_to_their_thread(bridge, tokens):
-    plain = bridge(tokens)
-    bridge.add_hook("hook_embed", lambda x, hook: x * 0)
+ZERO = [("hook_embed", lambda x, hook: x * 0)]
+
+
+def in_thread(fn):
+    """What a function returns in a thread of its own."""
     results = []
-    thread = threading.Thread(target=lambda: results.append(bridge(tokens)))
+    thread = threading.Thread(target=lambda: results.append(fn()))
     thread.start()
     thread.join()
-    assert torch.equal(results[0], plain)
-    assert not torch.equal(bridge(tokens), plain)
+    return results[0]
+
+
+def test_added_hooks_are_the_hook_points(bridge, tokens):
+    plain = bridge(tokens)
+    bridge.add_hook(*ZERO[0])
+    zeroed = bridge(tokens)
+    assert not torch.equal(zeroed, plain)
+    assert torch.equal(in_thread(lambda: bridge(tokens)), zeroed)
+    in_thread(bridge.reset_hooks)
+    assert torch.equal(bridge(tokens), plain)
+    in_thread(lambda: bridge.add_hook(*ZERO[0]))
+    assert torch.equal(bridge(tokens), zeroed)
     bridge.reset_hooks()
+    assert torch_hooks(bridge.original_model) == 0
+
+
+def test_scoped_hooks_are_their_contexts(bridge, tokens):
+    plain, zeroed = bridge(tokens), bridge.run_with_hooks(tokens, fwd_hooks=ZERO)
+    with bridge.hooks(fwd_hooks=ZERO):
+        assert torch.equal(bridge(tokens), zeroed)
+        assert torch.equal(in_thread(lambda: bridge(tokens)), plain)
+        context = contextvars.copy_context()
+        assert torch.equal(in_thread(lambda: context.run(bridge, tokens)), zeroed)
+        assert torch.equal(asyncio.run(asyncio.to_thread(bridge, tokens)), zeroed)
+    assert torch_hooks(bridge.original_model) == 0
+    # A context that outlives the statement it was copied in sees hooks that are gone.
+    assert torch.equal(in_thread(lambda: context.run(bridge, tokens)), plain)
+
+
+def test_two_tasks_of_one_thread_never_see_each_others_hooks(bridge, tokens):
+    plain = bridge(tokens)
+    halved = bridge.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda x, hook: x * 0.5)])
+    zeroed = bridge.run_with_hooks(tokens, fwd_hooks=ZERO)
+
+    async def task(hooks, expected):
+        for _ in range(5):
+            with bridge.hooks(fwd_hooks=hooks):
+                await asyncio.sleep(0)
+                assert torch.equal(bridge(tokens), expected)
+                await asyncio.sleep(0)
+            assert torch.equal(bridge(tokens), plain)
+
+    async def both():
+        half = [("hook_embed", lambda x, hook: x * 0.5)]
+        await asyncio.gather(task(ZERO, zeroed), task(half, halved), task([], plain))
+
+    asyncio.run(both())
+    assert torch_hooks(bridge.original_model) == 0
+
+
+def test_statements_may_end_in_any_order(bridge, tokens):
+    plain, zeroed = bridge(tokens), bridge.run_with_hooks(tokens, fwd_hooks=ZERO)
+    first = bridge.hooks(fwd_hooks=ZERO)
+    second = bridge.hooks(fwd_hooks=[("hook_embed", lambda x, hook: x * 2)])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    doubled = bridge(tokens)
+    assert not torch.equal(doubled, plain)
+    assert not torch.equal(doubled, zeroed)
+    second.__exit__(None, None, None)
+    assert torch.equal(bridge(tokens), plain)
+    assert torch_hooks(bridge.original_model) == 0
+
+
+def test_a_streamers_worker_sees_the_hooks_of_its_caller(tokens):
+    bridge = TransformerBridge(tiny("llama"))
+    asked = {"max_new_tokens": 4, "do_sample": False, "return_type": "tokens", "verbose": False}
+    with bridge.hooks(fwd_hooks=ZERO):
+        made = bridge.generate(tokens, **asked)
+        streamed = torch.cat(list(bridge.generate_stream(tokens, **asked)), dim=1)
+    assert torch.equal(streamed, made)
+    assert not torch.equal(made, bridge.generate(tokens, **asked))

@@ -5,6 +5,7 @@ import sys
 import time
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bridge import TransformerBridge
 from tests.conftest import tiny, torch_hooks
@@ -17,30 +18,36 @@ def test_wrapping_attaches_nothing(hf):
 
 
 def test_one_name_attaches_one_torch_hook(bridge):
+    ends = 2  # the torch hooks that say where a pass begins and ends
     handle = bridge.blocks[1].hook_resid_pre.add_hook(lambda x, hook: None)
-    assert torch_hooks(bridge.original_model) == 1
+    assert torch_hooks(bridge.original_model) == 1 + ends
     bridge.blocks[1].hook_resid_pre.add_hook(lambda x, hook: None)
-    assert torch_hooks(bridge.original_model) == 1
+    assert torch_hooks(bridge.original_model) == 1 + ends
     handle.remove()
-    assert torch_hooks(bridge.original_model) == 1
+    assert torch_hooks(bridge.original_model) == 1 + ends
     bridge.reset_hooks()
     assert torch_hooks(bridge.original_model) == 0
 
 
-def test_one_layers_pattern_leaves_the_others_on_their_kernel(bridge, tokens, monkeypatch):
-    calls = []
-    own = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or own(*a, **k)
-    )
-    bridge(tokens)
-    assert len(calls) == 3
-    calls.clear()
-    bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", lambda pattern, hook: pattern * 0.5)])
-    assert len(calls) == 2
-    calls.clear()
-    _, cache = bridge.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")
-    assert len(calls) == 3
+class Kernels(TorchFunctionMode):
+    """Counts how often the kernel was called."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.nn.functional.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_layers_pattern_leaves_the_others_on_their_kernel(bridge, tokens):
+    halve = [("blocks.1.attn.hook_pattern", lambda pattern, hook: pattern * 0.5)]
+    with Kernels() as kernels:
+        bridge(tokens)
+        assert kernels.count == 3
+        bridge.run_with_hooks(tokens, fwd_hooks=halve)
+        assert kernels.count == 5
+        _, cache = bridge.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")
+        assert kernels.count == 8
     assert list(cache) == ["blocks.1.attn.hook_pattern"]
 
 

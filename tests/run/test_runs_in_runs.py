@@ -226,21 +226,6 @@ def test_compiled_models_run_hooks(tokens, part):
     assert list(cache) == list(TransformerBridge(tiny("llama")).run_with_cache(tokens)[1])
 
 
-def test_checkpointing_and_hooks_that_would_be_gone(tokens):
-    model = tiny("llama").train()
-    model.activation_checkpointing_enable()
-    bridge = TransformerBridge(model)
-    edit = [("blocks.1.attn.hook_z", lambda x, hook: x * 0.5)]
-    with pytest.raises(RuntimeError, match="backward runs the blocks again"):
-        bridge.run_with_hooks(tokens, fwd_hooks=edit, return_type="loss", use_cache=False)
-    plain = TransformerBridge(tiny("llama").train())
-    for one in (bridge, plain):
-        with one.hooks(fwd_hooks=edit):
-            one(tokens, return_type="loss", use_cache=False).backward()
-    for ours, theirs in zip(bridge.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cache_leaves_the_graph_alone(family, tokens):
     grads = []
@@ -263,7 +248,7 @@ def test_a_finished_threads_hooks_can_be_removed(bridge, tokens):
     thread = threading.Thread(target=lambda: bridge.add_hook("hook_embed", lambda x, hook: x))
     thread.start()
     thread.join()
-    assert torch_hooks(bridge.original_model) == 1
+    assert torch_hooks(bridge.original_model) == 3  # the site's, and those where a pass begins and ends
     bridge.reset_hooks()
     assert torch_hooks(bridge.original_model) == 0
 
