@@ -17,8 +17,8 @@ def _conf(protocols: frozenset[type]) -> BeartypeConf:
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that checks its annotations.
 
-    Protocols and `Self` are left to mypy: to ask at run time whether an object has a property, Python would compute it, and
-    jaxtyping decorates functions, which know no class.
+    Protocols and `Self` are left to mypy: to ask at run time whether an object has a property, Python would compute it,
+    and jaxtyping decorates functions, which know no class.
     """
     protocols = {
         value

@@ -65,7 +65,7 @@ def check_arguments(model: Any, given: dict[str, Any], ours: Sequence[str]) -> N
 
 def prepare(
     bridge: Any,
-    input: str | Sequence[str] | Tensor | Sequence[int],
+    input: str | Sequence[Any] | Tensor,
     prepend_bos: bool | None,
     padding_side: Any,
     attention_mask: Tensor | None,
