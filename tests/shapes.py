@@ -11,7 +11,7 @@ from beartype import BeartypeConf, FrozenDict, beartype
 
 @cache
 def _conf(protocols: frozenset[type]) -> BeartypeConf:
-    return BeartypeConf(hint_overrides=FrozenDict(dict.fromkeys([*protocols, Self], object)))
+    return BeartypeConf(is_pep484_tower=True, hint_overrides=FrozenDict(dict.fromkeys([*protocols, Self], object)))
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
