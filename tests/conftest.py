@@ -63,7 +63,7 @@ def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.flo
 
 @pytest.fixture(autouse=True)
 def _types_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test marked `unchecked` runs without these checks: to see what we say of arguments of wrong types, or to time."""
+    """A test marked `unchecked` runs without these checks: to see our errors for wrong types, or to time."""
     jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("unchecked") is not None)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

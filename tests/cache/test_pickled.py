@@ -45,9 +45,9 @@ def test_it_is_read_under_every_name(bridge: TransformerBridge, tokens: torch.Te
 def test_analyses_ask_for_the_model(bridge: TransformerBridge, tokens: torch.Tensor) -> None:
     _, cache = bridge.run_with_cache(tokens)
     again = loaded(cache)
-    with pytest.raises(ValueError, match="cache.model = bridge"):
+    with pytest.raises(ValueError, match=r"cache\.model = bridge"):
         again.decompose_resid()
-    with pytest.raises(ValueError, match="cache.model = bridge"):
+    with pytest.raises(ValueError, match=r"cache\.model = bridge"):
         again.to("cpu", move_model=True)
     again.model = bridge
     assert torch.equal(again.decompose_resid(), cache.decompose_resid())
