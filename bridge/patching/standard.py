@@ -1,4 +1,4 @@
-"""Activation patching, ready made: `get_act_patch_resid_pre` and its siblings.
+"""The usual sweeps of activation patching: `get_act_patch_resid_pre` and its siblings.
 
 Example:
     >>> from bridge import TransformerBridge
