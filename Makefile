@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real check format benchmarks clean
+.PHONY: demo test real gpu check format benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -33,6 +33,26 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/retention.py
 	$(BIN)/python benchmarks/patching.py
 
+# For a machine with an accelerator, whose own Python has torch for it: what else is needed is installed beside that, from
+# the wheels in $(WHEELS) where there are some (no network is asked for then), else from the package index. Then the tests
+# marked `gpu` (they say so where there is no accelerator), and the figures on it.
+GPU_PYTHON ?= python3
+WHEELS ?= .whl
+GPU := .gpu
+GPU_TEST := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU)/site $(if $(wildcard $(WHEELS)/*.whl),$(GPU_PYTHON),$(GPU)/bin/python)
+gpu:
+	mkdir -p $(GPU)/site
+ifneq ($(wildcard $(WHEELS)/*.whl),)
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(GPU)/site $(wildcard $(WHEELS)/*.whl)
+else
+	$(GPU_PYTHON) -m venv --system-site-packages $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[test]'
+endif
+	$(GPU_TEST) -m pytest tests/gpu -m gpu -n 0 -rs
+	$(GPU_TEST) -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "no accelerator, so no figures")'
+	$(GPU_TEST) benchmarks/overhead.py --device cuda
+	$(GPU_TEST) benchmarks/overhead.py --device cuda --dtype bfloat16
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt torch==2.13.0 -e '.[dev]'
@@ -48,4 +68,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

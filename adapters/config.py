@@ -107,6 +107,10 @@ class ModelConfig:
         """The number of parameters in the model, embeddings included, shared ones once."""
         return sum(p.numel() for p in self._parameters())
 
+    def attach(self, model: nn.Module) -> None:
+        """Says whose facts these are: `device`, `dtype` and `n_params` are read from its parameters."""
+        self._model = model
+
     def _parameters(self) -> Any:
         if self._model is None:
             raise AttributeError("this configuration belongs to no model: device, dtype and n_params are a model's")

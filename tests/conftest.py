@@ -63,8 +63,8 @@ def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.flo
 
 @pytest.fixture(autouse=True)
 def _types_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test marked `wrong_types` passes arguments of wrong types, to see what we say of them without the checks."""
-    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("wrong_types") is not None)
+    """A test marked `unchecked` runs without these checks: to see our errors for wrong types, or to time."""
+    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("unchecked") is not None)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 

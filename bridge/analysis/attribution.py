@@ -225,7 +225,7 @@ def _beside(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Tensor:
 
 
 def directions_of(model: AnalysedModel, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
-    """The columns of the unembedding that belong to tokens; see `AnalysisMethods.tokens_to_residual_directions`.
+    """The columns of the unembedding that belong to tokens; see `TransformerBridge.tokens_to_residual_directions`.
 
     Args:
         model: the bridge.

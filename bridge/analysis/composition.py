@@ -68,7 +68,7 @@ def composition_scores(
 
 
 def all_scores(model: HasCircuits, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
-    """The composition scores of all pairs of heads; see `AnalysisMethods.all_composition_scores`.
+    """The composition scores of all pairs of heads; see `TransformerBridge.all_composition_scores`.
 
     Args:
         model: the bridge.

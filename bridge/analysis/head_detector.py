@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
 
+from adapters.config import ModelConfig
 from bridge.analysis.runnable import RunnableModel
 
 HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]
@@ -41,7 +42,7 @@ def detect_head(
     seq: str | Sequence[str],
     detection_pattern: Num[Tensor, "query key"] | str,
     heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None = None,
-    cache: Mapping[Any, Tensor] | None = None,
+    cache: Mapping[str, Tensor] | None = None,
     *,
     exclude_bos: bool = False,
     exclude_current_token: bool = False,
@@ -98,7 +99,7 @@ def _detect(
     text: str,
     wanted: Tensor | str,
     heads: Mapping[int, Sequence[int]],
-    cache: Mapping[Any, Tensor] | None,
+    cache: Mapping[str, Tensor] | None,
     options: dict[str, Any],
 ) -> Tensor:
     cfg = model.cfg
@@ -129,7 +130,9 @@ def _detect(
     return scores
 
 
-def _heads(cfg: Any, heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None) -> dict[int, list[int]]:
+def _heads(
+    cfg: ModelConfig, heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None
+) -> dict[int, list[int]]:
     """For each layer that was asked for, its heads."""
     if heads is None:
         return {layer: list(range(cfg.n_heads)) for layer in range(cfg.n_layers)}

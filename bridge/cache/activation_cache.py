@@ -47,7 +47,7 @@ class ActivationCache(ResidualMethods):
     """
 
     def __init__(self, cache_dict: dict[str, Any], model: AnalysedModel, has_batch_dim: bool = True) -> None:
-        self._values: dict[str, Any] = cache_dict  # tensors, and what gives one when it is asked for (`Deferred`)
+        self._values = cache_dict  # of tensors, and of what gives one when it is asked for (`Deferred`)
         self._model: AnalysedModel | None = model
         self._names: _Names | None = None
         self.has_batch_dim = has_batch_dim
@@ -90,7 +90,7 @@ class ActivationCache(ResidualMethods):
         new.__dict__.update(self.__dict__)
         return new
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         new = copy.copy(self)  # of the same model
         new.cache_dict = copy.deepcopy(self.cache_dict, memo)
         return new

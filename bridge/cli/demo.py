@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bridge.analysis.logit_lens import head_contributions, logit_lens
+from bridge.bridge import TransformerBridge
+from bridge.embedded import Prompt, prompts
+from bridge.hooks.hook_point import HookPoint
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 #: Its right answer, and the likely mistake.
@@ -22,8 +24,6 @@ def demo(model: str | None = None, prompt: str | None = None) -> None:
         model: a hub name or folder; None: the shipped model.
         prompt: the text to study; None: an indirect-object prompt.
     """
-    from bridge import TransformerBridge
-
     bridge = TransformerBridge.boot_transformers(model) if model else TransformerBridge.boot_embedded()
     bridge.eval()
     with torch.no_grad():
@@ -34,7 +34,7 @@ def demo(model: str | None = None, prompt: str | None = None) -> None:
                 print(line)
 
 
-def report(bridge: Any, prompt: str, answers: tuple[str, str] | None = None) -> Iterable[str]:
+def report(bridge: TransformerBridge, prompt: str, answers: tuple[str, str] | None = None) -> Iterable[str]:
     """The demonstration on one prompt, line by line.
 
     Args:
@@ -79,18 +79,16 @@ def report(bridge: Any, prompt: str, answers: tuple[str, str] | None = None) -> 
     yield from table(["heads", "direct", "difference"], [*rows, [name(top), "", change(bridge, tokens, pair, top)]])
 
 
-def population(bridge: Any, n: int = 100) -> Iterable[str]:
+def population(bridge: TransformerBridge, n: int = 100) -> Iterable[str]:
     """Which heads matter over many held-out prompts of the shipped model: each one's direct part, and its ablation."""
-    from bridge.embedded import prompts
-
-    by_length: dict[int, list[Any]] = {}
+    by_length: dict[int, list[Prompt]] = {}
     for p in prompts("ioi", n, seed=1):
         by_length.setdefault(bridge.to_tokens(p.text).shape[1], []).append(p)
     batches = [
         (
             bridge.to_tokens([p.text for p in group]),
             torch.tensor([bridge.to_single_token(p.answer) for p in group]),
-            torch.tensor([bridge.to_single_token(p.wrong) for p in group]),
+            torch.tensor([bridge.to_single_token(p.wrong or "") for p in group]),
         )
         for group in by_length.values()
     ]
@@ -131,10 +129,10 @@ def name(heads: Sequence[tuple[int, int]]) -> str:
     return " + ".join(f"L{layer}H{head}" for layer, head in heads)
 
 
-def ablated(bridge: Any, tokens: Tensor, heads: Sequence[tuple[int, int]]) -> Tensor:
+def ablated(bridge: TransformerBridge, tokens: Tensor, heads: Sequence[tuple[int, int]]) -> Tensor:
     """The last position's logits with some heads' z set to zero, ``[batch, d_vocab]``."""
 
-    def zero(z: Tensor, hook: Any) -> Tensor:
+    def zero(z: Tensor, hook: HookPoint) -> Tensor:
         for layer, head in heads:
             if layer == hook.layer():
                 z[:, :, head] = 0
@@ -145,14 +143,16 @@ def ablated(bridge: Any, tokens: Tensor, heads: Sequence[tuple[int, int]]) -> Te
 
 
 def difference(
-    bridge: Any, tokens: Tensor, pair: tuple[Tensor, Tensor], heads: Sequence[tuple[int, int]] = ()
+    bridge: TransformerBridge, tokens: Tensor, pair: tuple[Tensor, Tensor], heads: Sequence[tuple[int, int]] = ()
 ) -> float:
     """The logit of one token less that of another, with some heads ablated."""
     logits = ablated(bridge, tokens, heads)[0]
     return (logits[pair[0]] - logits[pair[1]]).item()
 
 
-def change(bridge: Any, tokens: Tensor, pair: tuple[Tensor, Tensor], heads: Sequence[tuple[int, int]]) -> str:
+def change(
+    bridge: TransformerBridge, tokens: Tensor, pair: tuple[Tensor, Tensor], heads: Sequence[tuple[int, int]]
+) -> str:
     """How an ablation changes the difference."""
     return f"{difference(bridge, tokens, pair, heads):+.2f}"
 

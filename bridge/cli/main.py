@@ -6,12 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bridge.cli.demo import demo, table
-
 
 def hooks(model: str) -> None:
     """Prints a model's hook points with their shapes and aliases, without loading its weights."""
-    from bridge import TransformerBridge
+    from bridge.bridge import TransformerBridge
+    from bridge.cli.demo import table
 
     if model == "embedded":
         bridge = TransformerBridge.boot_embedded()
@@ -36,7 +35,7 @@ def hooks(model: str) -> None:
 def verify(model: str) -> bool:
     """Prints what `adapters.verify` finds, and says whether everything holds."""
     from adapters import verify as check
-    from bridge import TransformerBridge
+    from bridge.bridge import TransformerBridge
 
     bridge = TransformerBridge.boot_embedded() if model == "embedded" else TransformerBridge.boot_transformers(model)
     report = check(bridge)
@@ -60,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
     given = parser.parse_args(arguments)
     if given.command == "demo":
+        from bridge.cli.demo import demo
+
         demo(given.model, given.prompt)
     elif given.command == "hooks":
         hooks(given.model)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from bridge.embedded.grammar import random_list
 from bridge.embedded.prompts import Prompt, prompts
 
 
-def load(folder: str | Path) -> tuple[Any, Any]:
+def load(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer from a folder, with attention whose patterns can be read.
 
     Args:
@@ -33,7 +32,9 @@ def load(folder: str | Path) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def accuracy(model: Any, tokenizer: Any, items: Sequence[Prompt], bos: bool = True) -> float:
+def accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Prompt], bos: bool = True
+) -> float:
     """Return the share of prompts whose most likely next token, of the whole vocabulary, is the answer.
 
     Args:
@@ -56,7 +57,9 @@ def accuracy(model: Any, tokenizer: Any, items: Sequence[Prompt], bos: bool = Tr
     groups: dict[int, list[tuple[list[int], int]]] = {}
     for item in items:
         ids = [tokenizer.bos_token_id] * bos + tokenizer.encode(item.text)
-        groups.setdefault(len(ids), []).append((ids, tokenizer.convert_tokens_to_ids(item.answer)))
+        answer = tokenizer.convert_tokens_to_ids(item.answer)
+        assert isinstance(answer, int)  # of one token
+        groups.setdefault(len(ids), []).append((ids, answer))
     right = 0
     # Grouped by length, so that nothing is padded.
     for rows in groups.values():
@@ -65,7 +68,7 @@ def accuracy(model: Any, tokenizer: Any, items: Sequence[Prompt], bos: bool = Tr
     return right / len(items)
 
 
-def repeated_lists(tokenizer: Any, n: int, length: int, seed: int = 0) -> torch.Tensor:
+def repeated_lists(tokenizer: PreTrainedTokenizerBase, n: int, length: int, seed: int = 0) -> torch.Tensor:
     """Return token ids of `n` held-out random lists, each said twice, after the beginning token.
 
     Args:
@@ -82,12 +85,13 @@ def repeated_lists(tokenizer: Any, n: int, length: int, seed: int = 0) -> torch.
     """
     rng = random.Random(seed)
     lists = [random_list(rng, length, held=True) for _ in range(n)]
-    rows = [tokenizer.convert_tokens_to_ids([f" {word}" for word in drawn] * 2) for drawn in lists]
-    return torch.tensor([[tokenizer.bos_token_id, *row] for row in rows])
+    rows = [[f" {word}" for word in drawn] * 2 for drawn in lists]
+    ids = torch.tensor([tokenizer.convert_tokens_to_ids(row) for row in rows])
+    return torch.nn.functional.pad(ids, (1, 0), value=tokenizer.bos_token_id)
 
 
 @torch.no_grad()
-def repeat_accuracy(model: Any, ids: torch.Tensor) -> float:
+def repeat_accuracy(model: PreTrainedModel, ids: torch.Tensor) -> float:
     """Return the share of words of the second half that are foretold, its first word left out.
 
     The first word of the second half is left out because nothing before it says that the list is over.
@@ -109,7 +113,7 @@ def repeat_accuracy(model: Any, ids: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def head_scores(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def head_scores(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the induction score and the previous-token score of every head, each as (layer, head).
 
     The induction score is the mean attention from a token of the second half to the token after its previous
@@ -136,7 +140,7 @@ def head_scores(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return induction.mean((1, -1)), previous.mean((1, -1))
 
 
-def figures(folder: str | Path, n: int = 1000, seed: int = 12345) -> dict[str, Any]:
+def figures(folder: str | Path, n: int = 1000, seed: int = 12345) -> dict[str, object]:
     """Measure the model in a folder on prompts and lists that were not in training.
 
     Args:
@@ -154,7 +158,7 @@ def figures(folder: str | Path, n: int = 1000, seed: int = 12345) -> dict[str, A
         True
     """
     model, tokenizer = load(folder)
-    result: dict[str, Any] = {
+    result: dict[str, object] = {
         kind: accuracy(model, tokenizer, prompts(kind, n, seed)) for kind in ("ioi", "fact", "repeats")
     }
     for length in (10, 20, 50):

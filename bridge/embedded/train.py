@@ -14,14 +14,19 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from bridge.embedded import grammar
 from bridge.embedded.measure import figures
@@ -59,7 +64,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: Any) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """Build the model with random weights from torch's global generator.
 
     Args:
@@ -94,7 +99,7 @@ def build_model(tokenizer: Any) -> LlamaForCausalLM:
     return model
 
 
-def batches(tokenizer: Any, seed: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+def batches(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Yield training steps: each one block of (ids, weights) per stream of the text.
 
     One document is one row, the beginning token first; padding has weight 0. Short and long rows are in different
@@ -148,7 +153,9 @@ def loss_of(model: LlamaForCausalLM, block: torch.Tensor, weights: torch.Tensor)
     return (losses * weights[:, 1:]).sum(), weights[:, 1:].sum()
 
 
-def train(model: LlamaForCausalLM, tokenizer: Any, seed: int, steps: int, minutes: float, rate: float) -> int:
+def train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int, minutes: float, rate: float
+) -> int:
     """Train the model in place and return how many steps it took.
 
     The learning rate rises over the first steps and then falls to nothing with the larger of the shares of steps

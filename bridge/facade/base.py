@@ -132,13 +132,13 @@ class WrappedModel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.cfg._model = self.original_model
+        self.cfg.attach(self.original_model)
         strip(self.original_model)
         self._wire(anatomy(self.original_model))
 
     def __copy__(self) -> Self:
         new = type(self)(self.original_model, self.tokenizer)
-        new.cfg = self.cfg
+        new.cfg, new._weights = self.cfg, None
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -25,7 +25,7 @@ class Steps(StoppingCriteria):
         self.generation = generation
         self.cancelled = False
 
-    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor | tuple[Tensor, ...] | None, **kwargs: object) -> Tensor:
         self.generation.step += 1
         self.bar.update()
         return torch.full((input_ids.shape[0],), self.cancelled, dtype=torch.bool, device=input_ids.device)
@@ -50,7 +50,7 @@ class StopStrings(StoppingCriteria):
         # A token is at least a byte of text; some margin for those that are none.
         self.window = max(len(string.encode()) for string in self.strings) + 8
 
-    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor | tuple[Tensor, ...] | None, **kwargs: object) -> Tensor:
         done = []
         for row in input_ids[:, -self.window :].tolist():
             now, before = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (row, row[:-1]))

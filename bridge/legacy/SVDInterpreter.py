@@ -15,7 +15,7 @@ OUTPUT_EMBEDDING = "unembed.W_U"
 
 
 class SVDInterpreter(_SVDInterpreter):
-    """`bridge.svd.SVDInterpreter`, for which a head of ``"w_in"`` or ``"w_out"`` is no error.
+    """`bridge.analysis.svd.SVDInterpreter`, for which a head of ``"w_in"`` or ``"w_out"`` is no error.
 
     Args:
         model: a `HookedTransformer`.
@@ -34,7 +34,7 @@ class SVDInterpreter(_SVDInterpreter):
         """The right singular vectors of a matrix of one layer, each through the unembedding.
 
         Args:
-            vector_type, layer_index, num_vectors: as for `bridge.svd.SVDInterpreter.get_singular_vectors`.
+            vector_type, layer_index, num_vectors: as for `bridge.analysis.svd.SVDInterpreter.get_singular_vectors`.
             head_index: the head, for ``"OV"``; other types have none, and it does not count.
 
         Raises:

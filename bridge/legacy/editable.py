@@ -23,7 +23,7 @@ class EditableComponent(Component):
         object.__setattr__(self, "name", name)
 
     def __setattr__(self, attribute: str, value: Any) -> None:
-        self._tree.put(self.name, attribute, value)  # type: ignore[attr-defined]
+        self._tree.put(self.name, attribute, value)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
         """What the part makes of tensors: a block of a residual stream, a norm or an MLP of what it reads.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -247,7 +247,7 @@ class IOIDataset(Dataset[dict[str, Tensor]]):
 @torch.inference_mode()
 def ioi_eval(
     model: Any,
-    dataset: Dataset[dict[str, Tensor]] | None = None,
+    dataset: Dataset[dict[str, Tensor]] | Sequence[dict[str, Tensor]] | None = None,
     batch_size: int = 8,
     num_samples: int = 1000,
     tokenizer: Any = None,
@@ -271,7 +271,9 @@ def ioi_eval(
     """
     if dataset is None:
         dataset = IOIDataset(tokenizer or model.tokenizer, num_samples=num_samples, symmetric=symmetric)
-    batches: DataLoader[Any] = DataLoader(dataset, batch_size=batch_size, collate_fn=list)
+    batches: DataLoader[Any] = DataLoader(
+        cast(Dataset[dict[str, Tensor]], dataset), batch_size=batch_size, collate_fn=list
+    )
     differences: list[float] = []
     for batch in tqdm(batches):
         prompts = [row["prompt"] for row in batch]

@@ -60,7 +60,7 @@ class RunsAsBefore(TransformerBridge):
         start_at_layer: int | None = None,
         tokens: Int[Tensor, "batch pos"] | None = None,
         shortformer_pos_embed: Tensor | None = None,
-        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        attention_mask: Int[Tensor, "batch past_and_pos"] | None = None,
         stop_at_layer: int | None = None,
         past_kv_cache: HookedTransformerKeyValueCache | None = None,
         **model_kwargs: Any,

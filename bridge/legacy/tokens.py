@@ -222,4 +222,4 @@ def report_on_prompt(
     print(f"Ranks of the answer tokens: {ranks if several else [rank[0] for rank in ranks]}")
 
 
-report_on_prompt.__test__ = False  # type: ignore[attr-defined]  # no test of pytest's, whatever it is imported as
+report_on_prompt.__dict__["__test__"] = False  # no test of pytest's, whatever it is imported as

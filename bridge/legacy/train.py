@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import optim
@@ -48,7 +49,7 @@ class HookedTransformerTrainConfig:
     max_steps: int | None = None
 
 
-def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any]) -> Any:
+def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any] | Sequence[Any]) -> Any:
     """Trains a model to predict next tokens.
 
     Args:
@@ -85,7 +86,7 @@ def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any
     scheduler = optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, step / warmup) if config.warmup_steps else 1.0
     )
-    loader: DataLoader[Any] = DataLoader(dataset, batch_size=config.batch_size, shuffle=True)
+    loader: DataLoader[Any] = DataLoader(cast(Dataset[Any], dataset), batch_size=config.batch_size, shuffle=True)
     for epoch in range(1, config.num_epochs + 1):
         for step, batch in enumerate(loader):
             loss = model(batch["tokens"].to(device), return_type="loss")

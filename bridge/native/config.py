@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import fields
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from transformers import PreTrainedConfig
@@ -40,6 +40,7 @@ _ELSEWHERE = {
 }
 
 
+@no_type_check  # transformers makes a dataclass of it whose constructor takes more than its fields
 class NativeConfig(PreTrainedConfig):
     """What a native model is made of. All fields are given by name, and completed when the configuration is made.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from bridge.bridge import TransformerBridge
 from bridge.hooks.act_names import act_name
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
@@ -20,26 +21,35 @@ from bridge.run.model_inputs import as_tokens
 #: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
 PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
 #: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number.
-Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]
+Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Tensor | float]
+
+
+class IndexTable(Protocol):
+    """A table with an index in each row: a pandas data frame."""
+
+    def itertuples(self, index: bool, name: None) -> Iterable[tuple[int, ...]]:
+        """The rows as tuples."""
+        ...
+
 
 AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos")
 
 
 def generic_activation_patch(
-    model: Any,
+    model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],
     clean_cache: Mapping[str, Tensor],
     patching_metric: Metric,
     patch_setter: PatchSetter,
     activation_name: str,
     index_axis_names: Sequence[str] | None = None,
-    index_df: Any = None,
+    index_df: IndexTable | None = None,
     return_index_df: bool = False,
     *,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
     patches_per_run: int = 1,
     verbose: bool = True,
-) -> Any:
+) -> Float[Tensor, "..."] | tuple[Float[Tensor, "..."], IndexTable]:
     """Patches one piece of the clean run after another into the corrupted run, and measures each.
 
     Runs start at the layer of their patch, from the corrupted residual stream, wherever that changes no result (see
@@ -115,7 +125,7 @@ def generic_activation_patch(
     measured = torch.tensor(results, dtype=torch.float32, device=model.cfg.device)
     if sizes is not None:
         measured = measured.reshape(sizes)
-    return (measured, frame) if return_index_df else measured
+    return measured if frame is None or not return_index_df else (measured, frame)
 
 
 class _Step(NamedTuple):
@@ -131,7 +141,7 @@ class _Step(NamedTuple):
 
 
 def _steps(
-    model: Any, clean_cache: Mapping[str, Tensor], activation_name: str, rows: Sequence[list[int]]
+    model: TransformerBridge, clean_cache: Mapping[str, Tensor], activation_name: str, rows: Sequence[list[int]]
 ) -> list[_Step]:
     clean: dict[HookPoint, Tensor] = {}  # taken once: a cache may compute what it holds when it is asked
     steps = []
@@ -147,7 +157,7 @@ def _steps(
     return steps
 
 
-def _size(model: Any, tokens: Tensor, activation_name: str, axis: str) -> int:
+def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: str) -> int:
     """How many values an index axis has."""
     if axis not in AXES:
         raise ValueError(f"there is no index axis {axis!r}; there are {', '.join(AXES)}.{suggestion(axis, AXES)}")
@@ -159,7 +169,7 @@ def _size(model: Any, tokens: Tensor, activation_name: str, axis: str) -> int:
     return model.cfg.n_kv_heads if "n_key_value_heads" in axes else model.cfg.n_heads
 
 
-def _number(value: Any) -> float:
+def _number(value: Tensor | float) -> float:
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:
@@ -167,7 +177,7 @@ def _number(value: Any) -> float:
     return float(value.item())
 
 
-def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> Any:
+def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> IndexTable:
     """A data frame of all combinations of indices, the last column running fastest.
 
     Args:

@@ -8,7 +8,6 @@ return it. A clean activation of one row serves every row of the corrupted batch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -175,7 +174,7 @@ def _named(index: Sequence[int], *axes: str) -> Sequence[int]:
     return index
 
 
-def _patch(corrupted: Tensor, clean: Tensor, index: Sequence[int], where: tuple[Any, ...]) -> Tensor:
+def _patch(corrupted: Tensor, clean: Tensor, index: Sequence[int], where: tuple[int | slice, ...]) -> Tensor:
     # A clean activation without batch axis could fit by accident, with its axes mistaken for others.
     if corrupted.ndim == clean.ndim:
         try:

@@ -1,4 +1,4 @@
-"""Activation patching, ready made: `get_act_patch_resid_pre` and its siblings.
+"""The usual sweeps of activation patching: `get_act_patch_resid_pre` and its siblings.
 
 Example:
     >>> from bridge import TransformerBridge
@@ -17,13 +17,14 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from bridge.bridge import TransformerBridge
 from bridge.patching.generic import Metric, PatchSetter, generic_activation_patch
 from bridge.patching.setters import (
     layer_head_dest_src_pos_pattern_patch_setter,
@@ -53,11 +54,11 @@ Raises:
 _GROUPED = "; with grouped keys and values, `head` counts key heads"
 
 
-def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[..., Any]:
+def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[..., Tensor]:
     """A function that patches one kind of activation piece by piece."""
 
     def patch(
-        model: Any,
+        model: TransformerBridge,
         corrupted_tokens: Int[Tensor, "..."],
         clean_cache: Mapping[str, Tensor],
         patching_metric: Metric,
@@ -72,17 +73,17 @@ def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[
     return patch
 
 
-def _head_by_pos(name: str, what: str) -> Callable[..., Any]:
+def _head_by_pos(name: str, what: str) -> Callable[..., Tensor]:
     return _patcher(
         name, f"{what} of each head at each position", layer_pos_head_vector_patch_setter, "layer", "pos", "head"
     )
 
 
-def _head_all_pos(name: str, what: str) -> Callable[..., Any]:
+def _head_all_pos(name: str, what: str) -> Callable[..., Tensor]:
     return _patcher(name, f"{what} of each head at all positions", layer_head_vector_patch_setter, "layer", "head")
 
 
-def _stream(name: str, what: str) -> Callable[..., Any]:
+def _stream(name: str, what: str) -> Callable[..., Tensor]:
     return _patcher(name, f"{what} at each position", layer_pos_patch_setter, "layer", "pos")
 
 
@@ -118,7 +119,7 @@ get_act_patch_attn_head_pattern_all_pos = _patcher(
 
 
 def get_act_patch_attn_head_all_pos_every(
-    model: Any,
+    model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
@@ -146,7 +147,7 @@ def get_act_patch_attn_head_all_pos_every(
 
 
 def get_act_patch_attn_head_by_pos_every(
-    model: Any,
+    model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
@@ -175,7 +176,7 @@ def get_act_patch_attn_head_by_pos_every(
 
 
 def get_act_patch_block_every(
-    model: Any,
+    model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
@@ -196,7 +197,7 @@ def get_act_patch_block_every(
     return _stacked(patch(model, corrupted_tokens, clean_cache, metric, **options) for patch in patchers)
 
 
-def _stacked(results: Any) -> Tensor:
+def _stacked(results: Iterable[Tensor]) -> Tensor:
     """Results of all kinds along a first axis; fewer key heads than query heads are filled up with zeros."""
     every: Sequence[Tensor] = list(results)
     heads = max(result.shape[-1] for result in every)

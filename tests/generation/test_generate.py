@@ -255,6 +255,7 @@ def test_empty_prompts(embedded):
         embedded.generate(torch.zeros(1, 0, dtype=torch.long), **GREEDY)
 
 
+@pytest.mark.unchecked
 def test_errors(endless):
     with pytest.raises(TypeError, match=r"'max_new_token' is an argument of neither.*max_new_tokens"):
         endless.generate(SOME, max_new_token=3, **GREEDY)

@@ -42,6 +42,7 @@ def test_what_is_appended_is_kept_until_it_is_frozen():
     assert torch.equal(entry.past_keys, keys) and torch.equal(entry.past_values, values)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("shape", [(1, 3, 4, 8), (2, 3, 2, 8), (2, 3, 4), (2, 3, 4, 4)])
 def test_what_does_not_fit(shape):
     entry = HookedTransformerKeyValueCacheEntry.init_cache_entry(config(), batch_size=2)

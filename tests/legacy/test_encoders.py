@@ -134,6 +134,7 @@ def test_next_sentences(encoder, sequential, tokenizer):
     assert all(not point.listeners for point in encoder.hook_dict.values())
 
 
+@pytest.mark.unchecked
 def test_what_next_sentences_need(encoder, masked, tokenizer):
     model = BertNextSentencePrediction(encoder)
     for sentences in (PAIR[:1], [*PAIR, "a cat"], "a cat"):
@@ -156,6 +157,7 @@ def test_a_checkpoint_without_the_other_head(masked, tokenizer, tmp_path):
         HookedTransformer.from_pretrained(str(tmp_path), device="cpu")
 
 
+@pytest.mark.unchecked
 def test_encoders_from_configurations(tokenizer, folder):
     model = HookedEncoder(FIELDS, tokenizer=tokenizer)
     assert model.tokenizer is tokenizer

@@ -135,6 +135,7 @@ def test_defaults_of_bos():
     assert gpt2.cfg.default_prepend_bos is False
 
 
+@pytest.mark.unchecked
 def test_arguments_that_nobody_knows():
     with pytest.raises(TypeError, match=r"'trust_remote_cod' is no argument.*Did you mean trust_remote_code"):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), trust_remote_cod=True)

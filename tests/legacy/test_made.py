@@ -104,6 +104,7 @@ def test_the_vocabulary_of_a_tokenizer():
     assert model(model.to_tokens("a")).shape[-1] == 61
 
 
+@pytest.mark.unchecked
 def test_a_model_of_the_same_shape():
     loaded = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
     made = HookedTransformer(loaded.cfg)

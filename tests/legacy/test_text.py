@@ -73,6 +73,7 @@ def test_what_is_not_in_a_text(english):
     assert str(caught.value) == "The token does not occur in the prompt"
 
 
+@pytest.mark.unchecked
 def test_a_tokenizer_without_its_own_tokens(tmp_path):
     from transformers import AutoTokenizer
 

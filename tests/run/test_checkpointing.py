@@ -35,7 +35,7 @@ def model_of(family: str, checkpointing: bool, reentrant: bool = False) -> torch
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     if checkpointing:
-        model.activation_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
     return model
 
 

@@ -69,6 +69,7 @@ def test_heavy_points_are_left_out_until_switched_on(bridge, tokens):
         assert full not in bridge.run_with_cache(tokens)[1]
 
 
+@pytest.mark.unchecked
 def test_wrapping_is_quick():
     # An upper bound far above what it takes, so that a busy machine cannot fail it: it would if wrapping ran the model.
     hf = tiny("llama")

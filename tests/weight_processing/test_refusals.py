@@ -292,6 +292,7 @@ def test_refactoring(make: Callable[[], TransformerBridge], match: str) -> None:
     assert same(bridge.original_model, values)
 
 
+@pytest.mark.unchecked
 def test_wrong_arguments() -> None:
     bridge = TransformerBridge(tiny("gpt2"))
     with pytest.raises(TypeError, match="fold_ln is 'yes'; it must be True or False"):
