@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from adapters import Anatomy, Weights, anatomy
+from adapters import ModelMap, Weights, map_model
 from adapters.config import ModelConfig
 from bridge.analysis.weight_analysis import AnalysisMethods
 from bridge.generation.generate import GenerationMethods
@@ -69,7 +69,7 @@ class TransformerBridge(
                 f"hf_model is {hf_model!r}, which is no model; "
                 "TransformerBridge.boot_transformers(name_or_path) loads one by name"
             )
-        found = anatomy(hf_model)
+        found = map_model(hf_model)
         self.original_model = hf_model
         self.tokenizer = tokenizer
         self.cfg: ModelConfig = found.cfg
@@ -82,7 +82,7 @@ class TransformerBridge(
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
-    def _wire(self, found: Anatomy) -> None:
+    def _wire(self, found: ModelMap) -> None:
         self.wiring = Wiring(self.original_model, found.points)
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
@@ -156,7 +156,7 @@ class TransformerBridge(
         self._facts = None
         self.cfg._model = self.original_model
         strip(self.original_model)
-        self._wire(anatomy(self.original_model))
+        self._wire(map_model(self.original_model))
 
     def __copy__(self) -> TransformerBridge:
         new = type(self)(self.original_model, self.tokenizer)

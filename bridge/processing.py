@@ -170,7 +170,8 @@ class ProcessingMethods(WeightMethods):
         if not all(is_as_left(parts, name) for name in done):
             self.cfg.processed = {}
             if any(parts.affine(norm)[0] is not None for norm in parts.norms):
-                self.cfg.normalization_type = parts.block.norm.name
+                kind = self.architecture.norm_kind
+                self.cfg.normalization_type = kind.name if kind else None
 
     def _do(self, todo: list[str], parts: Parts, check: bool | str, report: dict[str, str]) -> None:
         device = self.cfg.device.type

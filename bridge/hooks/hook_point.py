@@ -305,7 +305,7 @@ class HookPoint:
     def look(self, reader: Listener, x: Tensor, call: Call, identity: bool = False, shield: bool = False) -> None:
         """Shows the site's tensor to a listener that only looks (see `fire`)."""
         view = self.view
-        if view.later and reader.lazy and not (identity or shield or torch.is_grad_enabled() or x.is_inference()):
+        if view.deferrable and reader.lazy and not (identity or shield or torch.is_grad_enabled() or x.is_inference()):
             reader.fn(Deferred(view, x, call), hook=self)
             return
         if identity or view.identity:
