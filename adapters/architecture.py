@@ -60,6 +60,11 @@ class Step:
         if self.pre and self.stream_norm:
             raise ValueError(f"the step of {self.part} has both pre and stream_norm: one step has one of them")
 
+    @property
+    def last_factor(self) -> float:
+        """What the result of its last matrix is multiplied with: the factor, where no norm stands between."""
+        return 1.0 if self.post else self.factor
+
 
 @dataclass(frozen=True)
 class NamedStep:
@@ -316,6 +321,11 @@ class Architecture:
     def norms_on_the_stream(self) -> bool:
         """Norms stand on the residual stream itself."""
         return any(step.stream_norm for stack in self.stacks for block in stack.every_block for step in block.steps)
+
+    def step_at(self, layer: int, name: str) -> Step | None:
+        """A step of a layer of the first stack, by the name of its part; None where the layer has no such part."""
+        named = self.stack.block_at(layer).named
+        return next((one.step for one in named if one.name == name), None)
 
     def steps(self) -> Iterator[Step]:
         """The steps of all blocks of the first stack, each kind of block once."""

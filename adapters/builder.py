@@ -256,7 +256,7 @@ class BlockBuilder:
                 key_pos="key_pos" if part.cross else self.stack.key_pos,
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
-                factor=step.factor if step.post is None else 1.0,
+                factor=step.last_factor,
             )
         elif isinstance(part, MLP):
             mlp_points(self.points.inside(named.name), part, module, self.rows)

@@ -143,7 +143,7 @@ class Weights:
             self.add_norm(f"{prefix}.{named.norm}", path, norm)
         if step.post:
             self.add_norm(f"{prefix}.{named.norm}_post", path, step.post)
-        name, factor = f"{prefix}.{named.name}", 1.0 if step.post else step.factor
+        name, factor = f"{prefix}.{named.name}", step.last_factor
         if isinstance(part, Attention):
             self._add_attention(name, path, part, factor)
         elif isinstance(part, MLP):

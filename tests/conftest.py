@@ -9,7 +9,8 @@ from jaxtyping import install_import_hook
 CHECKED = [
     "adapters.linear", "adapters.experts", "adapters.norms", "adapters.attention", "adapters.architecture",
     "adapters.feed_forward", "adapters.builder", "adapters.weights", "adapters.verification",
-    "bridge.analysis", "bridge.bridge", "bridge.cache", "bridge.cli.demo", "bridge.patching", "bridge.run.forward", "bridge.run.layer_range", "bridge.run.loss", "bridge.run.recorder", "bridge.run.tokenization",
+    "bridge.analysis", "bridge.bridge", "bridge.cache", "bridge.cli.demo", "bridge.patching",
+    "bridge.run.forward", "bridge.run.layer_range", "bridge.run.loss", "bridge.run.recorder", "bridge.run.tokenization",
     "bridge.weights.accessors", "bridge.weights.factored_matrix", "weight_processing",
 ]  # fmt: skip
 install_import_hook(CHECKED, "beartype.beartype").__enter__()
