@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
@@ -47,15 +48,12 @@ def llama_like(
         factor: what these results are multiplied with.
         config_values: fields of `ModelConfig`, beside those of the rotary embedding.
     """
-    (pre_attn, pre_mlp), (post_attn, post_mlp) = (
-        [Norm(path, norm) if path else None for path in pair] for pair in (pre, post)
-    )
-    first = Step(attn, pre_attn, post_attn, factor)
-    others = {i: Block((first, Step(part, pre_mlp, post_mlp, factor))) for i, part in (layers or {}).items()}
-    block = Block((first, Step(mlp, pre_mlp, post_mlp, factor)))
+    norms = [Norm(path, norm) if path else None for path in (*pre, *post)]
+    first, last = Step(attn, norms[0], norms[2], factor), Step(mlp, norms[1], norms[3], factor)
+    others = {index: Block((first, replace(last, part=part))) for index, part in (layers or {}).items()}
     return Architecture(
         embed="embed_tokens",
-        stacks=(Stack("layers", block, others, final_norm=Norm("norm", norm)),),
+        stacks=(Stack("layers", Block((first, last)), others, final_norm=Norm("norm", norm)),),
         unembed="lm_head",
         config_values={**rotary_values(config), **(config_values or {})},
     )
