@@ -322,10 +322,13 @@ class Architecture:
         """Norms stand on the residual stream itself."""
         return any(step.stream_norm for stack in self.stacks for block in stack.every_block for step in block.steps)
 
-    def step_at(self, layer: int, name: str) -> Step | None:
-        """A step of a layer of the first stack, by the name of its part; None where the layer has no such part."""
-        named = self.stack.block_at(layer).named
-        return next((one.step for one in named if one.name == name), None)
+    def step_at(self, layer: int, name: str) -> Step:
+        """A step of a layer of the first stack, by the name of its part.
+
+        Raises:
+            KeyError: the layer has no such part.
+        """
+        return {named.name: named.step for named in self.stack.block_at(layer).named}[name]
 
     def steps(self) -> Iterator[Step]:
         """The steps of all blocks of the first stack, each kind of block once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,26 @@ NamedHook = tuple[str | list[str], HookFunction]
 
 
 @runtime_checkable
+class Activations(Protocol):
+    """A cache, as far as it is needed here."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+@runtime_checkable
 class Bridge(Protocol):
     """What is verified: a `bridge.TransformerBridge`, as far as it is needed here."""
 
     cfg: ModelConfig
     training: bool
-    core: nn.Module
-    original_model: nn.Module
     architecture: Architecture
     no_layer_runs: str
+
+    @property
+    def core(self) -> nn.Module: ...
+
+    @property
+    def original_model(self) -> nn.Module: ...
 
     @property
     def hook_dict(self) -> Mapping[str, Hook]: ...
@@ -51,11 +62,11 @@ class Bridge(Protocol):
         self, input: Tensor, *, start_at_layer: int | None = None, stop_at_layer: int | None = None
     ) -> Tensor: ...
 
-    def run_with_hooks(self, input: Tensor, *, fwd_hooks: Sequence[NamedHook], **kwargs: Tensor) -> Tensor: ...
+    def run_with_hooks(self, input: Tensor, *, fwd_hooks: Sequence[NamedHook], **kwargs: Any) -> Tensor: ...
 
     def run_with_cache(
-        self, input: Tensor, *, names_filter: Sequence[str] | None, **kwargs: Tensor
-    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+        self, input: Tensor, *, names_filter: Sequence[str] | None, **kwargs: Any
+    ) -> tuple[Any, Activations]: ...
 
     def hooks(self, *, fwd_hooks: Sequence[NamedHook]) -> AbstractContextManager[object]: ...
 
@@ -181,7 +192,7 @@ class _Verification:
     def logits(self, fwd_hooks: Sequence[NamedHook] = ()) -> Tensor:
         return self.bridge.run_with_hooks(self.tokens, fwd_hooks=list(fwd_hooks), **self.more)
 
-    def cache(self, names: Sequence[str] | None = None) -> Mapping[str, Tensor]:
+    def cache(self, names: Sequence[str] | None = None) -> Activations:
         return self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
 
     def unhooked(self) -> None:
@@ -224,7 +235,7 @@ class _Verification:
 
         # Which experts are chosen can depend on the last digit: each token keeps those that it has without hooks.
         routes = [name for name in names if name.endswith("hook_expert_indices")]
-        chosen = self.cache(routes) if routes else {}
+        chosen: Activations = self.cache(routes) if routes else {}
 
         def keep(x: Tensor, hook: Hook) -> Tensor:
             return chosen[hook.name]

@@ -172,14 +172,14 @@ class PartsAsBefore(TransformerBridge):
         """The paths of modules that play canonical parts, with their names and depths."""
         stack = self.architecture.stack
         for i, path in enumerate(self.block_paths):
-            for part, below in stack.block_at(i).module_paths.items():
-                yield join(path, below), f"blocks.{i}.{part}", i
+            for part, at in stack.block_at(i).module_paths.items():
+                yield join(path, at), f"blocks.{i}.{part}", i
             yield path, f"blocks.{i}", i
         base = base_path(self.original_model)
         for name, below, depth in (
             ("embed", self.architecture.embed, -1),
             ("pos_embed", self.architecture.pos_embed, -1),
-            ("ln_final", stack.final_norm and stack.final_norm.path, self.cfg.n_layers),
+            ("ln_final", stack.final_norm.path if stack.final_norm else None, self.cfg.n_layers),
         ):
             if below:
                 yield join(base, below), name, depth
