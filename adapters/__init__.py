@@ -1,24 +1,31 @@
 """Which module of a Hugging Face model plays which part: declarations, and the hook points they make."""
 
-from adapters.architecture import MLP, Architecture, Block, MoE
+from adapters.architecture import Architecture, Block, Head, Mixer, Stack, Step
 from adapters.attention import Attention, Projection
-from adapters.model import Anatomy, anatomy
+from adapters.feed_forward import MLP, MoE
+from adapters.model import ModelMap, map_model
+from adapters.norms import Norm
 from adapters.registry import UnsupportedModelError, register, supported
 from adapters.verification import Report, verify
 from adapters.weights import Weights
 
 __all__ = [
     "MLP",
-    "Anatomy",
     "Architecture",
     "Attention",
     "Block",
+    "Head",
+    "Mixer",
     "MoE",
+    "ModelMap",
+    "Norm",
     "Projection",
     "Report",
+    "Stack",
+    "Step",
     "UnsupportedModelError",
     "Weights",
-    "anatomy",
+    "map_model",
     "register",
     "supported",
     "verify",

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor, nn
+from einops import reduce
+from torch import Tensor
 
 from adapters.linear import bias_of, head_results, project_per_head
-from adapters.points import Follower, Point, Site
-from adapters.views import Branch, Call, Derived, Heads, HeadsFirst, MaskedScores, SinkPattern, SinkScores, View
+from adapters.norms import Norm, norm_points
+from adapters.paths import join
+from adapters.points import Follower, PointList, Site
+from adapters.views import (
+    Branch,
+    Call,
+    Derived,
+    Heads,
+    HeadsFirst,
+    MaskedScores,
+    SinkPattern,
+    SinkScores,
+    View,
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +31,7 @@ class PerHeadInput(Derived):
     """The residual stream as each head's query (key, value) reads it, before the norm: ``[batch, pos, head, d_model]``.
 
     It stands on the output of the projection; an edit is normalised and projected by the model's own modules. Without
-    sources there is no norm. A second source is what the model adds after the norm (see `Block.qk_shift`).
+    sources there is no norm. A second source is what the model adds after the norm (see `Attention.qk_shift`).
     """
 
     part: View
@@ -53,12 +67,16 @@ class HeadResults(Derived):
     """`hook_result`: what each head adds to the residual stream, ``[batch, pos, head, d_model]``."""
 
     n_heads: int
+    #: What the output projection's result is multiplied with before it is added.
+    factor: float = 1.0
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return head_results(call.module, call.input.unflatten(-1, (self.n_heads, -1)))
+        results = head_results(call.module, call.input.unflatten(-1, (self.n_heads, -1)))
+        return results if self.factor == 1 else results * self.factor
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return (new.sum(-2) + bias_of(call.module, call.input)).to(x.dtype)
+        total = new.sum(-2) if self.factor == 1 else new.sum(-2) / self.factor
+        return (total + bias_of(call.module, call.input)).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -91,10 +109,15 @@ class Attention:
         scores: how the scores are seen.
         sinks: where the last column of the scores is an attention sink: the name of the attention module's parameter
             that holds each head's.
-        q_norm, k_norm: norms of queries and keys, relative to the attention module (see `Block.qk_norm`).
-        norm_heads_first: those norms are given ``batch head pos d_head``.
+        q_norm, k_norm: norms of queries and keys, relative to the attention module.
+        qk_norm_over: what those norms are given: each head, as ``batch pos head d_head`` (``heads``) or as ``batch head
+            pos d_head`` (``heads first``), or all heads at once, ``batch pos (head d_head)`` (``width``).
+        qk_shift: the module whose output is added to what queries and keys read, after the norm (Shortformer's position
+            embeddings), relative to the base model.
+        position_bias: the module of a position bias that is added to the scores, relative to the attention module; a
+            layer may lack it and use the first one's.
         core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
-        name: the canonical name of the part within the block.
+        cross: keys and values are made from an encoder's output.
     """
 
     path: str
@@ -108,137 +131,128 @@ class Attention:
     tap: Literal["interface", "forward", "core"] | None = "interface"
     scores: View = field(default_factory=MaskedScores)
     sinks: str | None = None
-    q_norm: str | None = None
-    k_norm: str | None = None
-    norm_heads_first: bool = False
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    qk_norm_over: Literal["heads", "heads first", "width"] = "heads"
+    qk_shift: str | None = None
+    position_bias: str | None = None
     core: str = ""
-    name: str = "attn"
+    cross: bool = False
 
 
 def attention_points(
+    points: PointList,
+    name: str,
     part: Attention,
-    root: nn.Module,
-    block: str,
-    prefix: str,
-    depth: int,
+    module: str,
     n_heads: int,
     n_kv_heads: int,
-    norm: Site | None,
-    stack: str,
-    out_name: str | None = "hook_attn_out",
-    shift: Site | None = None,
-    pos: str = "pos",
+    *,
     key_pos: str = "key_pos",
-    per_head_inputs: bool = True,
-) -> list[Point]:
-    """The hook points of one attention module.
+    norm: Site | None = None,
+    shift: Site | None = None,
+    factor: float = 1.0,
+) -> None:
+    """Adds the points of one attention module, but for its output.
 
     Args:
+        points: what they are added to; its prefix is the block's.
+        name: of the part: ``attn``, ``cross_attn``.
         part: the declaration.
-        root: the Hugging Face model.
-        block: the path of the block.
-        prefix: the canonical name of the block, such as ``blocks.3``.
-        depth: the block's index.
+        module: the path of the attention module.
         n_heads, n_kv_heads: numbers of query heads, and of key and value heads.
+        key_pos: the axis of keys.
         norm: the site at which the attention's input enters its norm (None: not normed).
-        stack: the list of blocks.
-        out_name: the canonical name of the attention's output, or None when a later norm's output takes that role.
         shift: what is added to the inputs of queries and keys after the norm.
-        pos, key_pos: the axes of queries and of keys (a decoder's differ from its encoder's).
-        per_head_inputs: whether query, key and value read the same stream, so that each head can be given its own.
+        factor: what its result is multiplied with before it is added to the stream.
     """
-    module = f"{block}.{part.path}"
-    name = f"{prefix}.{part.name}"
-    views = {
+    pos = points.pos
+    inner = points.inside(name)
+    own = "" if name == "attn" else f"{name}_"
+    letters = {
         letter: (projection, projection.part or Heads(heads), heads)
         for letter, projection, heads in (("q", part.q, n_heads), ("k", part.k, n_kv_heads), ("v", part.v, n_kv_heads))
     }
-    core = f"{module}.{part.core}" if part.core else module
-    shared = len({projection.path for projection, _, _ in views.values()}) < 3
-    own = "" if part.name == "attn" else f"{part.name}_"
-
-    points: list[Point] = []
-
-    def add(suffix: str, site: Site, view: View, axes: str, **more) -> None:  # type: ignore[no-untyped-def]
-        points.append(Point(suffix, site, view, axes, depth, stack=stack, **more))
-
-    inputs = {letter: f"{prefix}.hook_{own}{letter}_input" for letter in views}
-    if norm is not None and per_head_inputs:
-        group_size = n_heads // n_kv_heads
-
-        def by_group(value: Tensor) -> Tensor:
-            # A key head serves several query heads: it reads the mean of their inputs (all equal unless edited).
-            return value if group_size == 1 else value.unflatten(-2, (n_kv_heads, group_size)).mean(-2)
-
-        add(
-            f"{prefix}.hook_{own}attn_in",
-            Site(norm.path, "output", None),
-            EveryHeadInput(n_heads),
-            f"batch {pos} n_heads d_model",
-            group="heavy",
-            flag="use_attn_in",
-            aliases=(f"{name}.hook_attn_in",),
-            followers=(
-                Follower(inputs["q"], lambda value: value),
-                Follower(inputs["k"], by_group),
-                Follower(inputs["v"], by_group),
-            ),
-        )
-    for letter, (projection, view, heads) in views.items() if per_head_inputs else ():
-        add(
-            inputs[letter],
-            Site(f"{module}.{projection.path}", "output"),
-            PerHeadInput(view, heads),
-            f"batch {pos} {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_model",
-            group="heavy",
-            flag="use_split_qkv_input",
-            sources=tuple(site for site in (norm, shift if letter != "v" else None) if site),
-            aliases=(f"{name}.hook_{letter}_input",),
-        )
-    for letter, (projection, view, _) in views.items():
-        own_pos = pos if letter == "q" or per_head_inputs else key_pos
-        axes = f"batch {own_pos} {'n_heads' if letter == 'q' else 'n_key_value_heads'} d_head"
-        site = Site(f"{module}.{projection.path}", "output")
-        add(f"{name}.hook_{letter}", site, view, axes, aliases=(f"{name}.{letter}.hook_out",))
-        if not shared:
-            add(
-                f"{name}.{letter}.hook_in",
-                Site(site.path, "input"),
-                Branch(),
-                f"batch {own_pos} d_model",
-                group="extra",
+    if not part.cross:  # query, key and value read the same stream: each head can be given its own
+        if norm is not None:
+            _add_every_head_input(points, name, own, norm, n_heads, n_kv_heads)
+        for letter, (projection, view, heads) in letters.items():
+            points.add(
+                f"hook_{own}{letter}_input",
+                Site(join(module, projection.path), "output"),
+                PerHeadInput(view, heads),
+                f"batch {pos} {_heads_axis(letter)} d_model",
+                group="heavy",
+                flag="use_split_qkv_input",
+                sources=tuple(site for site in (norm, shift if letter != "v" else None) if site),
+                aliases=(f"{name}.hook_{letter}_input",),
             )
+    fused = len({projection.path for projection, _, _ in letters.values()}) < 3
+    for letter, (projection, view, _) in letters.items():
+        own_pos = key_pos if part.cross and letter != "q" else pos
+        site = Site(join(module, projection.path), "output")
+        axes = f"batch {own_pos} {_heads_axis(letter)} d_head"
+        inner.add(f"hook_{letter}", site, view, axes, aliases=(f"{letter}.hook_out",))
+        if not fused:
+            entered = Site(site.path, "input")
+            inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
     if part.tap is not None:
+        core = join(module, part.core)
         if part.rotary and part.tap != "forward":
-            for letter in "qk":
-                axes = f"batch {f'{pos} n_heads' if letter == 'q' else f'{key_pos} n_key_value_heads'} d_head"
+            for letter, own_pos in (("q", pos), ("k", key_pos)):
+                axes = f"batch {own_pos} {_heads_axis(letter)} d_head"
                 heads = n_heads if letter == "q" else n_kv_heads
-                add(f"{name}.hook_rot_{letter}", Site(core, part.tap, letter), HeadsFirst(), axes, n_heads=heads)
+                inner.add(f"hook_rot_{letter}", Site(core, part.tap, letter), HeadsFirst(), axes, n_heads=heads)
+        square = f"batch n_heads {pos} {key_pos}"
         scores = SinkScores(part.scores, part.sinks) if part.sinks else part.scores
         pattern = SinkPattern(part.sinks) if part.sinks else View()
-        square = f"batch n_heads {pos} {key_pos}"
-        add(f"{name}.hook_attn_scores", Site(core, part.tap, "scores"), scores, square, n_heads=n_heads)
-        add(f"{name}.hook_pattern", Site(core, part.tap, "pattern"), pattern, square, n_heads=n_heads)
-    output_projection = f"{module}.{part.o}"
-    add(
-        f"{name}.hook_z",
-        Site(output_projection, "input"),
-        Heads(n_heads),
-        f"batch {pos} n_heads d_head",
-        aliases=(f"{name}.o.hook_in",),
-    )
-    add(
-        f"{name}.hook_result",
-        Site(output_projection, "output"),
-        HeadResults(n_heads),
+        inner.add("hook_attn_scores", Site(core, part.tap, "scores"), scores, square, n_heads=n_heads)
+        inner.add("hook_pattern", Site(core, part.tap, "pattern"), pattern, square, n_heads=n_heads)
+    output = join(module, part.o)
+    z_axes = f"batch {pos} n_heads d_head"
+    inner.add("hook_z", Site(output, "input"), Heads(n_heads), z_axes, aliases=("o.hook_in",))
+    inner.add(
+        "hook_result",
+        Site(output, "output"),
+        HeadResults(n_heads, factor),
         f"batch {pos} n_heads d_model",
         group="heavy",
         flag="use_attn_result",
     )
-    out = Site(f"{block}.{part.out}", "output", part.out_key) if part.out else Site(module, "output", part.out_key)
-    if out_name is not None:
-        aliases = (f"{name}.hook_out", f"{name}.o.hook_out")
-        add(f"{prefix}.{out_name}", out, View(), f"batch {pos} d_model", aliases=aliases)
-    else:
-        add(f"{name}.hook_out", out, View(), "batch pos d_model", group="extra", aliases=(f"{name}.o.hook_out",))
-    return points
+
+
+def _heads_axis(letter: str) -> str:
+    return "n_heads" if letter == "q" else "n_key_value_heads"
+
+
+def _add_every_head_input(points: PointList, name: str, own: str, norm: Site, n_heads: int, n_kv_heads: int) -> None:
+    group_size = n_heads // n_kv_heads
+
+    def by_group(value: Tensor) -> Tensor:
+        # A key head serves several query heads: it reads the mean of their inputs (all equal unless edited).
+        return value if group_size == 1 else reduce(value, "b p (kv group) d -> b p kv d", "mean", kv=n_kv_heads)
+
+    convert: dict[str, Callable[[Tensor], Tensor]] = {"q": lambda value: value, "k": by_group, "v": by_group}
+    points.add(
+        f"hook_{own}attn_in",
+        Site(norm.path, "output"),
+        EveryHeadInput(n_heads),
+        f"batch {points.pos} n_heads d_model",
+        group="heavy",
+        flag="use_attn_in",
+        aliases=(f"{name}.hook_attn_in",),
+        followers=tuple(
+            Follower(join(points.prefix, f"hook_{own}{letter}_input"), function) for letter, function in convert.items()
+        ),
+    )
+
+
+def qk_norm_points(points: PointList, part: Attention, module: str) -> None:
+    """Adds the points of the norms of queries and keys (arguments as for `attention_points`)."""
+    view = HeadsFirst() if part.qk_norm_over == "heads first" else None
+    for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
+        if norm:
+            heads = _heads_axis(letter)
+            axes = f"{heads}*d_head" if part.qk_norm_over == "width" else f"{heads} d_head"
+            site = Site(join(module, norm.path), "output")
+            norm_points(points, f"{letter}_norm", norm.kind, site, view=view, axes=f"batch {points.pos} {axes}")

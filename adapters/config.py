@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
+from adapters.architecture import Architecture, Mixer
+from adapters.attention import Attention
+from adapters.feed_forward import MLP, MoE
 from adapters.norms import eps_of
 from adapters.paths import has_module
 
 
 @dataclass
 class ModelConfig:
-    """The facts about a model that interpretability code asks for.
+    """The properties of a model that interpretability code asks for.
 
     Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype` and
     `n_params` are read from the parameters at the time of asking. ``use_attn_result``, ``use_split_qkv_input``,
@@ -84,7 +88,7 @@ class ModelConfig:
     checkpoint_label_type: str | None = None
     checkpoint_value: int | None = None
     processed: dict[str, str] = field(default_factory=dict, compare=False)
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, object] = field(default_factory=dict)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -111,7 +115,7 @@ class ModelConfig:
         """Says whose facts these are: `device`, `dtype` and `n_params` are read from its parameters."""
         self._model = model
 
-    def _parameters(self) -> Any:
+    def _parameters(self) -> Iterator[nn.Parameter]:
         if self._model is None:
             raise AttributeError("this configuration belongs to no model: device, dtype and n_params are a model's")
         return self._model.parameters()
@@ -133,7 +137,19 @@ def act_fn_name(name: str | None) -> str | None:
     return known.get(name, name) if name else None
 
 
-def first(config: Any, *names: str) -> Any:
+def config_of(model: nn.Module) -> PreTrainedConfig:
+    """The configuration that a Hugging Face model carries.
+
+    Raises:
+        TypeError: it has none.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"{type(model).__name__} has no Hugging Face configuration, but config={config!r}")
+    return config
+
+
+def first(config: PreTrainedConfig, *names: str) -> Any:
     """The first of the configuration's fields that is there and not None."""
     for name in names:
         value = getattr(config, name, None)
@@ -142,7 +158,7 @@ def first(config: Any, *names: str) -> Any:
     return None
 
 
-def rotary_facts(config: Any) -> Mapping[str, Any]:
+def rotary_values(config: PreTrainedConfig) -> dict[str, object]:
     """`positional_embedding_type`, `rotary_dim` and `rotary_base` of a family with rotary embeddings."""
     parameters = config.rope_parameters
     local = None
@@ -158,67 +174,84 @@ def rotary_facts(config: Any) -> Mapping[str, Any]:
     }
 
 
-def model_config(architecture: Any, model: nn.Module, root: nn.Module) -> ModelConfig:
-    """Reads a model's facts.
+def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) -> ModelConfig:
+    """Reads a model's configuration from the model, its own configuration, and the steps of its blocks.
 
     Args:
         architecture: what the adapter declared for it.
         model: the Hugging Face model.
         root: the base model in it.
     """
-    hf: Any = model.config
-    block, facts = architecture.block, dict(architecture.facts)
-    n_heads = facts.pop("n_heads", None) or hf.num_attention_heads
+    hf = config_of(model)
+    given: dict[str, Any] = dict(architecture.config_values)
+    stack = architecture.stack
+    n_heads = given.pop("n_heads", None) or hf.num_attention_heads
     n_kv = first(hf, "num_key_value_heads", "num_kv_heads")
-    d_model = facts.pop("d_model", None) or hf.hidden_size
-    layers: Any = root.get_submodule(architecture.blocks)
-    embed: Any = root.get_submodule(architecture.embed)
+    d_model = given.pop("d_model", None) or hf.hidden_size
+    layers = list(root.get_submodule(stack.path).children())
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
         "original_architecture": type(model).__name__,
-        "n_layers": len(layers),  # type: ignore[arg-type]
+        "n_layers": len(layers),
         "n_heads": n_heads,
         "n_key_value_heads": n_kv if n_kv != n_heads else None,
         "d_model": d_model,
         "d_head": first(hf, "head_dim") or d_model // n_heads,
-        "d_mlp": None,
-        "d_vocab": embed.weight.shape[0],
+        "d_vocab": _rows(root.get_submodule(architecture.embed)),
         "d_vocab_out": hf.vocab_size,
         "n_ctx": first(hf, "max_position_embeddings", "n_positions", "seq_length"),
         "act_fn": act_fn_name(first(hf, "hidden_act", "hidden_activation", "activation_function")),
-        "normalization_type": block.norm.name if block.ln1 or block.ln2 else None,
-        "eps": None,
         "positional_embedding_type": "standard" if architecture.pos_embed else "none",
-        "attn_only": block.mlp is None,
-        "parallel_attn_mlp": block.parallel,
-        "gated_mlp": block.mlp is not None and getattr(block.mlp, "gate", None) is not None,
-        "final_rms": architecture.final_norm is not None and not block.norm.centered,
-        "use_qk_norm": block.qk_norm is not None,
-        "use_normalization_before_and_after": bool(block.ln1_post or block.ln2_post),
-        "post_embedding_ln": architecture.embed_norm is not None,
+        "final_rms": stack.final_norm is not None and not stack.final_norm.kind.centered,
+        "post_embedding_ln": architecture.embed_norm is not None and architecture.embeddings is None,
         "tie_word_embeddings": bool(first(hf, "tie_word_embeddings")),
         "default_prepend_bos": True,
+        **_of_the_steps(architecture, layers),
     }
     if has_module(model, architecture.unembed):
-        weight = getattr(model.get_submodule(architecture.unembed), "weight", None)
-        if weight is not None and weight.ndim == 2:
-            values["d_vocab_out"] = weight.shape[0]
-    first_block = layers[0] if len(layers) else None  # type: ignore[index, arg-type]
-    if first_block is not None:
-        norm = block.ln1 or block.ln2
-        if norm and not block.norm.identity:
-            values["eps"] = eps_of(first_block.get_submodule(norm))
-    values["d_mlp"] = facts.pop("d_mlp", None) if block.mlp else None
-    if values["d_mlp"] is None and block.mlp:
-        values["d_mlp"] = first(hf, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model
-    values |= _windows(hf, len(layers)) | facts  # type: ignore[arg-type]
+        values["d_vocab_out"] = _rows(model.get_submodule(architecture.unembed)) or hf.vocab_size
+    d_mlp = given.pop("d_mlp", None)
+    if not values["attn_only"]:
+        values["d_mlp"] = d_mlp or first(hf, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model
+    values |= _windows(hf, len(layers)) | given
     if values.get("use_attn_scale", True):
         values.setdefault("attn_scale", math.sqrt(values["d_head"]))
     return ModelConfig(**values, _model=model)
 
 
-def _windows(hf: Any, n_layers: int) -> dict[str, Any]:
-    """The facts about sliding windows: each layer has its own type, or all have the window that there is."""
+def _rows(module: nn.Module) -> int | None:
+    """How many rows the matrix of an embedding or an output layer has, None where it has no matrix."""
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[str, object]:
+    """The fields that the steps of the blocks say."""
+    steps = list(architecture.steps())
+    parts = [step.part for step in steps]
+    attentions = [part for part in parts if isinstance(part, Attention)]
+    feed_forward = [part for part in parts if isinstance(part, MLP | MoE)]
+    eps = None
+    for layer, module in enumerate(layers):
+        norms = architecture.stack.block_at(layer).norms
+        if norms and not norms[0].kind.identity:
+            eps = eps_of(module.get_submodule(norms[0].path))
+            break
+    kind = architecture.norm_kind
+    return {
+        "normalization_type": kind.name if kind else None,
+        "eps": eps,
+        "d_mlp": None,
+        "attn_only": not feed_forward and not any(isinstance(part, Mixer) for part in parts),
+        "parallel_attn_mlp": any(step.parallel and isinstance(step.part, MLP | MoE) for step in steps),
+        "gated_mlp": any(isinstance(part, MLP) and part.gate is not None for part in feed_forward),
+        "use_qk_norm": any(part.q_norm or part.k_norm for part in attentions),
+        "use_normalization_before_and_after": any(step.pre and step.post for step in steps),
+    }
+
+
+def _windows(hf: PreTrainedConfig, n_layers: int) -> dict[str, object]:
+    """The fields about sliding windows: each layer has its own type, or all have the window that there is."""
     window, kinds = first(hf, "sliding_window"), first(hf, "layer_types")
     if kinds is None and window is not None:
         kinds = ["sliding_attention"] * n_layers

@@ -6,17 +6,29 @@ and up one after the other or in turn (``is_concatenated``), with biases or with
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 #: The projections of an expert, by HookedTransformer's names: before the activation function, beside it, after it.
 ExpertPart = Literal["W_gate", "W_in", "W_out"]
 
 
-def gate_and_up(experts: Any, x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+def _held(experts: nn.Module, name: str) -> Tensor:
+    """What a module holds for all its experts.
+
+    Raises:
+        TypeError: it holds no such tensor.
+    """
+    found = getattr(experts, name, None)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{type(experts).__name__} does not keep its experts as transformers does: it has no {name}")
+    return found
+
+
+def gate_and_up(experts: nn.Module, x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
     """The two halves of what ``gate_up_proj`` is or makes, as views.
 
     Args:
@@ -31,29 +43,29 @@ def gate_and_up(experts: Any, x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]
     return x[..., ::2].movedim(-1, dim), x[..., 1::2].movedim(-1, dim)
 
 
-def joined(experts: Any, gate: Tensor, up: Tensor) -> Tensor:
+def joined(experts: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     """The reverse of `gate_and_up`, along the last axis."""
     if experts.is_concatenated:
         return torch.cat([gate, up], dim=-1)
     return torch.stack([gate, up], dim=-1).flatten(-2)
 
 
-def width(experts: Any) -> int:
+def width(experts: nn.Module) -> int:
     """How many neurons an expert has."""
-    return experts.down_proj.shape[1 if experts.is_transposed else 2]
+    return _held(experts, "down_proj").shape[1 if experts.is_transposed else 2]
 
 
-def expert_weight(experts: Any, index: int, part: ExpertPart) -> Float[Tensor, "d_out d_in"]:
+def expert_weight(experts: nn.Module, index: int, part: ExpertPart) -> Float[Tensor, "d_out d_in"]:
     """One projection of one expert, ``[d_out, d_in]`` as in a linear layer: a view."""
     if part == "W_out":
-        weight = experts.down_proj[index]
+        weight = _held(experts, "down_proj")[index]
         return weight.mT if experts.is_transposed else weight
-    both = experts.gate_up_proj[index]
+    both = _held(experts, "gate_up_proj")[index]
     return gate_and_up(experts, both.mT if experts.is_transposed else both, dim=0)[part == "W_in"]
 
 
-def expert_bias(experts: Any, index: int, part: ExpertPart) -> Float[Tensor, " d_out"]:
+def expert_bias(experts: nn.Module, index: int, part: ExpertPart) -> Float[Tensor, " d_out"]:
     """The bias of one projection of one expert, ``[d_out]``: a view."""
     if part == "W_out":
-        return experts.down_proj_bias[index]
-    return gate_and_up(experts, experts.gate_up_proj_bias[index])[part == "W_in"]
+        return _held(experts, "down_proj_bias")[index]
+    return gate_and_up(experts, _held(experts, "gate_up_proj_bias")[index])[part == "W_in"]

@@ -1,4 +1,4 @@
-"""`anatomy`: what a bridge needs to know about one model."""
+"""`map_model`: what a bridge needs to know about one model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from adapters.architecture import Architecture, architecture_points
+from adapters.architecture import Architecture
+from adapters.builder import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.paths import base_path, core_path, join
 from adapters.points import Point
@@ -14,13 +15,13 @@ from adapters.registry import declaration_for
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """A model's parts.
+class ModelMap:
+    """What plays which part in one model.
 
     Attributes:
         core: the Hugging Face model, without what wraps it (PEFT, `torch.compile`).
         architecture: what its adapter declares.
-        cfg: the facts about it.
+        cfg: its configuration.
         points: its hook points, in the order of the computation.
         block_paths: the paths of its blocks.
         block_output: which element of a block's output is the residual stream, and how many there are.
@@ -36,8 +37,8 @@ class Anatomy:
     no_layer_runs: str = ""
 
 
-def anatomy(model: nn.Module) -> Anatomy:
-    """The parts of a Hugging Face model.
+def map_model(model: nn.Module) -> ModelMap:
+    """What plays which part in a Hugging Face model.
 
     Args:
         model: a model of a supported family.
@@ -47,20 +48,23 @@ def anatomy(model: nn.Module) -> Anatomy:
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from adapters import anatomy
-        >>> anatomy(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=10))).block_paths
+        >>> from adapters import map_model
+        >>> map_model(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=10))).block_paths
         ['transformer.h.0', 'transformer.h.1']
     """
-    core_at, base = core_path(model), base_path(model)
-    core = model.get_submodule(core_at)
+    base = base_path(model)
+    core = model.get_submodule(core_path(model))
     architecture = declaration_for(core)
+    if architecture.refuse is not None:
+        architecture.refuse(model)
     cfg = model_config(architecture, core, model.get_submodule(base))
-    return Anatomy(
+    stack = architecture.stack
+    return ModelMap(
         core=core,
         architecture=architecture,
         cfg=cfg,
-        points=(architecture.points or architecture_points)(architecture, model, cfg),
-        block_paths=[join(base, architecture.blocks, str(i)) for i in range(cfg.n_layers)],
-        block_output=(architecture.block.output_key, architecture.block.output_length),
+        points=hook_points(architecture, model, cfg),
+        block_paths=[join(base, stack.path, str(i)) for i in range(cfg.n_layers)],
+        block_output=(stack.output_key, stack.output_length),
         no_layer_runs=architecture.no_layer_runs,
     )

@@ -7,13 +7,12 @@ bias), that of an RMS norm is the value before the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adapters.points import Point, Site
-from adapters.views import Call, Derived, Through, View
+from adapters.points import PointList, Site
+from adapters.views import Call, Composed, Derived, View
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,19 @@ class NormKind:
         return weight + self.offset if weight is not None and self.offset else weight
 
 
+@dataclass(frozen=True)
+class Norm:
+    """A norm in a model.
+
+    Attributes:
+        path: the module, relative to what declares it: a block, an attention module, the base model.
+        kind: what it computes.
+    """
+
+    path: str
+    kind: NormKind
+
+
 LAYER_NORM = NormKind(centered=True)
 RMS_NORM = NormKind(centered=False)
 NO_NORM = NormKind(centered=False, identity=True)
@@ -64,19 +76,19 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _NormView(Derived):
-    """What both views share. `beside` is True where the norm's input comes from a source site (see `SharedNorm`)."""
+    """What both views share. `shared`: parts share the norm, whose input is then a source."""
 
     kind: NormKind
-    beside: bool = False
+    shared: bool = False
 
     @property
-    def later(self) -> bool:  # type: ignore[override]
+    def deferrable(self) -> bool:  # type: ignore[override]
         """A norm that is computed beside another module's call needs that call's sources now."""
-        return not self.beside
+        return not self.shared
 
     def norm(self, call: Call) -> tuple[nn.Module, Tensor]:
         """The norm module and the tensor that entered it."""
-        return call.sources[0] if self.beside else (call.module, call.input)
+        return call.sources[0] if self.shared else (call.module, call.input)
 
     def centered(self, x: Tensor) -> Tensor:
         x = at_least_float32(x)
@@ -101,21 +113,21 @@ class NormScale(_NormView):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         call.scratch["scale"] = new
         module, entered = self.norm(call)
-        return finish(self.kind, module, self.centered(entered) / new, x.dtype)
+        return apply_weight_and_bias(self.kind, module, self.centered(entered) / new, x.dtype)
 
 
 class NormNormalized(_NormView):
     """The normalised value, ``[batch, pos, d_model]``."""
 
     @property
-    def later(self) -> bool:  # type: ignore[override]
+    def deferrable(self) -> bool:  # type: ignore[override]
         """A layer norm's is its own output, which is there."""
-        return not self.beside and not self.kind.centered
+        return not self.shared and not self.kind.centered
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         if self.kind.centered:
             # A shared norm's output has another reader, whose gradient is not ours.
-            return x.view_as(x) if self.beside and x.requires_grad else x
+            return x.view_as(x) if self.shared and x.requires_grad else x
         return (self.centered(self.norm(call)[1]) / self.scale(call)).to(x.dtype)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
@@ -125,7 +137,7 @@ class NormNormalized(_NormView):
         return new if weight is None else (new * weight).to(x.dtype)
 
 
-def finish(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
+def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm makes of a value that has been centred and divided by the scale."""
     weight, bias = kind.weight(module), getattr(module, "bias", None)
     if weight is not None:
@@ -147,34 +159,36 @@ class SharedNormInput(Derived):
 
 
 def norm_points(
+    points: PointList,
+    name: str,
     kind: NormKind,
     site: Site,
-    name: str,
-    depth: int,
-    stack: str,
     *,
     shared: Site | None = None,
-    seen: View | None = None,
+    view: View | None = None,
     sources: tuple[Site, ...] = (),
-    axes: str = "batch pos d_model",
+    axes: str | None = None,
     branches: tuple[str, ...] = (),
-) -> list[Point]:
-    """`hook_scale` and `hook_normalized` of a norm.
+) -> None:
+    """Adds `hook_scale` and `hook_normalized` of a norm.
 
     Args:
-        kind, site, name, depth, stack: what the norm computes, its output, and where it belongs.
-        shared: for a norm that attention and MLP share, its input; `site` is then where one of them reads it.
-        seen: a view of the norm's tensors, and `sources`, the sites which that needs.
-        axes: of `hook_normalized`.
+        points: what they are added to.
+        name: of the norm, such as ``ln1``.
+        kind, site: what the norm computes, and its output.
+        shared: for a norm that several parts share, its input; `site` is then where one of them reads it.
+        view: how the norm's tensors are seen, and `sources`, the sites which that needs.
+        axes: of `hook_normalized`; None: those of the residual stream.
         branches: see `Point`.
     """
     if kind.identity:
-        return []
-    beside = shared is not None
-    scale, normalized = NormScale(kind, beside), NormNormalized(kind, beside)
-    views: list[View] = [Through(view, seen) if seen else view for view in (scale, normalized)]
-    more: dict[str, Any] = {"sources": (shared, *sources) if shared else sources, "stack": stack, "branches": branches}
-    return [
-        Point(f"{name}.hook_scale", site, views[0], axes.rsplit(" ", 1)[0] + " 1", depth, **more),
-        Point(f"{name}.hook_normalized", site, views[1], axes, depth, **more),
-    ]
+        return
+    axes = axes or f"batch {points.pos} d_model"
+    sources = (shared, *sources) if shared else sources
+    both: tuple[tuple[str, View, str], ...] = (
+        ("hook_scale", NormScale(kind, shared is not None), axes.rsplit(" ", 1)[0] + " 1"),
+        ("hook_normalized", NormNormalized(kind, shared is not None), axes),
+    )
+    for suffix, own, shape in both:
+        seen = Composed(own, view) if view else own
+        points.add(f"{name}.{suffix}", site, seen, shape, sources=sources, branches=branches)

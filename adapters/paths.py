@@ -38,3 +38,9 @@ def base_path(model: nn.Module) -> str:
     module = model.get_submodule(core)
     prefix = getattr(module, "base_model_prefix", "")
     return join(core, prefix) if prefix and hasattr(module, prefix) else core
+
+
+def path_from(model: nn.Module, path: str) -> str:
+    """A declared path as one from `model`: it is relative to the base model, or, if it begins with a dot, to the model
+    itself."""
+    return join(core_path(model), path[1:]) if path.startswith(".") else join(base_path(model), path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from adapters.paths import join
 from adapters.views import View
 
 #: ``input``: the first argument of a module. ``output``: what it returns. ``interface``: inside its attention, reached
@@ -83,3 +84,69 @@ class Point:
     stack: str = "blocks"
     flag: str | None = None
     n_heads: int | None = None
+
+
+@dataclass(frozen=True)
+class PointList:
+    """Collects the points of one part of a model, in the order of the computation.
+
+    Attributes:
+        prefix: what all their names begin with, such as ``blocks.3.attn``.
+        depth, stack: of all of them, see `Point`.
+        pos: the axis of positions.
+        points: what was added so far; shared with the lists made by `inside`.
+    """
+
+    prefix: str
+    depth: int
+    stack: str
+    pos: str = "pos"
+    points: list[Point] = field(default_factory=list)
+
+    def inside(self, name: str) -> PointList:
+        """The same list, for names that begin with a further word."""
+        return PointList(join(self.prefix, name), self.depth, self.stack, self.pos, self.points)
+
+    def add(
+        self,
+        name: str,
+        site: Site,
+        view: View | None = None,
+        axes: str | None = None,
+        *,
+        group: Group = "standard",
+        aliases: tuple[str, ...] = (),
+        other_names: tuple[str, ...] = (),
+        sources: tuple[Site, ...] = (),
+        followers: tuple[Follower, ...] = (),
+        branches: tuple[str, ...] = (),
+        flag: str | None = None,
+        n_heads: int | None = None,
+    ) -> None:
+        """Adds a point.
+
+        Args:
+            name: behind the prefix.
+            site, group, sources, followers, branches, flag, n_heads: see `Point`.
+            view: see `Point`; None: the site's tensor as it is.
+            axes: see `Point`; None: those of the residual stream.
+            aliases: behind the prefix.
+            other_names: aliases that do not begin with the prefix.
+        """
+        self.points.append(
+            Point(
+                join(self.prefix, name),
+                site,
+                view or View(),
+                axes or f"batch {self.pos} d_model",
+                self.depth,
+                group,
+                (*(join(self.prefix, alias) for alias in aliases), *other_names),
+                sources,
+                followers,
+                branches,
+                self.stack,
+                flag,
+                n_heads,
+            )
+        )

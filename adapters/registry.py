@@ -7,14 +7,15 @@ import importlib
 import threading
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
+from adapters.config import config_of
 
 #: From a Hugging Face configuration to what its models are made of.
-Declare = Callable[[Any], Architecture]
+Declare = Callable[[PreTrainedConfig], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
 _FAMILIES = (
@@ -81,7 +82,7 @@ def declaration_for(model: nn.Module) -> Architecture:
     for cls in type(model).__mro__:
         declare = _REGISTRY.get(cls.__name__)
         if declare is not None:
-            return declare(model.config)
+            return declare(config_of(model))
     name = type(model).__name__
     near = difflib.get_close_matches(name, _REGISTRY, n=3, cutoff=0.5)
     hint = f" The nearest are {', '.join(near)}." if near else ""

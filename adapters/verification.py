@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from adapters.architecture import Architecture, NamedStep
+from adapters.attention import HeadResults
+from adapters.config import ModelConfig, config_of
 from adapters.linear import bias_of, head_results
-from adapters.views import SinkPattern
+from adapters.points import Point
+from adapters.views import SinkPattern, View
+
+
+@runtime_checkable
+class Hook(Protocol):
+    """A hook point of a bridge, as far as it is needed here."""
+
+    name: str
+    point: Point
+    view: View
+
+
+#: What is called with an activation and its hook point; a tensor that it returns takes the activation's place.
+HookFunction = Callable[[Tensor, Hook], Tensor | None]
+#: One name or several, and the function.
+NamedHook = tuple[str | list[str], HookFunction]
+
+
+@runtime_checkable
+class Activations(Protocol):
+    """A cache, as far as it is needed here."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+@runtime_checkable
+class Bridge(Protocol):
+    """What is verified: a `bridge.TransformerBridge`, as far as it is needed here."""
+
+    cfg: ModelConfig
+    training: bool
+    architecture: Architecture
+    no_layer_runs: str
+
+    @property
+    def core(self) -> nn.Module: ...
+
+    @property
+    def original_model(self) -> nn.Module: ...
+
+    @property
+    def hook_dict(self) -> Mapping[str, Hook]: ...
+
+    def __call__(
+        self, input: Tensor, *, start_at_layer: int | None = None, stop_at_layer: int | None = None
+    ) -> Tensor: ...
+
+    def run_with_hooks(self, input: Tensor, *, fwd_hooks: Sequence[NamedHook], **kwargs: Any) -> Tensor: ...
+
+    def run_with_cache(
+        self, input: Tensor, *, names_filter: Sequence[str] | None, **kwargs: Any
+    ) -> tuple[Any, Activations]: ...
+
+    def hooks(self, *, fwd_hooks: Sequence[NamedHook]) -> AbstractContextManager[object]: ...
+
+    def train(self, mode: bool = True) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +106,7 @@ class Report:
         return "\n".join(lines)
 
 
-def verify(bridge: Any, tokens: Tensor | None = None) -> Report:
+def verify(bridge: Bridge, tokens: Tensor | None = None) -> Report:
     """Checks what every adapter promises.
 
     Nothing is trained or changed; the model is run some dozens of times on a short input.
@@ -70,7 +130,7 @@ def verify(bridge: Any, tokens: Tensor | None = None) -> Report:
     if bridge.cfg.device.type == "meta":
         raise ValueError("this model has no weights (load_weights=False), so there is nothing to run")
     was_training = bridge.training
-    bridge.eval()
+    bridge.train(False)
     try:
         with torch.no_grad():
             return _Verification(bridge, tokens).run()
@@ -79,14 +139,15 @@ def verify(bridge: Any, tokens: Tensor | None = None) -> Report:
 
 
 class _Verification:
-    def __init__(self, bridge: Any, tokens: Tensor | None) -> None:
+    def __init__(self, bridge: Bridge, tokens: Tensor | None) -> None:
         self.bridge, self.cfg, self.model = bridge, bridge.cfg, bridge.original_model
         if tokens is None:
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(0, self.cfg.d_vocab, (2, 9), generator=generator)
         self.tokens = tokens.to(self.cfg.device)
         # A decoder of its own is given a shorter text, so that its shapes cannot be mistaken for the encoder's.
-        self.more = {"decoder_input_ids": self.tokens[:, :-4]} if bridge.core.config.is_encoder_decoder else {}
+        two = config_of(bridge.core).is_encoder_decoder
+        self.more: dict[str, Tensor] = {"decoder_input_ids": self.tokens[:, :-4]} if two else {}
         # What a sum of a few rounded numbers may differ by, relative to the largest of them.
         self.tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}.get(self.cfg.dtype, 5e-2)
         self.report = Report(self.cfg.model_name)
@@ -128,10 +189,10 @@ class _Verification:
     def count_hooks(self) -> int:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.model.modules())
 
-    def logits(self, fwd_hooks: list[Any] | None = None) -> Tensor:
-        return self.bridge.run_with_hooks(self.tokens, fwd_hooks=fwd_hooks or [], **self.more)
+    def logits(self, fwd_hooks: Sequence[NamedHook] = ()) -> Tensor:
+        return self.bridge.run_with_hooks(self.tokens, fwd_hooks=list(fwd_hooks), **self.more)
 
-    def cache(self, names: Any = None) -> Any:
+    def cache(self, names: Sequence[str] | None = None) -> Activations:
         return self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
 
     def unhooked(self) -> None:
@@ -139,7 +200,12 @@ class _Verification:
 
     def expected_shape(self, axes: str) -> list[int | None]:
         batch, pos = self.tokens.shape
-        sizes = {"batch": batch, "pos": pos, "key_pos": pos, "n_key_value_heads": self.cfg.n_kv_heads}
+        sizes: dict[str, int | None] = {
+            "batch": batch,
+            "pos": pos,
+            "key_pos": pos,
+            "n_key_value_heads": self.cfg.n_kv_heads,
+        }
         sizes |= {"decoder_pos": pos - 4, "decoder_key_pos": pos - 4, "n_experts": self.cfg.num_experts}
         sizes |= {axis: int(axis) for axis in axes.split() if axis.isdigit()}
         return [sizes[axis] if axis in sizes else getattr(self.cfg, axis, None) for axis in axes.split()]
@@ -147,7 +213,7 @@ class _Verification:
     def every_hook_fires(self, names: list[str]) -> None:
         seen: dict[str, list[list[int]]] = {name: [] for name in names}
 
-        def look(x: Tensor, hook: Any) -> None:
+        def look(x: Tensor, hook: Hook) -> None:
             seen[hook.name].append(list(x.shape))
 
         self.logits([(names, look)])
@@ -164,54 +230,57 @@ class _Verification:
         )
 
     def writing_back(self, names: list[str]) -> None:
-        def same(x: Tensor, hook: Any) -> Tensor:
+        def same(x: Tensor, hook: Hook) -> Tensor:
             return x
 
         # Which experts are chosen can depend on the last digit: each token keeps those that it has without hooks.
         routes = [name for name in names if name.endswith("hook_expert_indices")]
-        chosen = self.cache(routes) if routes else {}
+        chosen: Activations = self.cache(routes) if routes else {}
 
-        def keep(x: Tensor, hook: Any) -> Tensor:
+        def keep(x: Tensor, hook: Hook) -> Tensor:
             return chosen[hook.name]
 
         def result(name: str) -> tuple[str, Tensor, Tensor]:
-            kept: list[Any] = [(route, keep) for route in routes if route != name]
+            kept: list[NamedHook] = [(route, keep) for route in routes if route != name]
             return name, self.logits([(name, same), *kept]), self.plain
 
         self.add_worst("writing back what was read changes nothing", (result(name) for name in names))
 
+    def blocks(self) -> Iterator[tuple[str, tuple[NamedStep, ...]]]:
+        """Each block that is there: what its hook points begin with, and its steps."""
+        for stack in self.bridge.architecture.stacks:
+            index = 0
+            while f"{stack.name}.{index}.hook_resid_pre" in self.bridge.hook_dict:
+                yield f"{stack.name}.{index}.", stack.block_at(index).named
+                index += 1
+
     def residual_sums(self) -> None:
-        cache = self.cache()
+        """Each stream is the one before it and what the steps between them add."""
+        sums: dict[str, list[tuple[str, list[str], str]]] = {
+            "resid_pre + attn_out = resid_mid": [],
+            "resid_mid + mlp_out = resid_post": [],
+        }
+        for prefix, steps in self.blocks():
+            for first in (named for named in steps if named.first):
+                group = [named for named in steps if named.after == first.after]
+                terms = [first.before, *(f"hook_{named.name}_out" for named in group)]
+                left = " + ".join(term.removeprefix("hook_") for term in terms)
+                total = [prefix + term for term in terms]
+                label = f"{left} = {first.after.removeprefix('hook_')}"
+                sums.setdefault(label, []).append((prefix + first.after, total, prefix + first.after))
+        needed = {name for entries in sums.values() for _, terms, after in entries for name in (*terms, after)}
+        cache = self.cache(sorted(needed))
+        for label, entries in sums.items():
+            pairs = [(at, sum((cache[t] for t in terms[1:]), cache[terms[0]]), cache[to]) for at, terms, to in entries]
+            self.add_worst(label, pairs)
 
-        def sums(first: str, second: str, total: str) -> Iterable[tuple[str, Tensor, Tensor]]:
-            for hook in self.bridge.hook_dict:
-                if hook.endswith("." + first):
-                    stem = hook.removesuffix(first)
-                    if {stem + second, stem + total} <= set(cache):
-                        yield stem + total, cache[hook] + cache[stem + second], cache[stem + total]
-
-        def after_mlp() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for stem, middle in self.middles():
-                yield stem, cache[middle] + cache[stem + "hook_mlp_out"], cache[stem + "hook_resid_post"]
-
-        self.add_worst("resid_pre + attn_out = resid_mid", sums("hook_resid_pre", "hook_attn_out", "hook_resid_mid"))
-        cross = list(sums("hook_resid_mid", "hook_cross_attn_out", "hook_resid_mid_cross"))
-        if cross:
-            self.add_worst("resid_mid + cross_attn_out = resid_mid_cross", cross)
-        self.add_worst("resid_mid + mlp_out = resid_post", after_mlp())
-
-    def middles(self) -> Iterable[tuple[str, str]]:
-        """For each block in which the MLP adds to what it reads: its prefix, and the stream that enters the MLP."""
-        hooks = self.bridge.hook_dict
-        for name in hooks:
-            if name.endswith("hook_mlp_out"):
-                stem = name.removesuffix("hook_mlp_out")
-                if stem + "hook_normalized_resid_post" in hooks:
-                    continue  # the norm stands between the stream and the sum
-                for middle in ("hook_resid_mid_cross", "hook_resid_mid"):
-                    if stem + middle in hooks:
-                        yield stem, stem + middle
-                        break
+    def middles(self) -> Iterator[tuple[str, str, str, list[str]]]:
+        """Each stream between two steps that is written through: its prefix, its name, the next, what is added."""
+        for prefix, steps in self.blocks():
+            for first in (named for named in steps if named.first):
+                if first.before.startswith("hook_resid_mid"):
+                    added = [f"{prefix}hook_{named.name}_out" for named in steps if named.after == first.after]
+                    yield prefix, prefix + first.before, prefix + first.after, added
 
     def pattern_rows(self) -> None:
         patterns = [name for name in self.bridge.hook_dict if name.endswith("hook_pattern")]
@@ -254,22 +323,23 @@ class _Verification:
                 z = cache[z_name]
                 total = head_results(projection, z).sum(-2) + bias_of(projection, z.flatten(-2))
                 yield name, total, seen[0]
-                yield name, cache[name].sum(-2) + bias_of(projection, z.flatten(-2)), seen[0]
+                view = hooks[name].view
+                factor = view.factor if isinstance(view, HeadResults) else 1.0
+                yield name, cache[name].sum(-2) / factor + bias_of(projection, z.flatten(-2)), seen[0]
 
         self.add_worst("z through W_O gives attn_out", pairs())
 
     def resid_mid_reaches_both(self) -> None:
-        def halve(x: Tensor, hook: Any) -> Tensor:
+        def halve(x: Tensor, hook: Hook) -> Tensor:
             return x * 0.5
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for stem, mid in self.middles():
-                out, post = stem + "hook_mlp_out", stem + "hook_resid_post"
+            for _, mid, after, added in self.middles():
                 before = self.cache([mid])
                 with self.bridge.hooks(fwd_hooks=[(mid, halve)]):
-                    cache = self.cache([mid, out, post])
+                    cache = self.cache([mid, after, *added])
                 yield mid, cache[mid], before[mid] * 0.5
-                yield mid, cache[mid] + cache[out], cache[post]
+                yield mid, sum((cache[name] for name in added), cache[mid]), cache[after]
 
         self.add_worst("halving resid_mid reaches both branches", pairs())
 
@@ -292,5 +362,5 @@ class _Verification:
         self.add("no torch hook is left behind", not left and not patched, f"{left} hooks, {len(patched)} patches")
 
 
-def _is_ours(forward: Callable[..., Any]) -> bool:
+def _is_ours(forward: object) -> bool:
     return type(forward).__module__.split(".")[0] == "bridge"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 
@@ -46,7 +47,7 @@ class Deferred:
     """What a view would show, computed when it is asked for.
 
     Args:
-        view: the view, with `later`.
+        view: one that is `deferrable`.
         x: the tensor at its site.
         call: the call that it came from.
     """
@@ -94,7 +95,7 @@ class View:
     #: True where `get` and `put` look at the call.
     contextual: bool = False
     #: True where `get` computes something from the site's tensor and the module's input alone: it can wait until asked.
-    later: bool = False
+    deferrable: bool = False
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False
 
@@ -203,7 +204,7 @@ class MaskedScores(View):
     """
 
     identity = False
-    later = True
+    deferrable = True
 
     @staticmethod
     def masked(x: Tensor) -> Tensor:
@@ -224,12 +225,12 @@ class AlibiScores(MaskedScores):
     differs by rounding. The module is given ``alibi``, ``[(batch head), 1, key_pos]``.
     """
 
-    later = False
+    deferrable = False
 
     @staticmethod
     def at_query(x: Tensor, call: Call) -> Tensor:
-        batch, heads, queries, keys = x.shape
-        return call.kwargs["alibi"].view(batch, heads, keys)[..., keys - queries :].unsqueeze(-1)
+        batch, _, queries, keys = x.shape
+        return rearrange(call.kwargs["alibi"][..., keys - queries :], "(b h) 1 k -> b h k 1", b=batch)
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return super().get(x, call) - self.at_query(x, call)
@@ -287,7 +288,21 @@ class SinkScores(View):
         return torch.cat([scores, x[..., -1:]], dim=-1)
 
 
-class OverBatch(Derived):
+@dataclass(frozen=True, repr=False)
+class Scaled(View):
+    """What a module returns, times the constant factor that the block multiplies it with before it is added."""
+
+    factor: float
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x * self.factor
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new / self.factor
+
+
+class WithBatchAxis(Derived):
     """A tensor with one row for all of the batch (position embeddings), shown with the batch axis of its source."""
 
     def get(self, x: Tensor, call: Call) -> Tensor:
@@ -299,7 +314,7 @@ class OverBatch(Derived):
         return new
 
 
-class FlatBatch(View):
+class FlatRows(View):
     """``(batch pos) d -> batch pos d``, with the batch size of the last source (a module that works on rows)."""
 
     identity = False
@@ -311,7 +326,7 @@ class FlatBatch(View):
         return new if x.ndim == 3 else new.flatten(0, 1)
 
 
-class Through(View):
+class Composed(View):
     """What `inner` sees at the site, seen through `outer`.
 
     Args:

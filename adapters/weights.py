@@ -8,17 +8,19 @@ What HookedTransformer has and the model has not (a bias) is zero; what the mode
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adapters.architecture import MLP, Architecture, Block, MoE
+from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention, Projection
+from adapters.config import ModelConfig
 from adapters.experts import ExpertPart, expert_bias, expert_weight
+from adapters.feed_forward import MLP, MoE
 from adapters.linear import weight_in_out
-from adapters.norms import NormKind
+from adapters.norms import Norm
 from adapters.paths import base_path, core_path, has_module, join
 from adapters.views import Call, Heads, View
 
@@ -31,33 +33,43 @@ class Weights:
     Args:
         architecture: what its adapter declares.
         model: the Hugging Face model, with what wraps it.
-        cfg: the facts about it.
+        cfg: its configuration.
 
     Attributes:
         getters: for each of HookedTransformer's state-dict names, a function that gives the tensor.
     """
 
-    def __init__(self, architecture: Architecture, model: nn.Module, cfg: Any) -> None:
+    def __init__(self, architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> None:
         self.model, self.cfg, self.architecture = model, cfg, architecture
         self.base, self.core = base_path(model), core_path(model)
         self.getters: dict[str, Get] = {}
-        (architecture.weights or decoder_weights)(self)
+        self._add_embeddings()
+        for stack in architecture.stacks:
+            if self.has(stack.path):
+                self._add_stack(stack)
+        self._add_heads()
+        unembed = "." + architecture.unembed
+        if self.has(unembed):
+            self.getters["unembed.W_U"] = lambda: self.matrix(unembed)
+            self.getters["unembed.b_U"] = self.bias(unembed, lambda: (cfg.d_vocab_out,))
 
     def __getitem__(self, name: str) -> Float[Tensor, "..."]:
         return self.getters[name]()
 
     def module(self, path: str) -> nn.Module:
         """The module at a path from the base model; a path that begins with a dot is from the model itself."""
-        return self.model.get_submodule(join(self.core, path[1:]) if path.startswith(".") else join(self.base, path))
+        return self.model.get_submodule(self.full_path(path))
 
     def has(self, path: str) -> bool:
         """Whether there is a module at such a path."""
-        return has_module(self.model, join(self.core, path[1:]) if path.startswith(".") else join(self.base, path))
+        return has_module(self.model, self.full_path(path))
 
-    def zeros(self, *shape: int) -> Get:
-        return lambda: torch.zeros(shape, dtype=self.cfg.dtype, device=self.cfg.device)
+    def full_path(self, path: str) -> str:
+        """Such a path, from what wraps the model."""
+        return join(self.core, path[1:]) if path.startswith(".") else join(self.base, path)
 
     def parameter(self, path: str, name: str = "weight") -> Get:
+        """A module's own parameter."""
         return lambda: getattr(self.module(path), name)
 
     def matrix(self, path: str) -> Tensor:
@@ -75,18 +87,29 @@ class Weights:
             )
         return weight
 
-    def bias(self, path: str, *shape: int, part: View | None = None) -> Get:
+    def bias(self, path: str, shape: Callable[[], tuple[int, ...]], part: View | None = None) -> Get:
         """A bias, seen through `part`, or zeros of this shape."""
 
         def get() -> Tensor:
             bias = getattr(self.module(path), "bias", None)
             if bias is None:
-                return self.zeros(*shape)()
+                return torch.zeros(shape(), dtype=self.cfg.dtype, device=self.cfg.device)
             return bias if part is None else part.get(bias, _NO_CALL)
 
         return get
 
-    def embedding(self, path: str) -> Get:
+    def _add_embeddings(self) -> None:
+        a = self.architecture
+        at = "embed." if a.embeddings is not None else ""  # HookedTransformer's encoder has one part for all of them
+        self.getters[f"{at}embed.W_E"] = self._token_embedding(a.embed)
+        if a.pos_embed:
+            self.getters[f"{at}pos_embed.W_pos"] = self._position_embedding(a.pos_embed)
+        if a.token_types:
+            self.getters[f"{at}token_type_embed.W_token_type"] = self.parameter(a.token_types)
+        if a.embed_norm:
+            self.add_norm("embed.ln", "", a.embed_norm)
+
+    def _token_embedding(self, path: str) -> Get:
         def get() -> Tensor:
             module = self.module(path)
             scale = getattr(module, "scalar_embed_scale", 1.0)
@@ -96,146 +119,132 @@ class Weights:
 
         return get
 
-    def add_norm(self, name: str, path: str, kind: NormKind) -> None:
-        if kind.identity:
+    def _position_embedding(self, path: str) -> Get:
+        def get() -> Tensor:
+            module = self.module(path)
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            return weight[getattr(module, "offset", 0) :]  # OPT keeps two rows before those of its positions
+
+        return get
+
+    def _add_stack(self, stack: Stack) -> None:
+        for index in range(len(list(self.module(stack.path).children()))):
+            path = join(stack.path, str(index))
+            for named in stack.block_at(index).named:
+                self._add_step(f"{stack.name}.{index}", path, named)
+        if stack.final_norm:
+            self.add_norm(f"{stack.name}_final_ln" if stack.one_of_two else "ln_final", "", stack.final_norm)
+
+    def _add_step(self, prefix: str, path: str, named: NamedStep) -> None:
+        """The weights of one residual step: its norms, and what is inside."""
+        step, part = named.step, named.step.part
+        if norm := step.pre or step.stream_norm:
+            self.add_norm(f"{prefix}.{named.norm}", path, norm)
+        if step.post:
+            self.add_norm(f"{prefix}.{named.norm}_post", path, step.post)
+        name, factor = f"{prefix}.{named.name}", step.last_factor
+        if isinstance(part, Attention):
+            self._add_attention(name, path, part, factor)
+        elif isinstance(part, MLP):
+            self._add_mlp(name, path, part, factor)
+        elif isinstance(part, MoE):
+            self._add_experts(name, path, part, factor)
+
+    def add_norm(self, name: str, path: str, norm: Norm) -> None:
+        """The weight and bias of a norm, as far as it has them; its path is relative to `path`."""
+        if norm.kind.identity:
             return
-        module = self.module(path)
+        at = norm.path if norm.path.startswith(".") else join(path, norm.path)
+        module = self.module(at)
 
         def weight() -> Tensor:
-            found = kind.weight(self.module(path))
+            found = norm.kind.weight(self.module(at))
             assert found is not None
             return found
 
         if getattr(module, "weight", None) is not None:
             self.getters[f"{name}.w"] = weight
         if getattr(module, "bias", None) is not None:
-            self.getters[f"{name}.b"] = self.parameter(path, "bias")
+            self.getters[f"{name}.b"] = self.parameter(at, "bias")
 
-    def add_attention(self, name: str, path: str, part: Attention) -> None:
-        heads, d_head = self.cfg.n_heads, self.cfg.d_head
+    def _add_attention(self, name: str, path: str, part: Attention, factor: float) -> None:
+        heads, at = self.cfg.n_heads, join(path, part.path)
         for letter, projection, n in (
             ("Q", part.q, heads), ("K", part.k, self.cfg.n_kv_heads), ("V", part.v, self.cfg.n_kv_heads),
         ):  # fmt: skip
-            self._add_projection(name, join(path, part.path), letter, projection, n)
-        out = join(path, part.path, part.o)
-        self.getters[f"{name}.W_O"] = lambda: self.matrix(out).unflatten(0, (heads, d_head))
-        self.getters[f"{name}.b_O"] = self.bias(out, self.cfg.d_model)
+            self._add_projection(name, at, letter, projection, n)
+        out = join(at, part.o)
+        self.getters[f"{name}.W_O"] = times(factor, lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads))
+        self.getters[f"{name}.b_O"] = times(factor, self.bias(out, lambda: (self.cfg.d_model,)))
+        for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
+            if norm:
+                self.add_norm(f"{name}.{letter}_norm", at, norm)
+        if part.position_bias and self.has(bias := join(at, part.position_bias)):
+            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(bias)
 
     def _add_projection(self, name: str, path: str, letter: str, projection: Projection, n: int) -> None:
         module, view = join(path, projection.path), projection.part or Heads(n)
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
         own = "_" if letter != "Q" and n != self.cfg.n_heads else ""
         weight = f"{name}.{own}W_{letter}"
-        self.getters[weight] = lambda: view.get(self.matrix(module), _NO_CALL).movedim(0, 1)
-        self.getters[f"{name}.{own}b_{letter}"] = self.bias(module, n, self.cfg.d_head, part=view)
+        self.getters[weight] = lambda: rearrange(view.get(self.matrix(module), _NO_CALL), "m h d -> h m d")
+        self.getters[f"{name}.{own}b_{letter}"] = self.bias(module, lambda: (n, self.cfg.d_head), view)
 
-    def add_mlp(self, name: str, path: str, mlp: MLP, d_mlp: int) -> None:
+    def _add_mlp(self, name: str, path: str, mlp: MLP, factor: float) -> None:
         module = join(path, mlp.path)
 
         def matrix(projection: Projection) -> Get:
-            at = join(module, projection.path)
-            part = projection.part
+            at, part = join(module, projection.path), projection.part
             return lambda: self.matrix(at) if part is None else part.get(self.matrix(at), _NO_CALL)
 
-        self.getters[f"{name}.W_in"] = matrix(mlp.up)
-        self.getters[f"{name}.b_in"] = self.bias(join(module, mlp.up.path), d_mlp, part=mlp.up.part)
+        up, down = matrix(mlp.up), join(module, mlp.down)
+        self.getters[f"{name}.W_in"] = up
+        self.getters[f"{name}.b_in"] = self.bias(join(module, mlp.up.path), lambda: (up().shape[-1],), mlp.up.part)
         if mlp.gate:
             self.getters[f"{name}.W_gate"] = matrix(mlp.gate)
-        down = join(module, mlp.down)
-        self.getters[f"{name}.W_out"] = lambda: self.matrix(down)
-        self.getters[f"{name}.b_out"] = self.bias(down, self.cfg.d_model)
+        self.getters[f"{name}.W_out"] = times(factor, lambda: self.matrix(down))
+        self.getters[f"{name}.b_out"] = times(factor, self.bias(down, lambda: (self.cfg.d_model,)))
 
-    def add_experts(self, name: str, path: str, moe: MoE) -> None:
+    def _add_experts(self, name: str, path: str, moe: MoE, factor: float) -> None:
         """The router and each expert, oriented as the linear layers that HookedTransformer keeps them in."""
         inside = join(path, moe.path)
-        experts, router = join(inside, moe.experts), join(inside, moe.router)
+        at, router = join(inside, moe.experts), join(inside, moe.router)
         self.getters[f"{name}.W_gate.weight"] = self.parameter(router)
         if getattr(self.module(router), "bias", None) is not None:
             self.getters[f"{name}.W_gate.bias"] = self.parameter(router, "bias")
-        has_bias = self.module(experts).has_bias
+        has_bias = bool(self.module(at).has_bias)
 
         def add(index: int, part: ExpertPart) -> None:
-            at = f"{name}.experts.{index}.{part}"
-            self.getters[f"{at}.weight"] = lambda: expert_weight(self.module(experts), index, part)
+            own, scale = f"{name}.experts.{index}.{part}", factor if part == "W_out" else 1.0
+            self.getters[f"{own}.weight"] = times(scale, lambda: expert_weight(self.module(at), index, part))
             if has_bias:
-                self.getters[f"{at}.bias"] = lambda: expert_bias(self.module(experts), index, part)
+                self.getters[f"{own}.bias"] = times(scale, lambda: expert_bias(self.module(at), index, part))
 
-        for e in range(self.cfg.num_experts):
+        for e in range(self.cfg.num_experts or 0):
             for part in ("W_gate", "W_in", "W_out"):
                 add(e, part)
         if moe.shared:
-            self.add_mlp(f"{name}.shared_expert", inside, moe.shared, self.cfg.d_shared_expert)
+            self._add_mlp(f"{name}.shared_expert", inside, moe.shared, factor)
         if moe.shared_gate:
             self.getters[f"{name}.shared_expert_gate.weight"] = self.parameter(join(inside, moe.shared_gate))
 
-    def add_block(self, name: str, path: str, block: Block) -> None:
-        for norm in ("ln1", "ln2", "ln3", "ln1_post", "ln2_post"):
-            at = getattr(block, norm, None)
-            if norm == "ln2" and block.shared_norm:
-                at = block.ln1
-            if at:
-                self.add_norm(f"{name}.{norm}", join(path, at), block.norm)
-        if block.attn:
-            self.add_attention(f"{name}.{block.attn.name}", path, block.attn)
-            for letter, at in (("q", block.attn.q_norm), ("k", block.attn.k_norm)):
-                if at and block.qk_norm:
-                    self.add_norm(f"{name}.attn.{letter}_norm", join(path, block.attn.path, at), block.qk_norm)
-        if block.cross_attn:
-            self.add_attention(f"{name}.{block.cross_attn.name}", path, block.cross_attn)
-        if isinstance(block.mlp, MLP):
-            self.add_mlp(f"{name}.mlp", path, block.mlp, self.cfg.d_mlp)
-        elif isinstance(block.mlp, MoE):
-            self.add_experts(f"{name}.mlp", path, block.mlp)
+    def _add_heads(self) -> None:
+        for head in self.architecture.heads:
+            if not self.has(head.path):
+                continue
+            self.getters[f"{head.name}.W"] = self._matrix_of(head.linear)
+            self.getters[f"{head.name}.b"] = self.parameter(head.linear, "bias")
+            if head.norm:
+                self.add_norm(f"{head.name}.ln", "", head.norm)
 
-    def add_unembed(self, path: str) -> None:
-        """The output layer at a path from the model itself."""
-        if self.has("." + path):
-            self.getters["unembed.W_U"] = lambda: self.matrix("." + path)
-            self.getters["unembed.b_U"] = self.bias("." + path, self.cfg.d_vocab_out)
+    def _matrix_of(self, path: str) -> Get:
+        return lambda: self.matrix(path)
 
 
 _NO_CALL = Call(nn.Identity(), (), {})
 
 
-def decoder_weights(weights: Weights) -> None:
-    """The weights of a model with one stack of blocks, as `architecture_points` names its parts."""
-    a, cfg = weights.architecture, weights.cfg
-    weights.getters["embed.W_E"] = weights.embedding(a.embed)
-    if a.embed_norm:
-        weights.add_norm("embed.ln", a.embed_norm, a.block.norm)
-    if a.pos_embed:
-        path = a.pos_embed
-        # OPT keeps two rows before those of its positions.
-        weights.getters["pos_embed.W_pos"] = (
-            lambda: weights.module(path).weight[  # type: ignore[index]
-                getattr(weights.module(path), "offset", 0) :
-            ]
-        )
-    for index in range(cfg.n_layers):
-        weights.add_block(f"blocks.{index}", join(a.blocks, str(index)), a.block_at(index))
-    if a.final_norm:
-        weights.add_norm("ln_final", a.final_norm, a.final_kind or a.block.norm)
-    weights.add_unembed(a.unembed)
-
-
-def bert_weights(weights: Weights) -> None:
-    """The weights of BERT, as HookedTransformer's encoder names them."""
-    a, kind = weights.architecture, weights.architecture.block.norm
-    weights.getters["embed.embed.W_E"] = weights.parameter("embeddings.word_embeddings")
-    weights.getters["embed.pos_embed.W_pos"] = weights.parameter("embeddings.position_embeddings")
-    weights.getters["embed.token_type_embed.W_token_type"] = weights.parameter("embeddings.token_type_embeddings")
-    weights.add_norm("embed.ln", "embeddings.LayerNorm", kind)
-    for index in range(weights.cfg.n_layers):
-        weights.add_block(f"blocks.{index}", join(a.blocks, str(index)), a.block)
-    heads = {
-        "mlm_head": ".cls.predictions.transform.dense",
-        "pooler": "pooler.dense",
-        "nsp_head": ".cls.seq_relationship",
-    }
-    for name, path in heads.items():
-        if weights.has(path):
-            weights.getters[f"{name}.W"] = lambda path=path: weights.matrix(path)  # type: ignore[misc]
-            weights.getters[f"{name}.b"] = weights.parameter(path, "bias")
-    if weights.has(".cls.predictions"):
-        weights.add_norm("mlm_head.ln", ".cls.predictions.transform.LayerNorm", kind)
-    weights.add_unembed(a.unembed)
+def times(factor: float, get: Get) -> Get:
+    """What a step multiplies its result with is a part of its last matrix and bias, as HookedTransformer has them."""
+    return get if factor == 1 else lambda: get() * factor

@@ -18,7 +18,7 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
     """Why nothing of a model can be processed, "" where something can."""
-    if architecture.weights is not None or architecture.stacks:
+    if len(architecture.stacks) > 1 or architecture.norms_on_the_stream:
         return (
             f"{type(core).__name__} is not one stack of blocks, each reading the residual stream through a norm; "
             "HookedTransformer has no processing for it either"
@@ -42,7 +42,8 @@ class Limits:
     def __init__(self, core: PreTrainedModel, parts: Parts) -> None:
         self.core = core
         self.parts, self.cfg = parts, parts.cfg
-        self.a, self.block = parts.architecture, parts.block
+        self.a = parts.architecture
+        self.steps = list(self.a.steps())
 
     def reason(self, step: str) -> str:
         """Why a transform cannot be done, "" where it can."""
@@ -82,10 +83,9 @@ class Limits:
         return f"{twice[0][0]} is used in more than one place" if twice else ""
 
     def _fold_ln(self) -> str:
-        block = self.block
-        if block.norm.identity:
+        if self.cfg.normalization_type is None:
             return "it has no norms"
-        if block.qk_shift:
+        if self.parts.shifted:
             return "queries and keys read the norm's output with position embeddings added to it"
         if not self.parts.weights.has("." + self.a.unembed):
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
@@ -109,15 +109,15 @@ class Limits:
         return ""
 
     def _center_writing_weights(self) -> str:
-        block, final = self.block, self.parts.final_kind
-        normed = (block.ln1 or not block.attn) and (block.ln2 or block.shared_norm or not block.mlp)
-        if block.norm.identity or final is None or not normed:
+        final = self.parts.final_kind
+        kinds = [step.pre.kind for step in self.steps if step.pre and not step.pre.kind.identity]
+        if final is None or len(kinds) < len(self.steps):
             return "something reads the residual stream without a norm, which would see the mean that is taken out"
-        if not (block.norm.centered and final.centered):
+        if not all(kind.centered for kind in (*kinds, final)):
             return "it has RMS norms, which do not subtract the mean of what they read"
-        if block.ln1_post or block.ln2_post:
+        if any(step.post for step in self.steps):
             return "what attention and MLP write goes through a norm, whose output does not sum to zero"
-        if block.qk_shift:
+        if self.parts.shifted:
             return "position embeddings are added to what queries and keys read, behind the norm"
         return ""
 
@@ -129,20 +129,22 @@ class Limits:
         return ""
 
     def _fold_value_biases(self) -> str:
-        attn = self.block.attn
+        attn = self.a.stack.attn
         if attn is None:
             return "it has no attention"
+        if any(block.attentions != (attn,) for block in self.a.stack.every_block):
+            return "its layers do not have one attention each, the same in all of them"
         if attn.sinks:
             return "it has attention sinks: the rows of its pattern do not sum to one"
         return ""
 
     def _refactor_factored_attn_matrices(self) -> str:
-        cfg, attn = self.cfg, self.block.attn
+        cfg, attn = self.cfg, self.a.stack.attn
         if attn is None or (reason := self._fold_value_biases()):
             return reason if attn else "it has no attention"
         if attn.rotary or cfg.positional_embedding_type == "rotary":
             return "queries and keys are rotated by their positions, between which the product would have to be taken"
-        if self.block.qk_norm:
+        if attn.q_norm or attn.k_norm:
             return "queries and keys go through norms"
         if cfg.n_kv_heads != cfg.n_heads:
             return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} heads of keys and values"
@@ -165,7 +167,7 @@ def is_as_left(parts: Parts, step: str) -> bool:
         return all(_sums_to_zero(W, -1) for W in seen if W.ndim > 1)
     if step == "center_unembed":
         return _sums_to_zero(parts.get("unembed.W_U")()[:8], -1)
-    at = [f"{name}.{parts.attn.name}" for name, _ in parts.blocks]
+    at = [f"{name}.attn" for name, _ in parts.blocks]
     if step == "fold_value_biases":
         return not any(bool(parts.get(parts.find(name, "b_V"))().any()) for name in at)
     W_O = [parts.get(f"{name}.W_O")()[0].float() for name in at]

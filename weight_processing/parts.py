@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters import MLP, Attention, MoE, Weights
+from adapters.architecture import NamedStep
 from adapters.linear import weight_in_out
 from adapters.norms import LAYER_NORM, NormKind
 from adapters.paths import join
@@ -68,34 +69,41 @@ class Parts:
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self.cfg, self.architecture = weights, weights.cfg, weights.architecture
-        self.block = self.architecture.block
         self.piece = max(4096, min(self.cfg.n_params // 64, 1 << 17))
         self.norms = list(self._norms())
         self.writers = dict(self._writers())
 
     @property
     def attn(self) -> Attention:
-        assert self.block.attn
-        return self.block.attn
+        """What all blocks have, where the values' biases are folded or factors are chosen (see `Limits`)."""
+        attn = self.architecture.stack.attn
+        assert attn
+        return attn
+
+    @property
+    def shifted(self) -> bool:
+        """Whether something is added to what queries and keys read, behind the norm."""
+        blocks = self.architecture.stack.every_block
+        return any(attn.qk_shift for block in blocks for attn in block.attentions)
 
     @property
     def blocks(self) -> Iterator[tuple[str, str]]:
         """Each block's canonical prefix and its path."""
         for i in range(self.cfg.n_layers):
-            yield f"blocks.{i}", join(self.architecture.blocks, str(i))
+            yield f"blocks.{i}", join(self.architecture.stack.path, str(i))
 
     @property
-    def mlps(self) -> Iterator[tuple[str, str, MLP | MoE | None]]:
-        """Each block's canonical prefix, its path, and its MLP, in which alone blocks may differ."""
+    def steps(self) -> Iterator[tuple[str, str, NamedStep]]:
+        """Each residual step, with its block's canonical prefix and path."""
         for i, (name, path) in enumerate(self.blocks):
-            yield name, path, self.architecture.block_at(i).mlp
+            for named in self.architecture.stack.block_at(i).named:
+                yield name, path, named
 
     @property
     def final_kind(self) -> NormKind | None:
         """What the norm before the unembedding computes, None where there is none."""
-        a = self.architecture
-        kind = a.final_kind or a.block.norm
-        return kind if a.final_norm and not kind.identity else None
+        norm = self.architecture.stack.final_norm
+        return norm.kind if norm and not norm.kind.identity else None
 
     def find(self, prefix: str, name: str) -> str:
         """The name of a weight, with the underscore of grouped keys and values where it has that."""
@@ -106,50 +114,45 @@ class Parts:
         return self.weights.getters[name]
 
     def _norms(self) -> Iterator[Norm]:
-        block, kind = self.block, self.block.norm
-        if not kind.identity:
-            for name, path, part in self.mlps:
-                attn, mlp = tuple(self._attention_readers(name, path)), tuple(self._mlp_readers(name, path, part))
-                gated = isinstance(part, MLP) and part.gate is not None
-                if block.ln1:
-                    shared = block.shared_norm
-                    readers = attn + mlp if shared else attn
-                    yield Norm(f"{name}.ln1", join(path, block.ln1), kind, readers, gated and shared)
-                if block.ln2 and not block.shared_norm:
-                    yield Norm(f"{name}.ln2", join(path, block.ln2), kind, mlp, gated)
-                if isinstance(part, MLP) and part.ln:
-                    down = join(path, part.path, part.down)
-                    at = f"{name}.mlp"
-                    out = Reader(f"{at}.W_out", self.get(f"{at}.W_out"), self.get(f"{at}.b_out"), down)
-                    yield Norm(f"{at}.ln", join(path, part.path, part.ln), LAYER_NORM, (out,))
-        if self.architecture.final_norm and self.final_kind and "unembed.W_U" in self.weights.getters:
+        for name, path, named in self.steps:
+            norm = named.step.pre
+            if norm and named.leads and not norm.kind.identity:
+                alike = [other for at, _, other in self.steps if at == name and other.name in named.shared]
+                together = [named, *alike]
+                readers = tuple(reader for one in together for reader in self._readers(name, path, one))
+                gated = any(isinstance(one.step.part, MLP) and one.step.part.gate for one in together)
+                yield Norm(f"{name}.{named.norm}", join(path, norm.path), norm.kind, readers, gated)
+            part, at = named.step.part, f"{name}.{named.name}"
+            if isinstance(part, MLP) and part.ln:
+                down = join(path, part.path, part.down)
+                out = Reader(f"{at}.W_out", self.get(f"{at}.W_out"), self.get(f"{at}.b_out"), down)
+                yield Norm(f"{at}.ln", join(path, part.path, part.ln), LAYER_NORM, (out,))
+        final = self.architecture.stack.final_norm
+        if final and self.final_kind and "unembed.W_U" in self.weights.getters:
             unembed = "." + self.architecture.unembed
             reader = Reader("unembed.W_U", self.get("unembed.W_U"), self.get("unembed.b_U"), unembed)
-            yield Norm("ln_final", self.architecture.final_norm, self.final_kind, (reader,))
+            yield Norm("ln_final", final.path, self.final_kind, (reader,))
 
-    def _attention_readers(self, name: str, path: str) -> Iterator[Reader]:
-        part = self.block.attn
-        if part is None:
-            return
-        at = f"{name}.{part.name}"
-        for letter, projection in (("Q", part.q), ("K", part.k), ("V", part.v)):
-            weight, bias = self.find(at, f"W_{letter}"), self.find(at, f"b_{letter}")
-            yield Reader(weight, self.get(weight), self.get(bias), join(path, part.path, projection.path))
-
-    def _mlp_readers(self, name: str, path: str, mlp: MLP | MoE | None) -> Iterator[Reader]:
-        if isinstance(mlp, MLP):
-            yield from self._feed_forward_readers(f"{name}.mlp", join(path, mlp.path), mlp)
-        elif isinstance(mlp, MoE):
-            names = [f"{name}.mlp.W_gate.weight"]
-            for e in range(self.cfg.num_experts):
-                names += [f"{name}.mlp.experts.{e}.{kind}.weight" for kind in ("W_gate", "W_in")]
-            if mlp.shared_gate:
-                names.append(f"{name}.mlp.shared_expert_gate.weight")
+    def _readers(self, name: str, path: str, named: NamedStep) -> Iterator[Reader]:
+        """The matrices of a step that read its norm."""
+        part, at = named.step.part, f"{name}.{named.name}"
+        if isinstance(part, Attention):
+            for letter, projection in (("Q", part.q), ("K", part.k), ("V", part.v)):
+                weight, bias = self.find(at, f"W_{letter}"), self.find(at, f"b_{letter}")
+                yield Reader(weight, self.get(weight), self.get(bias), join(path, part.path, projection.path))
+        elif isinstance(part, MLP):
+            yield from self._feed_forward_readers(at, join(path, part.path), part)
+        elif isinstance(part, MoE):
+            names = [f"{at}.W_gate.weight"]
+            for e in range(self.cfg.num_experts or 0):
+                names += [f"{at}.experts.{e}.{kind}.weight" for kind in ("W_gate", "W_in")]
+            if part.shared_gate:
+                names.append(f"{at}.shared_expert_gate.weight")
             for weight in names:
                 yield Reader(weight, _transposed(self.get(weight)), None, "")
-            if mlp.shared:
-                inside = join(path, mlp.path, mlp.shared.path)
-                yield from self._feed_forward_readers(f"{name}.mlp.shared_expert", inside, mlp.shared)
+            if part.shared:
+                inside = join(path, part.path, part.shared.path)
+                yield from self._feed_forward_readers(f"{at}.shared_expert", inside, part.shared)
 
     def _feed_forward_readers(self, name: str, path: str, mlp: MLP) -> Iterator[Reader]:
         up = join(path, mlp.up.path)
@@ -162,23 +165,23 @@ class Parts:
         for name in ("embed.W_E", "pos_embed.W_pos"):
             if name in getters:
                 yield name, getters[name]
-        for name, path, mlp in self.mlps:
-            if self.block.attn:
-                at = f"{name}.{self.block.attn.name}"
+        for name, path, named in self.steps:
+            part, at = named.step.part, f"{name}.{named.name}"
+            if isinstance(part, Attention):
                 yield f"{at}.W_O", getters[f"{at}.W_O"]
-                if self.has_bias(self.output(path)):
+                if self.has_bias(join(path, part.path, part.o)):
                     yield f"{at}.b_O", getters[f"{at}.b_O"]
-            if isinstance(mlp, MLP):
-                yield from self._feed_forward_writers(f"{name}.mlp", join(path, mlp.path), mlp)
-            elif isinstance(mlp, MoE):
-                for e in range(self.cfg.num_experts):
-                    out = f"{name}.mlp.experts.{e}.W_out"
+            elif isinstance(part, MLP):
+                yield from self._feed_forward_writers(at, join(path, part.path), part)
+            elif isinstance(part, MoE):
+                for e in range(self.cfg.num_experts or 0):
+                    out = f"{at}.experts.{e}.W_out"
                     yield f"{out}.weight", _transposed(getters[f"{out}.weight"])
                     if f"{out}.bias" in getters:
                         yield f"{out}.bias", getters[f"{out}.bias"]
-                if mlp.shared:
-                    inside = join(path, mlp.path, mlp.shared.path)
-                    yield from self._feed_forward_writers(f"{name}.mlp.shared_expert", inside, mlp.shared)
+                if part.shared:
+                    inside = join(path, part.path, part.shared.path)
+                    yield from self._feed_forward_writers(f"{at}.shared_expert", inside, part.shared)
 
     def _feed_forward_writers(self, name: str, path: str, mlp: MLP) -> Iterator[tuple[str, Get]]:
         yield f"{name}.W_out", self.get(f"{name}.W_out")
@@ -223,23 +226,26 @@ class Parts:
 
     def undeclared(self) -> list[str]:
         """Parameters of which the adapter does not say what they do: they may read or write what is to be changed."""
-        a, block = self.architecture, self.block
+        a = self.architecture
         known: set[int] = set()
-        outside = (a.embed, a.pos_embed, a.embed_norm, a.final_norm, "." + a.unembed)
-        paths = [path for path in outside if path and self.weights.has(path)]
-        for _, path, mlp in self.mlps:
-            norms = (block.ln1, block.ln2, block.ln1_post, block.ln2_post)
-            paths += [join(path, at) for at in norms if at]
-            if attn := block.attn:
-                inside = (attn.q.path, attn.k.path, attn.v.path, attn.o, attn.q_norm, attn.k_norm)
-                paths += [join(path, attn.path, at) for at in inside if at]
-                if attn.sinks:
-                    known.add(id(getattr(self.weights.module(join(path, attn.path)), attn.sinks)))
-            if isinstance(mlp, MLP):
-                paths += [join(path, mlp.path, at) for at in _inside(mlp)]
-            elif isinstance(mlp, MoE):
-                shared = [join(mlp.shared.path, at) for at in _inside(mlp.shared)] if mlp.shared else []
-                paths += [join(path, mlp.path, at) for at in (mlp.router, mlp.experts, mlp.shared_gate, *shared) if at]
+        norms = [norm.path for norm in (a.embed_norm, a.stack.final_norm) if norm]
+        paths = [path for path in (a.embed, a.pos_embed, *norms, "." + a.unembed) if path and self.weights.has(path)]
+        for _, path, named in self.steps:
+            step, part = named.step, named.step.part
+            paths += [join(path, norm.path) for norm in (step.pre, step.post) if norm]
+            if isinstance(part, Attention):
+                inside = [part.q.path, part.k.path, part.v.path, part.o]
+                inside += [norm.path for norm in (part.q_norm, part.k_norm) if norm]
+                paths += [join(path, part.path, at) for at in inside]
+                if part.sinks:
+                    known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))
+            elif isinstance(part, MLP):
+                paths += [join(path, part.path, at) for at in _inside(part)]
+            elif isinstance(part, MoE):
+                shared = [join(part.shared.path, at) for at in _inside(part.shared)] if part.shared else []
+                paths += [
+                    join(path, part.path, at) for at in (part.router, part.experts, part.shared_gate, *shared) if at
+                ]
         for path in paths:
             known.update(id(parameter) for parameter in self.weights.module(path).parameters())
         return [name for name, parameter in self.weights.model.named_parameters() if id(parameter) not in known]

@@ -177,7 +177,8 @@ def _forget_if_replaced(model: Processable, parts: Parts) -> None:
     if not all(is_as_left(parts, name) for name in done):
         model.cfg.processed = {}
         if any(parts.affine(norm)[0] is not None for norm in parts.norms):
-            model.cfg.normalization_type = parts.block.norm.name
+            kind = parts.architecture.norm_kind
+            model.cfg.normalization_type = kind.name if kind else None
 
 
 def _do(

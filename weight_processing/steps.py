@@ -79,7 +79,7 @@ def do_center_unembed(parts: Parts, saved_biases: SavedBiases) -> None:
 def do_fold_value_biases(parts: Parts, saved_biases: SavedBiases) -> None:
     """Folds the value biases of every block into its output bias."""
     for name, path in parts.blocks:
-        at = f"{name}.{parts.attn.name}"
+        at = f"{name}.attn"
         b_V = parts.get(parts.find(at, "b_V"))()
         if not bool(b_V.any()):
             continue
@@ -100,7 +100,7 @@ def do_refactor(parts: Parts, saved_biases: SavedBiases) -> None:
     """Folds the value biases, and chooses other factors for every head."""
     do_fold_value_biases(parts, saved_biases)
     for name, path in parts.blocks:
-        at = f"{name}.{parts.attn.name}"
+        at = f"{name}.attn"
         names = ("W_Q", "b_Q", "W_K", "b_K")
         views = [parts.get(f"{at}.{part}")() for part in names]
         new = refactor_query_key(*map(precise, views))
@@ -149,7 +149,7 @@ def written(parts: Parts, step: str) -> dict[str, Callable[[], Tensor]]:
     letters = ("V", "O") if step == "fold_value_biases" else ("Q", "K", "V", "O")
     for name, path in parts.blocks:
         for letter in letters:
-            at = f"{name}.{parts.attn.name}"
+            at = f"{name}.attn"
             weight, bias = parts.find(at, f"W_{letter}"), parts.find(at, f"b_{letter}")
             found[weight] = parts.get(weight)
             if parts.has_bias(parts.projection(path, letter)):

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
-from adapters.architecture import MLP, Architecture, Block
+from adapters.architecture import Architecture, Block, Head, Stack, Step
 from adapters.attention import Attention, Projection
-from adapters.post_norm import PostNormEncoder
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import UnsupportedModelError, register
-from adapters.weights import bert_weights
 
 
 @register("BertPreTrainedModel")
-def bert(config: Any) -> Architecture:
+def bert(config: PreTrainedConfig) -> Architecture:
     for name in ("add_cross_attention", "chunk_size_feed_forward"):
         if getattr(config, name):
             raise UnsupportedModelError(f"BERT with {name}={getattr(config, name)} has no adapter, only without it")
     q, k, v = (Projection(f"self.{name}") for name in ("query", "key", "value"))
-    out = "attention.output.dense"
+    attn = Attention("attention", q, k, v, o="output.dense", out="attention.output.dense", out_key=None, core="self")
+    mlp = MLP("", up=Projection("intermediate.dense"), down="output.dense", out="output.dense")
+    block = Block(
+        (
+            Step(attn, stream_norm=Norm("attention.output.LayerNorm", LAYER_NORM)),
+            Step(mlp, stream_norm=Norm("output.LayerNorm", LAYER_NORM)),
+        )
+    )
+    transform = ".cls.predictions.transform"
     return Architecture(
         embed="embeddings.word_embeddings",
         pos_embed="embeddings.position_embeddings",
-        blocks="encoder.layer",
-        block=Block(
-            attn=Attention("attention", q, k, v, o="output.dense", out=out, out_key=None, core="self"),
-            ln1="attention.output.LayerNorm",
-            mlp=MLP("", up=Projection("intermediate.dense"), down="output.dense"),
-            ln2="output.LayerNorm",
+        token_types="embeddings.token_type_embeddings",
+        embed_norm=Norm("embeddings.LayerNorm", LAYER_NORM),
+        embeddings="embeddings",
+        stacks=(Stack("encoder.layer", block),),
+        heads=(
+            Head("pooler", "pooler", linear="pooler.dense", hook="hook_pooler_out"),
+            Head(
+                "mlm_head",
+                transform,
+                linear=f"{transform}.dense",
+                norm=Norm(f"{transform}.LayerNorm", LAYER_NORM),
+                unembeds=True,
+            ),
+            Head(
+                "nsp_head",
+                ".cls.seq_relationship",
+                linear=".cls.seq_relationship",
+                hook="hook_nsp_out",
+                axes="batch 2",
+            ),
         ),
-        final_norm=None,
         unembed="cls.predictions.decoder",
-        points=PostNormEncoder(
-            embeddings="embeddings",
-            token_types="embeddings.token_type_embeddings",
-            norm="embeddings.LayerNorm",
-            pooler="pooler",
-            head_norm="cls.predictions.transform.LayerNorm",
-            next_sentence="cls.seq_relationship",
-        ),
-        weights=bert_weights,
-        facts={"attention_dir": "causal" if config.is_decoder else "bidirectional"},
+        config_values={"attention_dir": "causal" if config.is_decoder else "bidirectional"},
     )

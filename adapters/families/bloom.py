@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
-from adapters.architecture import MLP, Architecture, Block
+from adapters.architecture import Architecture, Block, Stack, Step
 from adapters.attention import Attention, Projection
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import UnsupportedModelError, register
 from adapters.views import AlibiScores, interleaved
 
 
 @register("BloomPreTrainedModel")
-def bloom(config: Any) -> Architecture:
+def bloom(config: PreTrainedConfig) -> Architecture:
     if config.apply_residual_connection_post_layernorm:
         raise UnsupportedModelError(
             "BLOOM with apply_residual_connection_post_layernorm=True adds the norm's output to what follows: "
@@ -23,32 +25,22 @@ def bloom(config: Any) -> Architecture:
             "points stand; load it with slow_but_exact=False"
         )
     q, k, v = (Projection("query_key_value", interleaved(config.num_attention_heads, i)) for i in range(3))
+    # Attention and MLP add the residual stream to their result themselves: the points stand before that.
+    out = "self_attention.dense"
+    attn = Attention("self_attention", q, k, v, o="dense", out=out, out_key=None, tap="forward", scores=AlibiScores())
+    mlp = MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h", out="mlp.dense_4h_to_h")
+    block = Block(
+        (
+            Step(attn, pre=Norm("input_layernorm", LAYER_NORM)),
+            Step(mlp, pre=Norm("post_attention_layernorm", LAYER_NORM)),
+        )
+    )
     return Architecture(
         embed="word_embeddings",
-        embed_norm="word_embeddings_layernorm",
-        blocks="h",
-        block=Block(
-            ln1="input_layernorm",
-            # Attention and MLP add the residual stream to their result themselves: the points stand before that.
-            attn=Attention(
-                "self_attention",
-                q,
-                k,
-                v,
-                o="dense",
-                out="self_attention.dense",
-                out_key=None,
-                tap="forward",
-                scores=AlibiScores(),
-            ),
-            ln2="post_attention_layernorm",
-            mlp=MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h", out="mlp.dense_4h_to_h"),
-            output_key=0,
-            output_length=2,
-        ),
-        final_norm="ln_f",
+        embed_norm=Norm("word_embeddings_layernorm", LAYER_NORM),
+        stacks=(Stack("h", block, final_norm=Norm("ln_f", LAYER_NORM), output_key=0, output_length=2),),
         unembed="lm_head",
-        facts={
+        config_values={
             "d_mlp": 4 * config.hidden_size,
             "act_fn": "gelu_fast",
             "positional_embedding_type": "alibi",

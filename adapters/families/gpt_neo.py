@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
-from adapters.architecture import MLP, Architecture, Block
+from adapters.architecture import Architecture, Block, Stack, Step
 from adapters.attention import Attention, Projection
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import register
 
 
 @register("GPTNeoPreTrainedModel")
-def gpt_neo(config: Any) -> Architecture:
+def gpt_neo(config: PreTrainedConfig) -> Architecture:
+    q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
+    # Its flash attention computes no softmax that could be watched.
+    eager = config._attn_implementation == "eager"
+    attn = Attention("attn.attention", q, k, v, o="out_proj", tap="forward" if eager else None)
+    mlp = MLP("mlp", up=Projection("c_fc"), down="c_proj")
+    block = Block((Step(attn, pre=Norm("ln_1", LAYER_NORM)), Step(mlp, pre=Norm("ln_2", LAYER_NORM))))
     return Architecture(
         embed="wte",
         pos_embed="wpe",
-        blocks="h",
-        block=Block(
-            ln1="ln_1",
-            attn=Attention(
-                "attn.attention",
-                Projection("q_proj"),
-                Projection("k_proj"),
-                Projection("v_proj"),
-                o="out_proj",
-                # Its flash attention computes no softmax that could be watched.
-                tap="forward" if config._attn_implementation == "eager" else None,
-            ),
-            ln2="ln_2",
-            mlp=MLP("mlp", up=Projection("c_fc"), down="c_proj"),
-            output_key=0,
-            output_length=2,
-        ),
-        final_norm="ln_f",
+        stacks=(Stack("h", block, final_norm=Norm("ln_f", LAYER_NORM), output_key=0, output_length=2),),
         unembed="lm_head",
-        facts={
+        config_values={
             "use_attn_scale": False,
             "use_local_attn": "local" in config.attention_layers,
             "window_size": config.window_size,

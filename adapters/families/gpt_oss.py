@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, MoE, architecture_points
-from adapters.families.llama import llama_like
-from adapters.points import Point
+from adapters.architecture import Architecture
+from adapters.families.llama import ATTENTION, llama_like
+from adapters.feed_forward import MoE
 from adapters.registry import UnsupportedModelError, register
 
 
 @register("GptOssPreTrainedModel")
-def gpt_oss(config: Any) -> Architecture:
+def gpt_oss(config: PreTrainedConfig) -> Architecture:
     """Llama with attention sinks and a mixture of experts, chosen by their logits."""
-    facts = {
+    values = {
         "num_experts": config.num_local_experts,
         "experts_per_token": config.num_experts_per_tok,
         "d_expert": config.intermediate_size,
@@ -26,15 +26,14 @@ def gpt_oss(config: Any) -> Architecture:
         "act_fn": "clamped_swiglu",
     }
     moe = MoE("mlp", router="router", chosen_by="logits", out_key=0)
-    base = llama_like(config, attn={"sinks": "sinks"}, block={"mlp": moe}, facts=facts)
-    return replace(base, points=_points)
+    declared = llama_like(config, attn=replace(ATTENTION, sinks="sinks"), mlp=moe, config_values=values)
+    return replace(declared, refuse=_refuse_packed)
 
 
-def _points(architecture: Architecture, model: nn.Module, cfg: Any) -> list[Point]:
+def _refuse_packed(model: nn.Module) -> None:
     packed = [name for name, module in model.named_modules() if type(module).__name__ == "Mxfp4GptOssMLP"]
     if packed:
         raise UnsupportedModelError(
             f"{packed[0]} is packed in MXFP4, and computes its routing where no hook can stand; load the model with "
             "quantization_config=transformers.Mxfp4Config(dequantize=True)"
         )
-    return architecture_points(architecture, model, cfg)

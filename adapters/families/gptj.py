@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
-from adapters.architecture import MLP, Architecture, Block
+from adapters.architecture import Architecture, Block, Stack, Step
 from adapters.attention import Attention, Projection
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import register
 
 
 @register("GPTJPreTrainedModel")
-def gptj(config: Any) -> Architecture:
+def gptj(config: PreTrainedConfig) -> Architecture:
+    q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
+    # Its flash attention does not go through the method in which the others compute the softmax.
+    eager = config._attn_implementation == "eager"
+    attn = Attention("attn", q, k, v, o="out_proj", rotary=True, tap="core" if eager else None)
+    mlp = MLP("mlp", up=Projection("fc_in"), down="fc_out")
+    norm = Norm("ln_1", LAYER_NORM)
+    block = Block((Step(attn, pre=norm), Step(mlp, pre=norm, parallel=True)))
     return Architecture(
         embed="wte",
-        blocks="h",
-        block=Block(
-            ln1="ln_1",
-            attn=Attention(
-                "attn",
-                Projection("q_proj"),
-                Projection("k_proj"),
-                Projection("v_proj"),
-                o="out_proj",
-                rotary=True,
-                # Its flash attention does not go through the method in which the others compute the softmax.
-                tap="core" if config._attn_implementation == "eager" else None,
-            ),
-            mlp=MLP("mlp", up=Projection("fc_in"), down="fc_out"),
-            parallel=True,
-            shared_norm=True,
-            output_key=0,
-            output_length=2,
-        ),
-        final_norm="ln_f",
+        stacks=(Stack("h", block, final_norm=Norm("ln_f", LAYER_NORM), output_key=0, output_length=2),),
         unembed="lm_head",
-        facts={
+        config_values={
             "positional_embedding_type": "rotary",
             "rotary_dim": config.rotary_dim,
             "rotary_base": 10000.0,  # a constant in its source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.families.llama import llama_like
@@ -10,5 +10,5 @@ from adapters.registry import register
 
 
 @register("HeliumPreTrainedModel", "Ernie4_5PreTrainedModel")
-def helium(config: Any) -> Architecture:
-    return llama_like(config, facts={"rotary_adjacent_pairs": True})
+def helium(config: PreTrainedConfig) -> Architecture:
+    return llama_like(config, config_values={"rotary_adjacent_pairs": True})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
-from adapters.architecture import MLP, Architecture, Block
+from adapters.architecture import Architecture, Block, Stack, Step
 from adapters.attention import Attention, Projection
-from adapters.norms import LAYER_NORM, NO_NORM, RMS_NORM
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, NO_NORM, RMS_NORM, Norm
 from adapters.registry import register
 
-_SAME_FACTS = (
+_SAME_FIELDS = (
     "model_name", "normalization_type", "final_rms", "positional_embedding_type", "rotary_dim", "rotary_base",
     "attention_dir", "use_attn_scale", "attn_scale", "scale_attn_by_inverse_layer_idx", "seed", "tokenizer_name",
     "default_prepend_bos", "use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in",
@@ -17,10 +18,19 @@ _SAME_FACTS = (
 
 
 @register("NativeModel")
-def native(config: Any) -> Architecture:
+def native(config: PreTrainedConfig) -> Architecture:
     kind = config.normalization_type
     norm = NO_NORM if kind is None else RMS_NORM if kind.startswith("RMS") else LAYER_NORM
     positions = config.positional_embedding_type
+    attn = Attention(
+        "attn",
+        Projection("q"),
+        Projection("k"),
+        Projection("v"),
+        o="o",
+        rotary=positions == "rotary",
+        qk_shift="pos_embed" if positions == "shortformer" else None,
+    )
     mlp = MLP(
         "mlp",
         up=Projection("up"),
@@ -28,28 +38,12 @@ def native(config: Any) -> Architecture:
         ln="ln" if config.act_fn == "solu_ln" else None,
         down="down",
     )
+    steps = (Step(attn, pre=Norm("ln1", norm)), Step(mlp, pre=Norm("ln2", norm), parallel=config.parallel_attn_mlp))
+    final_norm = Norm("ln_final", RMS_NORM if config.final_rms else norm)
     return Architecture(
         embed="embed",
         pos_embed="pos_embed" if positions in ("standard", "shortformer") else None,
-        blocks="blocks",
-        block=Block(
-            ln1="ln1",
-            attn=Attention(
-                "attn",
-                Projection("q"),
-                Projection("k"),
-                Projection("v"),
-                o="o",
-                rotary=positions == "rotary",
-            ),
-            ln2=None if config.attn_only else "ln2",
-            mlp=None if config.attn_only else mlp,
-            norm=norm,
-            qk_shift="pos_embed" if positions == "shortformer" else None,
-            parallel=config.parallel_attn_mlp,
-        ),
-        final_norm="ln_final",
-        final_kind=RMS_NORM if config.final_rms else norm,
+        stacks=(Stack("blocks", Block(steps[:1] if config.attn_only else steps), final_norm=final_norm),),
         unembed="unembed",
-        facts={name: getattr(config, name) for name in _SAME_FACTS},
+        config_values={name: getattr(config, name) for name in _SAME_FIELDS},
     )

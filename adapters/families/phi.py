@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
-from adapters.architecture import MLP, Architecture, Block
+from adapters.architecture import Architecture, Block, Stack, Step
 from adapters.attention import Attention, Projection
-from adapters.config import rotary_facts
-from adapters.norms import LAYER_NORM
+from adapters.config import rotary_values
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import register
 
 
 @register("PhiPreTrainedModel")
-def phi(config: Any) -> Architecture:
+def phi(config: PreTrainedConfig) -> Architecture:
     normed = config.qk_layernorm
+    attn = Attention(
+        "self_attn",
+        Projection("q_proj"),
+        Projection("k_proj"),
+        Projection("v_proj"),
+        o="dense",
+        rotary=True,
+        q_norm=Norm("q_layernorm", LAYER_NORM) if normed else None,
+        k_norm=Norm("k_layernorm", LAYER_NORM) if normed else None,
+        qk_norm_over="heads first",
+    )
+    norm = Norm("input_layernorm", LAYER_NORM)
+    mlp = MLP("mlp", up=Projection("fc1"), down="fc2")
+    block = Block((Step(attn, pre=norm), Step(mlp, pre=norm, parallel=True)))
     return Architecture(
         embed="embed_tokens",
-        blocks="layers",
-        block=Block(
-            ln1="input_layernorm",
-            attn=Attention(
-                "self_attn",
-                Projection("q_proj"),
-                Projection("k_proj"),
-                Projection("v_proj"),
-                o="dense",
-                rotary=True,
-                q_norm="q_layernorm" if normed else None,
-                k_norm="k_layernorm" if normed else None,
-                norm_heads_first=True,
-            ),
-            mlp=MLP("mlp", up=Projection("fc1"), down="fc2"),
-            qk_norm=LAYER_NORM if normed else None,
-            parallel=True,
-            shared_norm=True,
-        ),
-        final_norm="final_layernorm",
+        stacks=(Stack("layers", block, final_norm=Norm("final_layernorm", LAYER_NORM)),),
         unembed="lm_head",
-        facts=rotary_facts(config),
+        config_values=rotary_values(config),
     )

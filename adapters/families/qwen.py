@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.llama import llama_like
-from adapters.norms import RMS_NORM
+from adapters.families.llama import ATTENTION, llama_like
+from adapters.norms import RMS_NORM, Norm
 from adapters.registry import register
 
+#: Llama's attention, with norms of queries and keys.
+NORMED_ATTENTION = replace(ATTENTION, q_norm=Norm("q_norm", RMS_NORM), k_norm=Norm("k_norm", RMS_NORM))
 # Their tokenizers have no beginning-of-sequence token.
-_FACTS = {"default_prepend_bos": False}
+VALUES = {"default_prepend_bos": False}
 
 
 @register("Qwen2PreTrainedModel")
-def qwen2(config: Any) -> Architecture:
-    return llama_like(config, facts=_FACTS)
+def qwen2(config: PreTrainedConfig) -> Architecture:
+    return llama_like(config, config_values=VALUES)
 
 
 @register("Qwen3PreTrainedModel")
-def qwen3(config: Any) -> Architecture:
-    return llama_like(config, attn={"q_norm": "q_norm", "k_norm": "k_norm"}, block={"qk_norm": RMS_NORM}, facts=_FACTS)
+def qwen3(config: PreTrainedConfig) -> Architecture:
+    return llama_like(config, attn=NORMED_ATTENTION, config_values=VALUES)

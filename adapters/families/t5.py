@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
-from adapters.architecture import MLP, Architecture, Block, Stack
+from adapters.architecture import Architecture, Block, Stack, Step
 from adapters.attention import Attention, Projection
-from adapters.encoder_decoder import encoder_decoder_points, encoder_decoder_weights
-from adapters.norms import RMS_NORM
+from adapters.feed_forward import MLP
+from adapters.norms import RMS_NORM, Norm
 from adapters.registry import register
 
 
-def _block(layers: int, gated: bool, **more: Any) -> Block:
-    """A block of so many layers, of which the first is attention and the last is the MLP."""
-    last = f"layer.{layers - 1}"
-    up, gate = (Projection("wi_1"), Projection("wi_0")) if gated else (Projection("wi"), None)
-    mlp = MLP(f"{last}.DenseReluDense", up=up, gate=gate, down="wo", out=f"{last}.dropout")
-    norms: dict[str, Any] = {f"ln{i + 1}": f"layer.{i}.layer_norm" for i in range(layers)}
-    attn = _attention("layer.0.SelfAttention", "layer.0.dropout", "attn")
-    return Block(attn=attn, mlp=mlp, **norms, norm=RMS_NORM, output_key=0, output_length=3, **more)
+def _attention(layer: int, module: str, cross: bool = False) -> Attention:
+    q, k, v = (Projection(letter) for letter in "qkv")
+    path, out = f"layer.{layer}.{module}", f"layer.{layer}.dropout"
+    bias = None if cross else "relative_attention_bias"
+    return Attention(path, q, k, v, o="o", out=out, out_key=None, position_bias=bias, cross=cross)
 
 
-def _attention(path: str, out: str, name: str) -> Attention:
-    return Attention(path, Projection("q"), Projection("k"), Projection("v"), o="o", out=out, out_key=None, name=name)
+def _stack(name: str, *parts: Attention | MLP, embed: str | None = None, pos: str = "pos") -> Stack:
+    norms = [Norm(f"layer.{i}.layer_norm", RMS_NORM) for i in range(len(parts))]
+    block = Block(tuple(Step(part, pre=norm) for part, norm in zip(parts, norms, strict=True)))
+    final_norm = Norm(f"{name}.final_layer_norm", RMS_NORM)
+    return Stack(f"{name}.block", block, {}, final_norm, embed, name, pos, output_key=0, output_length=3)
 
 
 @register("T5PreTrainedModel")
-def t5(config: Any) -> Architecture:
-    cross = _attention("layer.1.EncDecAttention", "layer.1.dropout", "cross_attn")
-    blocks = {"encoder": _block(2, config.is_gated_act), "decoder": _block(3, config.is_gated_act, cross_attn=cross)}
-    stacks = {
-        name: Stack(f"{name}.block", block, f"{name}.embed_tokens", f"{name}.final_layer_norm")
-        for name, block in blocks.items()
-    }
-    encoder = stacks["encoder"]
+def t5(config: PreTrainedConfig) -> Architecture:
+    up, gate = (Projection("wi_1"), Projection("wi_0")) if config.is_gated_act else (Projection("wi"), None)
+    mlps = [MLP(f"layer.{i}.DenseReluDense", up=up, gate=gate, down="wo", out=f"layer.{i}.dropout") for i in range(3)]
+    attn, cross = _attention(0, "SelfAttention"), _attention(1, "EncDecAttention", cross=True)
     return Architecture(
-        stacks=stacks,
-        embed=encoder.embed,
-        blocks=encoder.blocks,
-        block=encoder.block,
-        final_norm=encoder.final_norm,
+        stacks=(
+            _stack("encoder", attn, mlps[1]),
+            _stack("decoder", attn, cross, mlps[2], embed="decoder.embed_tokens", pos="decoder_pos"),
+        ),
+        embed="encoder.embed_tokens",
         unembed="lm_head",
         no_layer_runs="all layers use its first layer's position bias, and its decoder needs the encoder's output",
-        points=encoder_decoder_points,
-        weights=encoder_decoder_weights,
-        facts={
+        config_values={
             "attention_dir": "bidirectional",
             "positional_embedding_type": "relative_positional_bias",
             "d_mlp": config.d_ff,

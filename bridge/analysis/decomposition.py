@@ -75,7 +75,9 @@ def results_of_heads(
     module = _module_at(cache.model, f"blocks.{layer}.attn.hook_z")
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
     with gradients_of(z):
-        return head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
+        results = head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
+    factor = cache.model.architecture.step_at(layer, "attn").last_factor
+    return results if factor == 1 else results * factor
 
 
 def results_of_neurons(
@@ -113,7 +115,9 @@ def results_of_neurons(
     module = _module_at(cache.model, name)
     with gradients_of(post):
         weight = _rows_of(module, post, neuron_slice).to(post.device)
-        return pick(post, neuron_slice, -1)[..., None] * weight
+        results = pick(post, neuron_slice, -1)[..., None] * weight
+    factor = cache.model.architecture.step_at(layer, "mlp").last_factor
+    return results if factor == 1 else results * factor
 
 
 def _rows_of(module: nn.Module, like: Tensor, index: Index) -> Tensor:
@@ -163,6 +167,20 @@ class _Walk:
         self.model = self.cache.model
         self.terms: list[Term] = []
         self.bias: Tensor | None = None
+        stack = self.model.architecture.stack
+        for layer in range(self.model.cfg.n_layers):
+            steps = stack.block_at(layer).named
+            names = [named.name for named in steps]
+            if names not in (["attn", "mlp"], ["attn"], ["mlp"]):
+                raise ValueError(
+                    f"block {layer} of {self.model.cfg.model_name} writes {', '.join(names)} to the residual stream: "
+                    "only blocks of attention and then an MLP can be taken apart"
+                )
+            if any((named.step.stream_norm is not None) != is_normed_stream(self.model) for named in steps):
+                raise ValueError(
+                    f"some blocks of {self.model.cfg.model_name} have norms on the residual stream, others have not: "
+                    "they cannot be taken apart together"
+                )
 
     def names(self, layer: int, mlp_input: bool) -> Iterator[str]:
         """The activations that the walk to a layer needs."""
@@ -226,8 +244,10 @@ class _Walk:
             scale = self.scale(norm)
             value = norm.linear(value, scale)
             bias = None if bias is None else norm.linear(bias.to(scale.device), scale)
+            factor = self.model.architecture.step_at(layer, part).factor  # which is behind the norm
+            value, bias = value * factor, None if bias is None else bias * factor
         self.terms.append(Term(part, labels, value))
-        for more in (bias, norm.bias if norm and self.biases else None):
+        for more in (bias, norm.bias * factor if norm and norm.bias is not None and self.biases else None):
             if more is not None:
                 more = more.to(value.device)
                 self.bias = more if self.bias is None else self.bias + more

@@ -13,6 +13,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from adapters import Weights
+from adapters.architecture import Architecture
 from adapters.config import ModelConfig
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
@@ -25,8 +26,10 @@ class AnalysedModel(Protocol):
         cfg: the facts about the model.
         original_model: the model.
         names: its hook points by name and alias.
+        architecture: what its adapter declares.
     """
 
+    architecture: Architecture
     cfg: ModelConfig
     original_model: nn.Module
     names: Names

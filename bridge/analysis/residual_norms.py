@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.norms import NormKind, at_least_float32
-from adapters.views import Through
+from adapters.views import Composed
 from bridge.analysis.requirements import AnalysedModel
 
 
@@ -86,8 +86,8 @@ def norm_of(model: AnalysedModel, name: str) -> StreamNorm | None:
     hook = model.hook_dict.get(f"{name}.hook_scale")
     if hook is None:
         return None
-    view: Any = hook.point.view.inner if isinstance(hook.point.view, Through) else hook.point.view
-    site = hook.point.sources[0] if view.beside else hook.point.site  # `beside`: attention and MLP share the norm
+    view: Any = hook.point.view.inner if isinstance(hook.point.view, Composed) else hook.point.view
+    site = hook.point.sources[0] if view.shared else hook.point.site
     return StreamNorm(name, view.kind, model.original_model.get_submodule(site.path))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from adapters import Anatomy, Architecture, Weights, anatomy
+from adapters import Architecture, ModelMap, Weights, map_model
 from adapters.config import ModelConfig
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
@@ -36,7 +36,7 @@ class WrappedModel(nn.Module):
                 f"hf_model is {hf_model!r}, which is no model; "
                 "TransformerBridge.boot_transformers(name_or_path) loads one by name"
             )
-        found = anatomy(hf_model)
+        found = map_model(hf_model)
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
         self.cfg: ModelConfig = found.cfg
@@ -48,7 +48,7 @@ class WrappedModel(nn.Module):
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
-    def _wire(self, found: Anatomy) -> None:
+    def _wire(self, found: ModelMap) -> None:
         self.wiring = Wiring(self.original_model, found.points)
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
@@ -134,7 +134,7 @@ class WrappedModel(nn.Module):
         super().__setstate__(state)
         self.cfg.attach(self.original_model)
         strip(self.original_model)
-        self._wire(anatomy(self.original_model))
+        self._wire(map_model(self.original_model))
 
     def __copy__(self) -> Self:
         new = type(self)(self.original_model, self.tokenizer)

@@ -221,7 +221,11 @@ class HookPoint:
         visible = CURRENT.get().visible
         for listener in self.listeners:
             if listener.scope in visible:
-                if view.later and listener.deferrable and not (copy or torch.is_grad_enabled() or x.is_inference()):
+                if (
+                    view.deferrable
+                    and listener.deferrable
+                    and not (copy or torch.is_grad_enabled() or x.is_inference())
+                ):
                     listener.fn(Deferred(view, x, call), hook=self)
                     continue
                 if view.identity:

@@ -139,19 +139,15 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, Wei
 
     def _parts(self) -> Iterator[tuple[str, str, int]]:
         base = base_path(self.original_model)
-        for name, stack in self.architecture.stacks.items():
-            block = stack.block
-            parts = {"ln1": block.ln1, "ln2": block.ln2, "ln3": block.ln3}
-            for inner, its in (("attn", block.attn), ("cross_attn", block.cross_attn), ("mlp", block.mlp)):
-                parts[inner] = its.path if its else ""
-            blocks: Any = self.original_model.get_submodule(join(base, stack.blocks))
+        for stack in self.architecture.stacks:
+            blocks: Any = self.original_model.get_submodule(join(base, stack.path))
             for i in range(len(blocks)):
-                path = join(base, stack.blocks, str(i))
-                for part, below in parts.items():
-                    if below:
-                        yield join(path, below), f"{name}.{i}.{part}", i
-                yield path, f"{name}.{i}", i
-            yield join(base, stack.final_norm), f"{name}_final_ln", self.cfg.n_layers
+                path = join(base, stack.path, str(i))
+                for part, below in stack.block_at(i).module_paths.items():
+                    yield join(path, below), f"{stack.name}.{i}.{part}", i
+                yield path, f"{stack.name}.{i}", i
+            assert stack.final_norm
+            yield join(base, stack.final_norm.path), f"{stack.name}_final_ln", self.cfg.n_layers
         yield join(base, self.architecture.embed), "embed", -1
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from adapters import Anatomy, Weights
+from adapters import ModelMap, Weights
 from adapters.paths import base_path, join
 from adapters.points import Point, Site
 from adapters.views import View
@@ -31,7 +31,7 @@ class WeightsInside(Weights):
     """Weights that are also found inside of wrappers."""
 
     def module(self, path: str) -> nn.Module:
-        full = join(self.core, path[1:]) if path.startswith(".") else join(self.base, path)
+        full = self.full_path(path)
         return self.model.get_submodule(inside(self.model, full) or full)
 
 
@@ -58,7 +58,7 @@ class PartsAsBefore(TransformerBridge):
     placed: dict[str, PlacedHookPoint]
     spliced: dict[str, tuple[nn.Module, Handle]]
 
-    def _wire(self, found: Anatomy) -> None:
+    def _wire(self, found: ModelMap) -> None:
         super()._wire(found)
         # Kept out of the module tree: what is placed is in the model's, and what is spliced is no part of the model.
         self.__dict__["placed"], self.__dict__["spliced"] = {}, {}
@@ -147,7 +147,7 @@ class PartsAsBefore(TransformerBridge):
         self.wiring.place(hook)
 
     def _now(self, site: Site) -> Site:
-        attn = self.architecture.block.attn
+        attn = self.architecture.stack.attn
         if site.kind in TAPS and site.kind != "experts" and attn is not None:
             # The module itself, which what wraps it does not look like: it is where its output projection is.
             found = inside(self.original_model, join(site.path, attn.o))
@@ -169,19 +169,16 @@ class PartsAsBefore(TransformerBridge):
 
     def _parts(self) -> Iterator[tuple[str, str, int]]:
         """The paths of modules that play canonical parts, with their names and depths."""
-        block = self.architecture.block
-        attn, mlp = block.attn.path if block.attn else "", block.mlp.path if block.mlp else ""
-        parts = {"ln1": block.ln1, "ln2": block.ln2, "attn": attn, "mlp": mlp}
+        stack = self.architecture.stack
         for i, path in enumerate(self.block_paths):
-            for part, below in parts.items():
-                if below:
-                    yield join(path, below), f"blocks.{i}.{part}", i
+            for part, at in stack.block_at(i).module_paths.items():
+                yield join(path, at), f"blocks.{i}.{part}", i
             yield path, f"blocks.{i}", i
         base = base_path(self.original_model)
         for name, below, depth in (
             ("embed", self.architecture.embed, -1),
             ("pos_embed", self.architecture.pos_embed, -1),
-            ("ln_final", self.architecture.final_norm, self.cfg.n_layers),
+            ("ln_final", stack.final_norm.path if stack.final_norm else None, self.cfg.n_layers),
         ):
             if below:
                 yield join(base, below), name, depth

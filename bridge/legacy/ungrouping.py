@@ -75,7 +75,7 @@ class UngroupsAsBefore(TransformerBridge):
             raise RuntimeError("hooks are attached, which would be lost: reset_hooks(including_permanent=True) first")
 
     def _ungroup(self, n_kv: int) -> None:
-        attn, groups = self.architecture.block.attn, self.cfg.n_heads // n_kv
+        attn, groups = self.architecture.stack.attn, self.cfg.n_heads // n_kv
         wide = n_kv * self.cfg.d_head
         replaced: list[tuple[Any, str, Any]] = []
         config = self.core.config.get_text_config()

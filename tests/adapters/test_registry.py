@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from adapters import UnsupportedModelError, anatomy, register, registry, supported
+from adapters import UnsupportedModelError, map_model, register, registry, supported
 from adapters.families.llama import llama
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
@@ -22,11 +22,11 @@ from adapters.families.llama import llama_like
 
 @register("StableLmPreTrainedModel")
 def mine(config):
-    return llama_like(config, facts={"extra": {"from": "another package"}})
+    return llama_like(config, config_values={"extra": {"from": "another package"}})
 """
 
 USE = """
-from adapters import UnsupportedModelError, anatomy, supported
+from adapters import UnsupportedModelError, map_model, supported
 from transformers import StableLmConfig, StableLmModel
 
 print("StableLmPreTrainedModel" in supported())
@@ -34,7 +34,7 @@ config = StableLmConfig(
     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, max_position_embeddings=8,
 )
-print(anatomy(StableLmModel(config)).cfg.extra)
+print(map_model(StableLmModel(config)).cfg.extra)
 """
 
 
@@ -87,7 +87,7 @@ def test_a_model_without_an_adapter_is_refused() -> None:
         pass
 
     with pytest.raises(UnsupportedModelError, match=r"no adapter for LlamoPreTrainedModel\. The nearest are Llama"):
-        anatomy(LlamoPreTrainedModel())
+        map_model(LlamoPreTrainedModel())
 
 
 def test_a_subclass_and_a_newly_registered_class_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,4 +101,4 @@ def test_a_subclass_and_a_newly_registered_class_are_found(monkeypatch: pytest.M
     assert "MyLlama" not in supported()
     monkeypatch.setitem(registry._REGISTRY, "MyLlama", None)  # so that it is taken back afterwards
     assert register("MyLlama")(llama) is llama
-    assert "MyLlama" in supported() and anatomy(model).block_paths == ["model.layers.0", "model.layers.1"]
+    assert "MyLlama" in supported() and map_model(model).block_paths == ["model.layers.0", "model.layers.1"]

@@ -59,7 +59,7 @@ def in_thread(fn) -> None:
     def work():
         try:
             fn()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
     thread = threading.Thread(target=work)
@@ -112,7 +112,10 @@ def test_a_plain_run_beside_hooks_is_computed_again_without_them():
     bridge(tokens, return_type="loss", use_cache=False).backward()
     expected = gradients(bridge)
     loss = bridge(tokens, return_type="loss", use_cache=False)
-    with bridge.hooks(fwd_hooks=EDITS[0]), pytest.raises(RuntimeError, match=r"blocks\.1\.attn\.hook_z .* forward pass"):
+    with (
+        bridge.hooks(fwd_hooks=EDITS[0]),
+        pytest.raises(RuntimeError, match=r"blocks\.1\.attn\.hook_z .* forward pass"),
+    ):
         loss.backward()  # nothing says that the forward pass was without them
     bridge.original_model.zero_grad()
     with bridge.hooks(fwd_hooks=EDITS[0]):

@@ -27,19 +27,21 @@ def test_same_function_and_every_promise(case: str) -> None:
     assert keys <= set(model.state_dict())
     parts, done = Parts(bridge.weights), bridge.cfg.processed
     assert not parts.undeclared()
+    assert bridge.architecture.norm_kind
+    centered = bridge.architecture.norm_kind.centered
     assert done["fold_ln"] == "done"
     assert (done["fold_value_biases"] == "done") == (parts.attn.sinks is None)
-    assert bridge.cfg.normalization_type == ("LNPre" if parts.block.norm.centered else "RMSPre")
+    assert bridge.cfg.normalization_type == ("LNPre" if centered else "RMSPre")
     for norm in parts.norms:
         assert parts.is_plain(norm)
         for reader in norm.readers:
             assert not norm.kind.centered or reader.weight().mean(-2).abs().max() < 1e-6
     for name, _ in parts.blocks if parts.attn.sinks is None else ():
         assert not parts.get(parts.find(f"{name}.attn", "b_V"))().any()
-    if parts.block.norm.centered:
+    if centered:
         for name, get in parts.writers.items():
             assert get().mean(-1).abs().max() < 1e-6, name
-    assert (done.get("center_writing_weights") == "done") == parts.block.norm.centered
+    assert (done.get("center_writing_weights") == "done") == centered
     if done["center_unembed"] == "done":
         assert bridge.W_U.mean(-1).abs().max() < 1e-6
         assert abs(bridge.b_U.mean()) < 1e-6

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GPT2ForSequenceClassification, GPT2Model, OPTConfig, OPTModel
 
-from adapters import MoE
+from adapters import Attention, Block, MoE, Step
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
 from tests.adapters.by_hand import families
@@ -135,21 +135,27 @@ def test_attention_sinks() -> None:
     assert torch.equal(bridge.weights["blocks.0.attn._b_V"], b_V) and b_V.any()
 
 
+def declare(bridge: TransformerBridge, *steps: Step) -> None:
+    """Changes what the adapter of a bridge has declared."""
+    stack = replace(bridge.architecture.stack, block=Block(steps))
+    bridge.__dict__["architecture"] = replace(bridge.architecture, stacks=(stack,))
+    bridge.__dict__["_weights"] = None
+
+
 @pytest.mark.parametrize("case", ["gpt_oss-gqa", "qwen2_moe-gqa"])
 def test_a_part_of_a_mixture_that_is_not_declared(case: str) -> None:
     """A norm is folded into all that reads it, or into nothing."""
     model = tiny(case)
     bridge = TransformerBridge(model)
-    moe = bridge.architecture.block.mlp
-    assert isinstance(moe, MoE)
+    attend, mix = bridge.architecture.stack.block.steps
+    assert isinstance(mix.part, MoE) and isinstance(attend.part, Attention)
     if case == "gpt_oss-gqa":
-        name, block = r"self_attn\.sinks", bridge.architecture.block
-        assert block.attn
-        changed = replace(block, attn=replace(block.attn, sinks=None))
+        name = r"self_attn\.sinks"
+        attend = replace(attend, part=replace(attend.part, sinks=None))
     else:
         name = r"mlp\.shared_expert_gate\.weight"
-        changed = replace(bridge.architecture.block, mlp=replace(moe, shared_gate=None))
-    bridge.__dict__["architecture"] = replace(bridge.architecture, block=changed)
+        mix = replace(mix, part=replace(mix.part, shared_gate=None))
+    declare(bridge, attend, mix)
     values = copies(model)
     with pytest.raises(ProcessingError, match=f"does not say what these parameters read and write: .*{name}"):
         bridge.process_weights(fold_ln=True)
@@ -198,9 +204,8 @@ def test_a_stream_that_is_read_without_a_norm() -> None:
     with pytest.raises(ProcessingError, match="reads the residual stream without a norm"):
         bridge.process_weights(center_writing_weights=True)
     bridge = TransformerBridge(tiny("gpt2"))
-    block = replace(bridge.architecture.block, ln2=None)
-    bridge.__dict__["architecture"] = replace(bridge.architecture, block=block)
-    bridge.__dict__["_weights"] = None
+    attend, feed_forward = bridge.architecture.stack.block.steps
+    declare(bridge, attend, replace(feed_forward, pre=None))
     with pytest.raises(ProcessingError, match="reads the residual stream without a norm"):
         bridge.process_weights(center_writing_weights=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from adapters import UnsupportedModelError, anatomy
+from adapters import UnsupportedModelError, map_model
 from tests.adapters.by_hand.families import CASES, GPTJ, OPT, tiny
 
 COMMON = {"n_layers": 2, "n_heads": 4, "d_model": 32, "d_vocab": 61, "d_vocab_out": 61, "n_ctx": 20}
@@ -69,8 +69,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_facts(case: str) -> None:
-    cfg = anatomy(tiny(case)).cfg
+def test_config(case: str) -> None:
+    cfg = map_model(tiny(case)).cfg
     expected = COMMON | EXPECTED[case]
     assert {name: getattr(cfg, name) for name in expected} == expected
 
@@ -80,7 +80,7 @@ def test_the_scale_is_the_one_that_attention_uses(case: str) -> None:
     hf = tiny(case)
     scales = [module.scaling for module in hf.modules() if hasattr(module, "scaling")]
     scales += [1 / module.scale_attn for module in hf.modules() if hasattr(module, "scale_attn")]
-    cfg = anatomy(hf).cfg
+    cfg = map_model(hf).cfg
     assert cfg.use_attn_scale == bool(scales)
     if scales:
         assert scales == pytest.approx([1 / cfg.attn_scale] * 2)
@@ -88,12 +88,12 @@ def test_the_scale_is_the_one_that_attention_uses(case: str) -> None:
 
 def test_a_bidirectional_gemma_says_so() -> None:
     fields = CASES["gemma-mqa"][1] | {"use_bidirectional_attention": True}
-    assert anatomy(transformers.GemmaModel(transformers.GemmaConfig(**fields))).cfg.attention_dir == "bidirectional"
+    assert map_model(transformers.GemmaModel(transformers.GemmaConfig(**fields))).cfg.attention_dir == "bidirectional"
 
 
 def test_bloom() -> None:
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
-    cfg = anatomy(transformers.BloomForCausalLM(config)).cfg
+    cfg = map_model(transformers.BloomForCausalLM(config)).cfg
     facts = (cfg.act_fn, cfg.positional_embedding_type, cfg.d_mlp, cfg.n_ctx, cfg.post_embedding_ln, cfg.attn_scale)
     assert facts == ("gelu_fast", "alibi", 128, None, True, 8**0.5)
 
@@ -120,26 +120,26 @@ BLOOM = {"hidden_size": 32, "n_layer": 1, "n_head": 4}
 def test_what_cannot_be_declared_is_refused(family: str, fields: dict[str, Any], field: str) -> None:
     model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**fields))
     with pytest.raises(UnsupportedModelError, match=field):
-        anatomy(model)
+        map_model(model)
 
 
 def test_gemma_3_with_images_is_refused() -> None:
     text = CASES["gemma3-gqa"][1]
     config = transformers.Gemma3Config(text_config=text, vision_config=VISION)
     with pytest.raises(UnsupportedModelError, match="vision_config"):
-        anatomy(transformers.Gemma3ForConditionalGeneration(config))
+        map_model(transformers.Gemma3ForConditionalGeneration(config))
 
 
 def test_opt_may_lack_a_final_norm() -> None:
     model = transformers.OPTForCausalLM(transformers.OPTConfig(**SMALL_OPT, _remove_final_layer_norm=True))
-    assert not [point for point in anatomy(model).points if point.name.startswith("ln_final.hook_scale")]
+    assert not [point for point in map_model(model).points if point.name.startswith("ln_final.hook_scale")]
 
 
 def test_scores_are_declared_only_where_they_can_be_reached() -> None:
     config = transformers.GPTJConfig(**GPTJ)
     model = transformers.GPTJForCausalLM(config)
     config._attn_implementation = "flash_attention_2"  # what a model loaded with flash attention says
-    names = [point.name for point in anatomy(model).points]
+    names = [point.name for point in map_model(model).points]
     assert "blocks.0.attn.hook_z" in names
     assert not [name for name in names if "pattern" in name or "rot" in name]
 
@@ -149,11 +149,11 @@ def test_experts_packed_in_mxfp4_are_refused() -> None:
     mlp = model.model.layers[1].mlp
     mlp.__class__ = type("Mxfp4GptOssMLP", (type(mlp),), {})
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp is packed in MXFP4.*dequantize=True"):
-        anatomy(model)
+        map_model(model)
 
 
 def test_a_qwen_without_experts_has_none() -> None:
     fields = CASES["qwen2_moe-gqa"][1] | {"num_experts": 0}
-    found = anatomy(transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**fields)))
+    found = map_model(transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**fields)))
     assert (found.cfg.num_experts, found.cfg.d_expert, found.cfg.d_mlp, found.cfg.gated_mlp) == (None, None, 28, True)
     assert not [point.name for point in found.points if "expert" in point.name]

@@ -1,0 +1,311 @@
+"""From a declaration to hook points: one walk over the steps of every block, whatever the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from adapters.architecture import Architecture, Head, Mixer, NamedStep, Part, Stack
+from adapters.attention import Attention, attention_points, qk_norm_points
+from adapters.config import ModelConfig
+from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
+from adapters.norms import Norm, SharedNormInput, norm_points
+from adapters.paths import base_path, has_module, join, path_from
+from adapters.points import Group, Point, PointList, Site
+from adapters.views import Branch, Composed, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
+
+
+def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
+    """All hook points of a model, in the order of the computation.
+
+    Args:
+        architecture: the declaration; a model may lack a stack, a head, the unembedding.
+        model: the Hugging Face model, with what wraps it.
+        cfg: its configuration.
+    """
+    base = base_path(model)
+    points = _embedding_points(architecture, base)
+    for stack in architecture.stacks:
+        blocks = join(base, stack.path)
+        if not has_module(model, blocks):
+            continue
+        if stack.embed:
+            embed = Site(join(base, stack.embed), "output")
+            PointList("", -1, "", stack.pos, points).add(f"{stack.name}_embed.hook_out", embed, group="extra")
+        n = len(list(model.get_submodule(blocks).children()))
+        for index in range(n):
+            points += BlockBuilder(stack, cfg, base, index, n).build()
+        if stack.final_norm:
+            _add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
+    after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
+    unembedded = False
+    for head in architecture.heads:
+        _add_head(after, head, model)
+        if head.unembeds:
+            unembedded = True
+            _add_unembedding(after, architecture, model)
+    if not unembedded:
+        _add_unembedding(after, architecture, model)
+    return points
+
+
+def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
+    tokens = Site(join(base, architecture.embed), "output")
+    points = PointList("", -1, "")
+    together = architecture.embeddings is not None  # HookedTransformer's encoder has one part for all of them
+    points.add("embed.hook_in", Site(tokens.path, "input"), axes="batch pos", group="extra")
+    norm = architecture.embed_norm
+    if together:
+        points.add("embed.hook_embed", tokens, aliases=("hook_embed", "embed.hook_out"))
+    else:
+        embed = Site(join(base, norm.path), "output") if norm else tokens
+        if norm:
+            norm_points(points, "embed.ln", norm.kind, embed)
+        points.add("hook_embed", embed, aliases=("embed.hook_out",))
+        tokens = embed
+    if architecture.token_types:
+        points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"))
+    if architecture.pos_embed:
+        site = Site(join(base, architecture.pos_embed), "output")
+        names = ("hook_pos_embed", "pos_embed.hook_out")
+        name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
+        points.add(name, site, WithBatchAxis(), aliases=aliases, sources=(tokens,))
+    if architecture.embeddings is not None:
+        if norm:
+            norm_points(points, "embed.ln", norm.kind, Site(join(base, norm.path), "output"))
+        points.add("hook_full_embed", Site(join(base, architecture.embeddings), "output"))
+    return points.points
+
+
+def _add_final_norm(points: PointList, stack: Stack, base: str, norm: Norm) -> None:
+    site = Site(join(base, norm.path), "output")
+    name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
+    aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
+    norm_points(points, name, norm.kind, site)
+    points.add(f"{name}.hook_out", site, group="extra", aliases=aliases)
+
+
+def _add_head(points: PointList, head: Head, model: nn.Module) -> None:
+    path = path_from(model, head.path)
+    if not has_module(model, path):
+        return
+    if head.norm:
+        norm_points(points, f"{head.name}.ln", head.norm.kind, Site(path_from(model, head.norm.path), "output"))
+    if head.hook:
+        points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=head.axes)
+
+
+def _add_unembedding(points: PointList, architecture: Architecture, model: nn.Module) -> None:
+    path = path_from(model, "." + architecture.unembed)
+    if has_module(model, path):
+        points.add("unembed.hook_in", Site(path, "input"), group="extra")
+        axes = f"batch {points.pos} d_vocab_out"
+        points.add("unembed.hook_out", Site(path, "output"), axes=axes, group="extra", aliases=("hook_unembed",))
+
+
+class BlockBuilder:
+    """Makes the hook points of one block, whatever its steps are.
+
+    Args:
+        stack: the list of blocks that it is in.
+        cfg: the model's configuration.
+        base: the path of the base model.
+        index, n: which block of how many.
+    """
+
+    def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int) -> None:
+        self.stack, self.cfg, self.base = stack, cfg, base
+        self.block, self.last = stack.block_at(index), index == n - 1
+        self.path = join(base, stack.path, str(index))
+        self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
+        #: Where the batch size of rows ``(batch pos)`` is seen.
+        self.rows = (Site(self.path, "input"),)
+
+    def build(self) -> list[Point]:
+        """The points, in the order of the computation."""
+        self.points.add("hook_resid_pre", Site(self.path, "input"), aliases=("hook_in",))
+        steps = self.block.named
+        for index, named in enumerate(steps):
+            self._add_reading(named)
+            self._add_inside(named)
+            self._add_result(named)
+            if norm := named.step.stream_norm:
+                following = steps[index + 1].step.part if index + 1 < len(steps) else None
+                self._add_norm_on_the_stream(named, norm, following)
+        output = Site(self.path, "output", self.stack.output_key)
+        if steps and steps[-1].step.stream_norm:
+            self.points.add("hook_normalized_resid_post", output, aliases=("hook_out",))
+        else:
+            others = ("ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
+            self.points.add("hook_resid_post", output, aliases=("hook_out",), other_names=others)
+        return self._with_other_names(self.points.points)
+
+    def _add(
+        self,
+        flat: bool,
+        name: str,
+        site: Site,
+        view: View | None = None,
+        *,
+        group: Group = "standard",
+        aliases: tuple[str, ...] = (),
+        flag: str | None = None,
+    ) -> None:
+        """Adds a point of the shape of the stream, whose site holds ``(batch pos)`` rows in a flat part."""
+        if flat:
+            view = Composed(view or View(), FlatRows())
+        self.points.add(name, site, view, group=group, aliases=aliases, sources=self.rows if flat else (), flag=flag)
+
+    def _entry(self, part: Part) -> Site:
+        """Where a part's input enters it.
+
+        Raises:
+            ValueError: it has no module of its own, and two layers read the input.
+        """
+        if part.path:
+            return Site(join(self.path, part.path), "input")
+        assert isinstance(part, MLP)
+        if part.gate and part.gate.path != part.up.path:
+            raise ValueError(
+                f"the MLP of {self.path} has no module of its own, and {part.up.path} and {part.gate.path} both read "
+                "its input: there is no one place where it enters. Give it a norm of its own, or a path"
+            )
+        return Site(join(self.path, part.up.path), "input")
+
+    def _add_reading(self, named: NamedStep) -> None:
+        """From the stream to what the part reads: the stream between two steps, the part's own input, the norm."""
+        step, part = named.step, named.step.part
+        flat = isinstance(part, MLP) and part.flat
+        entry = Site(join(self.path, step.pre.path), "input") if step.pre else None
+        if named.first and named.before.startswith("hook_resid_mid"):
+            self._add(flat, named.before, entry or self._entry(part), WriteThrough())
+        if step.pre is None:
+            if isinstance(part, MLP | MoE | Mixer) and not named.before.endswith("hook_out"):
+                self._add_own_input(named, flat, self._entry(part), Branch())
+            return
+        assert entry
+        if named.shared:
+            self._add_shared_norm(named, step.pre, entry)
+            return
+        view = WriteThrough() if isinstance(part, MLP) and self.stack.one_of_two else Branch()
+        # As in HookedTransformer's encoder-decoder, what the MLP reads there is also what its output is added to.
+        self._add_own_input(named, flat, entry, view)
+        self._add_norm(named.norm, step.pre, flat, self._separate_readers(named))
+
+    def _add_own_input(self, named: NamedStep, flat: bool, entry: Site, view: View) -> None:
+        """What this part alone reads of the stream."""
+        part, norm_in = named.step.part, f"{named.norm}.hook_in"
+        if isinstance(part, Attention) and not part.cross:
+            self._add(False, norm_in, entry, view, group="extra")
+        elif isinstance(part, Attention):
+            self._add(
+                False, f"hook_{named.name}_in", entry, view, group="heavy", aliases=(norm_in,), flag="use_attn_in"
+            )
+        elif isinstance(part, Mixer):
+            self._add(False, f"hook_{named.name}_in", entry, view, group="extra", aliases=(norm_in,))
+        else:
+            hook = f"hook_{named.name}_in"
+            aliases = (norm_in,) if self.stack.one_of_two else (norm_in, f"{named.name}.{hook}")
+            self._add(flat, hook, entry, view, group="heavy", aliases=aliases, flag="use_hook_mlp_in")
+
+    def _add_shared_norm(self, named: NamedStep, norm: Norm, entry: Site) -> None:
+        """A norm that several parts read: its points are repeated for each, where that part reads it."""
+        at = self._entry(named.step.part)
+        if not named.leads:
+            hook, norm_in = f"hook_{named.name}_in", f"{named.norm}.hook_in"
+            heavy = isinstance(named.step.part, MLP | MoE)
+            self.points.add(
+                hook,
+                at,
+                SharedNormInput(),
+                group="heavy" if heavy else "extra",
+                aliases=(norm_in, f"{named.name}.{hook}") if heavy else (norm_in,),
+                sources=(entry,),
+                flag="use_hook_mlp_in" if heavy else None,
+            )
+        branches = self._separate_readers(named)
+        norm_points(self.points, named.norm, norm.kind, at, shared=entry, branches=branches)
+
+    def _separate_readers(self, named: NamedStep) -> tuple[str, ...]:
+        """Queries, keys and values, which HookedTransformer gives a norm each (see `Point.branches`)."""
+        part = named.step.part
+        # With a shift, the norm's output alone does not say what the projections read.
+        if not isinstance(part, Attention) or part.cross or part.qk_shift:
+            return ()
+        return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in "qkv")
+
+    def _add_norm(self, name: str, norm: Norm, flat: bool = False, branches: tuple[str, ...] = ()) -> None:
+        site = Site(join(self.path, norm.path), "output")
+        view, sources = (FlatRows(), self.rows) if flat else (None, ())
+        norm_points(self.points, name, norm.kind, site, view=view, sources=sources, branches=branches)
+        seen = Composed(View(), FlatRows()) if flat else None
+        self.points.add(f"{name}.hook_out", site, seen, group="extra", sources=sources, branches=branches)
+
+    def _add_inside(self, named: NamedStep) -> None:
+        step, part = named.step, named.step.part
+        module = join(self.path, part.path)
+        if isinstance(part, Attention):
+            attention_points(
+                self.points,
+                named.name,
+                part,
+                module,
+                self.cfg.n_heads,
+                self.cfg.n_kv_heads,
+                key_pos="key_pos" if part.cross else self.stack.key_pos,
+                norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
+                shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
+                factor=step.last_factor,
+            )
+        elif isinstance(part, MLP):
+            mlp_points(self.points.inside(named.name), part, module, self.rows)
+        elif isinstance(part, MoE):
+            experts = self.cfg.num_experts
+            if experts is None:
+                raise ValueError(f"{module} is declared as a mixture, and config_values has no num_experts")
+            mixture_points(self.points.inside(named.name), part, module, self.rows, experts)
+
+    def _add_result(self, named: NamedStep) -> None:
+        """What the part returns, and what is added to the stream."""
+        step, part, name = named.step, named.step.part, named.name
+        flat = isinstance(part, MLP) and part.flat
+        out = part.out if not isinstance(part, MoE) else None
+        returned = Site(join(self.path, out or part.path), "output", part.out_key)
+        projection = {Attention: (f"{name}.o.hook_out",), Mixer: ()}.get(type(part), (f"{name}.out.hook_out",))
+        scaled = Scaled(step.factor) if step.factor != 1 else None
+        if step.post is None:
+            self._add(flat, f"hook_{name}_out", returned, scaled, aliases=(f"{name}.hook_out", *projection))
+        else:
+            self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
+        if isinstance(part, Attention):
+            qk_norm_points(self.points.inside(name), part, join(self.path, part.path))
+        if step.post:
+            self._add_norm(f"{named.norm}_post", step.post)
+            self._add(False, f"hook_{name}_out", Site(join(self.path, step.post.path), "output"), scaled)
+
+    def _add_norm_on_the_stream(self, named: NamedStep, norm: Norm, following: Part | None) -> None:
+        """The sum of stream and part, and the norm of it, which is the stream from there on."""
+        total, norm_in = Site(join(self.path, norm.path), "input"), f"{named.norm}.hook_in"
+        if isinstance(following, MLP | MoE):
+            # The norm's output is both what the MLP reads and the skip connection: there is nothing it alone reads.
+            self.points.add(named.after, total)
+            self.points.add("hook_mlp_in", total, group="heavy", flag="use_hook_mlp_in", aliases=(norm_in,))
+        else:
+            self.points.add(named.after, total, aliases=(norm_in,))
+        self._add_norm(named.norm, norm)
+
+    def _with_other_names(self, points: list[Point]) -> list[Point]:
+        """The points, with TransformerLens 3's names for an encoder's and a decoder's blocks as further aliases."""
+        if not self.stack.one_of_two:
+            return points
+        return [_renamed(point) for point in points]
+
+
+def _renamed(point: Point) -> Point:
+    stack = point.stack
+    names = tuple(name.replace(f"{stack}.", f"{stack}_blocks.", 1) for name in (point.name, *point.aliases))
+    if stack == "decoder":
+        other = (name.replace(".attn.", ".self_attn.").replace("resid_mid_cross", "resid_mid2") for name in names)
+        names = tuple(dict.fromkeys((*names, *other)))
+    return replace(point, aliases=(*point.aliases, *names))

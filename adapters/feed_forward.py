@@ -1,0 +1,125 @@
+"""The feed-forward part: an MLP, or a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from adapters.attention import Projection
+from adapters.norms import LAYER_NORM, norm_points
+from adapters.paths import join
+from adapters.points import Group, PointList, Site
+from adapters.views import Composed, FlatRows, View
+
+
+@dataclass(frozen=True)
+class MLP:
+    """A feed-forward module.
+
+    Attributes:
+        path: the module, relative to the block ("" where its layers stand in the block itself).
+        up: the projection before the activation function (of a gated MLP: the linear one beside the gate).
+        down: the projection after it, relative to `path`.
+        gate: for a gated MLP, the projection that goes through the activation function.
+        out, out_key: where the result stands that is added to the residual stream, relative to the block; by default
+            the output of the module at `path`.
+        ln: a layer norm between the activation function and `down` (SoLU), relative to `path`.
+        flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
+    """
+
+    path: str
+    up: Projection
+    down: str
+    gate: Projection | None = None
+    out: str | None = None
+    out_key: int | None = None
+    ln: str | None = None
+    flat: bool = False
+
+
+@dataclass(frozen=True)
+class MoE:
+    """A mixture of experts.
+
+    Attributes:
+        path: the module, relative to the block.
+        router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
+            returns their scores, and the weights and indices of the chosen ones.
+        experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
+        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; or their
+            ``logits``, with a softmax over the chosen ones afterwards.
+        shared: an expert that every token is sent to, on ``(batch pos)`` rows; its path is relative to `path`.
+        shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
+        out_key: which element of the module's output is added to the residual stream (None: the output itself).
+    """
+
+    path: str
+    router: str
+    experts: str = "experts"
+    chosen_by: Literal["probabilities", "logits"] = "probabilities"
+    shared: MLP | None = None
+    shared_gate: str | None = None
+    out_key: int | None = None
+
+
+def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...], axes: str = "d_mlp") -> None:
+    """Adds the points inside one feed-forward module.
+
+    Args:
+        points: what they are added to.
+        mlp: the declaration.
+        module: the path of the module.
+        rows: where the batch size of a flat one is seen.
+        axes: the axis of its neurons.
+    """
+    wide = f"batch {points.pos} {axes}"
+
+    def add(name: str, site: Site, view: View | None = None, aliases: tuple[str, ...] = ()) -> None:
+        if mlp.flat:
+            points.add(name, site, Composed(view or View(), FlatRows()), wide, aliases=aliases, sources=rows)
+        else:
+            points.add(name, site, view, wide, aliases=aliases)
+
+    up_site = Site(join(module, mlp.up.path), "output")
+    if mlp.gate:
+        add("hook_pre", Site(join(module, mlp.gate.path), "output"), mlp.gate.part, ("gate.hook_out",))
+        add("hook_pre_linear", up_site, mlp.up.part, ("in.hook_out",))
+    else:
+        add("hook_pre", up_site, mlp.up.part, ("in.hook_out",))
+    if mlp.ln:
+        add("hook_mid", Site(join(module, mlp.ln), "input"))
+        norm_points(points, "ln", LAYER_NORM, Site(join(module, mlp.ln), "output"), axes=wide)
+    add("hook_post", Site(join(module, mlp.down), "input"), aliases=("out.hook_in",))
+
+
+def mixture_points(points: PointList, mlp: MoE, module: str, rows: tuple[Site, ...], num_experts: int) -> None:
+    """Adds the points inside a mixture of experts (arguments as for `mlp_points`)."""
+
+    def add(name: str, site: Site, axes: str, group: Group = "standard", aliases: tuple[str, ...] = ()) -> None:
+        shape = f"batch {points.pos} {axes}"
+        points.add(name, site, FlatRows(), shape, group=group, aliases=aliases, sources=rows)
+
+    router = join(module, mlp.router)
+    # As in HookedTransformer, an expert's weight is its probability before the best are chosen; where these are chosen
+    # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
+    if mlp.chosen_by == "probabilities":
+        logits, weights = Site(router, "forward", "scores"), Site(router, "forward", "pattern")
+    else:
+        logits, weights = Site(router, "router", "logits"), Site(router, "router", "weights")
+    add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))
+    add("hook_expert_weights", weights, "n_experts")
+    add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")
+    add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
+    experts = join(module, mlp.experts)
+    for e in range(num_experts):
+        for part in ("gate", "pre", "post"):
+            # Its rows are of no batch: in caches only when named.
+            points.add(
+                f"experts.{e}.hook_{part}", Site(experts, "experts", f"{e}.{part}"), axes="row d_expert", group="extra"
+            )
+    if mlp.shared:
+        shared = join(module, mlp.shared.path)
+        mlp_points(points.inside("shared_expert"), mlp.shared, shared, rows, "d_shared_expert")
+        add("shared_expert.hook_out", Site(shared, "output"), "d_model", "extra")
+    if mlp.shared_gate:
+        add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate), "output"), "1", "extra")
