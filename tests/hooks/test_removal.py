@@ -69,11 +69,16 @@ def test_a_failing_attachment_leaves_nothing(bridge, tokens):
     assert torch_hooks(bridge.original_model) == 0
 
 
+class NoAttention(torch.nn.Module):
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states, None
+
+
 def test_an_attention_that_cannot_be_tapped_leaves_nothing(tokens):
     model = tiny("llama")
     bridge = TransformerBridge(model)
-    model.model.layers[1].self_attn = torch.nn.Identity()
-    with pytest.raises(RuntimeError, match=r"Identity computed no scores .* blocks\.1\.attn\.hook_pattern"):
+    model.model.layers[1].self_attn = NoAttention()
+    with pytest.raises(RuntimeError, match=r"NoAttention computed no scores .* blocks\.1\.attn\.hook_pattern"):
         bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", lambda x, hook: x)])
     assert not bridge.wiring.listening
     assert not torch_hooks(model)

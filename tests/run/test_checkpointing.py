@@ -81,6 +81,7 @@ def test_the_gradients_are_those_without_checkpointing(family, reentrant, edit, 
     run(plain, tokens, edit).backward()
     expected = gradients(plain)
     bridge = TransformerBridge(model_of(family, True, reentrant))
+    before = torch_hooks(bridge.original_model)  # transformers' own, which makes embeddings require gradients
     if where == "inside them":
         with bridge.hooks(fwd_hooks=edit):
             bridge(tokens, return_type="loss", use_cache=False).backward()
@@ -89,7 +90,7 @@ def test_the_gradients_are_those_without_checkpointing(family, reentrant, edit, 
         in_thread(loss.backward) if where == "on another thread" else loss.backward()
     for ours, theirs in zip(gradients(bridge), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-    assert torch_hooks(bridge.original_model) == 0
+    assert torch_hooks(bridge.original_model) == before
 
 
 @pytest.mark.parametrize("family", ["opt-no-bias", "mixtral-gqa", "gpt_oss-gqa", "qwen2_moe-gqa"])
@@ -193,5 +194,4 @@ def test_a_copy_made_meanwhile_has_its_own_function():
         bridge(tokens, return_type="loss", use_cache=False)
         other = copy.deepcopy(bridge.original_model)
     other(tokens, labels=tokens, use_cache=False).loss.backward()
-    assert torch_hooks(TransformerBridge(other).original_model) >= 0
     assert len(copies) == 1
