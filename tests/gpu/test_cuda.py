@@ -83,7 +83,7 @@ def test_recomputed_blocks_run_under_the_hooks_of_their_forward() -> None:
     for checkpointing in (False, True):
         bridge = on_gpu("llama").train()
         if checkpointing:
-            bridge.original_model.gradient_checkpointing_enable({"use_reentrant": False})
+            bridge.original_model.activation_checkpointing_enable()
         with bridge.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0.5)]):
             bridge(TOKENS, return_type="loss").backward()
         results.append({n: p.grad for n, p in bridge.named_parameters()})

@@ -34,6 +34,7 @@ def test_to_and_from_a_dictionary():
     assert repr(cfg).startswith("HookedTransformerConfig:")
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
