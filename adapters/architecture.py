@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
@@ -140,7 +141,7 @@ class Block:
                 found[named.norm] = norm.path
         return found | {named.name: named.step.part.path for named in self.named if named.step.part.path}
 
-    @property
+    @cached_property
     def named(self) -> tuple[NamedStep, ...]:
         """The steps with their names: the one walk that hook points, weights and weight processing are made from."""
         groups: list[list[Step]] = []

@@ -117,8 +117,9 @@ class Parts:
         for name, path, named in self.steps:
             norm = named.step.pre
             if norm and named.leads and not norm.kind.identity:
-                alike = [other for at, _, other in self.steps if at == name and other.name in named.shared]
-                together = [named, *alike]
+                together = [named]
+                if named.shared:
+                    together += [other for at, _, other in self.steps if at == name and other.name in named.shared]
                 readers = tuple(reader for one in together for reader in self._readers(name, path, one))
                 gated = any(isinstance(one.step.part, MLP) and one.step.part.gate for one in together)
                 yield Norm(f"{name}.{named.norm}", join(path, norm.path), norm.kind, readers, gated)
