@@ -103,9 +103,8 @@ class Attention:
         out: where the result stands that is added to the residual stream, relative to the block; by default element 0
             of the attention module's output. ``out_key`` is the element, None for a module that returns a tensor.
         rotary: queries and keys are rotated.
-        tap: how the scores are reached. ``interface``: the module calls transformers' `AttentionInterface`;
-            ``forward``: it computes the softmax in its own forward; ``core``: in its method ``_attn``, which is given
-            queries, keys and values; None: there is no softmax (linear attention, flash attention of its own).
+        shows_scores: its scores and pattern can be seen: it calls a softmax, `scaled_dot_product_attention` or
+            transformers' `AttentionInterface`. False for linear attention, or flash attention of a family's own.
         scores: how the scores are seen.
         sinks: where the last column of the scores is an attention sink: the name of the attention module's parameter
             that holds each head's.
@@ -128,7 +127,7 @@ class Attention:
     out: str | None = None
     out_key: int | None = 0
     rotary: bool = False
-    tap: Literal["interface", "forward", "core"] | None = "interface"
+    shows_scores: bool = True
     scores: View = field(default_factory=MaskedScores)
     sinks: str | None = None
     q_norm: Norm | None = None
@@ -196,18 +195,18 @@ def attention_points(
         if not fused:
             entered = Site(site.path, "input")
             inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
-    if part.tap is not None:
+    if part.shows_scores:
         core = join(module, part.core)
-        if part.rotary and part.tap != "forward":
+        if part.rotary:
             for letter, own_pos in (("q", pos), ("k", key_pos)):
                 axes = f"batch {own_pos} {_heads_axis(letter)} d_head"
                 heads = n_heads if letter == "q" else n_kv_heads
-                inner.add(f"hook_rot_{letter}", Site(core, part.tap, letter), HeadsFirst(), axes, n_heads=heads)
+                inner.add(f"hook_rot_{letter}", Site(core, "attention", letter), HeadsFirst(), axes, n_heads=heads)
         square = f"batch n_heads {pos} {key_pos}"
         scores = SinkScores(part.scores, part.sinks) if part.sinks else part.scores
         pattern = SinkPattern(part.sinks) if part.sinks else View()
-        inner.add("hook_attn_scores", Site(core, part.tap, "scores"), scores, square, n_heads=n_heads)
-        inner.add("hook_pattern", Site(core, part.tap, "pattern"), pattern, square, n_heads=n_heads)
+        inner.add("hook_attn_scores", Site(core, "attention", "scores"), scores, square, n_heads=n_heads)
+        inner.add("hook_pattern", Site(core, "attention", "pattern"), pattern, square, n_heads=n_heads)
     output = join(module, part.o)
     z_axes = f"batch {pos} n_heads d_head"
     inner.add("hook_z", Site(output, "input"), Heads(n_heads), z_axes, aliases=("o.hook_in",))

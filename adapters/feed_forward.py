@@ -103,7 +103,7 @@ def mixture_points(points: PointList, mlp: MoE, module: str, rows: tuple[Site, .
     # As in HookedTransformer, an expert's weight is its probability before the best are chosen; where these are chosen
     # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
     if mlp.chosen_by == "probabilities":
-        logits, weights = Site(router, "forward", "scores"), Site(router, "forward", "pattern")
+        logits, weights = Site(router, "softmax", "scores"), Site(router, "softmax", "pattern")
     else:
         logits, weights = Site(router, "router", "logits"), Site(router, "router", "weights")
     add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))

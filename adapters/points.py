@@ -11,11 +11,10 @@ from torch import Tensor
 from adapters.paths import join
 from adapters.views import View
 
-#: ``input``: the first argument of a module. ``output``: what it returns. ``interface``: inside its attention, reached
-#: through transformers' `AttentionInterface`. ``forward``: the softmax that it computes in its own forward. ``core``:
-#: its method ``_attn``, which is given queries, keys and values and computes the softmax. ``experts``: inside the
-#: module that holds all experts of a mixture. ``router``: inside the module that chooses them by their logits.
-SiteKind = Literal["input", "output", "interface", "forward", "core", "experts", "router"]
+#: ``input``: the first argument of a module. ``output``: what it returns. ``attention``: inside the attention that it
+#: computes. ``softmax``: the softmax in its forward. ``experts``: inside the module that holds a mixture's experts.
+#: ``router``: inside the module that chooses them by their logits.
+SiteKind = Literal["input", "output", "attention", "softmax", "experts", "router"]
 #: ``standard``: in an unfiltered cache. ``heavy``: there when the matching ``set_use_*`` is on. ``extra``: when named.
 Group = Literal["standard", "heavy", "extra"]
 

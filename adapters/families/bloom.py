@@ -27,7 +27,7 @@ def bloom(config: PreTrainedConfig) -> Architecture:
     q, k, v = (Projection("query_key_value", interleaved(config.num_attention_heads, i)) for i in range(3))
     # Attention and MLP add the residual stream to their result themselves: the points stand before that.
     out = "self_attention.dense"
-    attn = Attention("self_attention", q, k, v, o="dense", out=out, out_key=None, tap="forward", scores=AlibiScores())
+    attn = Attention("self_attention", q, k, v, o="dense", out=out, out_key=None, scores=AlibiScores())
     mlp = MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h", out="mlp.dense_4h_to_h")
     block = Block(
         (

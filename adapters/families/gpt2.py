@@ -16,9 +16,7 @@ from adapters.views import columns
 def gpt2(config: PreTrainedConfig) -> Architecture:
     width, heads = config.hidden_size, config.num_attention_heads
     q, k, v = (Projection("c_attn", columns(i * width, (i + 1) * width, heads)) for i in range(3))
-    # The half-precision path that GPT-2 keeps for itself is chosen by name, inside its forward.
-    own_softmax = config.reorder_and_upcast_attn and config._attn_implementation == "eager"
-    attn = Attention("attn", q, k, v, o="c_proj", tap="forward" if own_softmax else "interface")
+    attn = Attention("attn", q, k, v, o="c_proj")
     mlp = MLP("mlp", up=Projection("c_fc"), down="c_proj")
     block = Block((Step(attn, pre=Norm("ln_1", LAYER_NORM)), Step(mlp, pre=Norm("ln_2", LAYER_NORM))))
     return Architecture(

@@ -16,7 +16,7 @@ def gpt_neo(config: PreTrainedConfig) -> Architecture:
     q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
     # Its flash attention computes no softmax that could be watched.
     eager = config._attn_implementation == "eager"
-    attn = Attention("attn.attention", q, k, v, o="out_proj", tap="forward" if eager else None)
+    attn = Attention("attn.attention", q, k, v, o="out_proj", shows_scores=eager)
     mlp = MLP("mlp", up=Projection("c_fc"), down="c_proj")
     block = Block((Step(attn, pre=Norm("ln_1", LAYER_NORM)), Step(mlp, pre=Norm("ln_2", LAYER_NORM))))
     return Architecture(

@@ -16,7 +16,7 @@ def gptj(config: PreTrainedConfig) -> Architecture:
     q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
     # Its flash attention does not go through the method in which the others compute the softmax.
     eager = config._attn_implementation == "eager"
-    attn = Attention("attn", q, k, v, o="out_proj", rotary=True, tap="core" if eager else None)
+    attn = Attention("attn", q, k, v, o="out_proj", rotary=True, shows_scores=eager)
     mlp = MLP("mlp", up=Projection("fc_in"), down="fc_out")
     norm = Norm("ln_1", LAYER_NORM)
     block = Block((Step(attn, pre=norm), Step(mlp, pre=norm, parallel=True)))

@@ -10,9 +10,8 @@ from bridge.taps.tap import Tap
 
 #: The tap for each kind of site that is not simply a module's input or output.
 TAPS: dict[str, type[Tap]] = {
-    "interface": AttentionTap,
-    "forward": AttentionTap,
-    "core": AttentionTap,
+    "attention": AttentionTap,
+    "softmax": AttentionTap,
     "experts": ExpertsTap,
     "router": RouterTap,
 }
