@@ -48,6 +48,10 @@ LONG: dict[str, str] = {}
 #: Mutable things at module level, with the reason.
 MUTABLE = {
     ("adapters/registry.py", "_REGISTRY"): "the registry of families",
+    ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
+    ("adapters/registry.py", "_LOADING"): "held while they are imported",
+    ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
+    ("bridge/taps/kernels.py", "_LOCK"): "likewise",
 }
 
 #: Folders whose new form is on its way: what is counted by line is not counted there yet. Empty this, and all is.
@@ -161,6 +165,7 @@ THEIRS = {
     "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_version",
     "_compiled_call_impl", "_hf_hook", "_asdict", "_replace", "_schema", "_attn_implementation", "_orig_mod", "_C",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
+    "_current_graph_task_id", "_remove_final_layer_norm", "_experts_implementation_internal", "_local_mapping",
 }  # fmt: skip
 
 

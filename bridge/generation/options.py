@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from bridge.generation.criteria import FrequencyPenalty, StopStrings
-from bridge.generation.prompt import Generates, Prompt, prompt_of
+from bridge.generation.prompt import Arguments, Generates, Prompt, prompt_of
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
@@ -64,7 +64,7 @@ def check_generates(bridge: Generates) -> None:
         raise TypeError(f"{type(bridge.core).__name__} does not generate text: transformers gives it no `generate`")
 
 
-def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt, dict[str, Any]]:
+def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt, Arguments]:
     """The prompt, and the arguments of the model's `generate` besides.
 
     Args:
@@ -83,7 +83,7 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
     if prompt.tokens is not None and "attention_mask" not in prompt.kwargs:
         prompt.kwargs["attention_mask"] = _inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
     _check_room(bridge, prompt, options.max_new_tokens)
-    arguments: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample, **more}
+    arguments: Arguments = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample, **more}
     for name in ("top_k", "top_p", "temperature", "repetition_penalty"):
         if getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
@@ -104,7 +104,7 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
 
 
 def _inferred_mask(
-    bridge: Generates, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Mapping[str, Any]
+    bridge: Generates, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Arguments
 ) -> Tensor:
     """What `generate` takes for padding in tokens without a mask: padding tokens, unless they also end a text.
 
@@ -118,9 +118,9 @@ def _inferred_mask(
     return (tokens != pad).long() if padded else torch.ones_like(tokens)
 
 
-def _ending(bridge: Generates, options: Options, more: Mapping[str, Any]) -> dict[str, Any]:
+def _ending(bridge: Generates, options: Options, more: Arguments) -> Arguments:
     """What ends a row, and what fills it up afterwards."""
-    given: dict[str, Any] = {}
+    given: Arguments = {}
     ending = options.eos_token_id
     if ending is not None:
         given["eos_token_id"] = list(ending) if isinstance(ending, Sequence) else ending
@@ -133,7 +133,7 @@ def _ending(bridge: Generates, options: Options, more: Mapping[str, Any]) -> dic
     return given
 
 
-def _check_known(bridge: Generates, more: Mapping[str, Any]) -> None:
+def _check_known(bridge: Generates, more: Arguments) -> None:
     known = set(vars(GenerationConfig()))
     own: Any = type(bridge.core)  # of which `check_generates` has seen that it generates
     known |= set(inspect.signature(own.generate).parameters)

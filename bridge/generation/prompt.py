@@ -19,6 +19,9 @@ from bridge.run.protocol import Input
 from bridge.run.tokenization import HasTokenizer, batch_of
 from bridge.run.wiring import Wiring
 
+#: Arguments of the model's own `generate`.
+Arguments = dict[str, Any]
+
 
 class Generates(AnalysedModel, HasTokenizer, Protocol):
     """What generation needs of a bridge.
@@ -50,7 +53,7 @@ class Prompt:
         kind: ``"str"``, ``"list"`` or ``"tokens"``: what the user passed.
     """
 
-    kwargs: dict[str, Any]
+    kwargs: Arguments
     tokens: Tensor | None
     padding: list[int]
     to_the_right: bool
