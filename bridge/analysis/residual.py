@@ -9,15 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.attribution import AttributionMethods
-from bridge.analysis.decomposition import (
-    Group,
-    Term,
-    results_of_heads,
-    results_of_neurons,
-    stacked,
-    stream_at,
-    terms_of,
-)
+from bridge.analysis.decomposition import Group, Term, stacked, stream_at, terms_of
+from bridge.analysis.layer_outputs import results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Index, layer_of, pick, require
 from bridge.analysis.residual_norms import is_normed_stream
 

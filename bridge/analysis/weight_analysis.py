@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.decomposition import bias_written
+from bridge.analysis.layer_outputs import bias_written
 from bridge.analysis.requirements import AnalysedModel, layer_of
 
 

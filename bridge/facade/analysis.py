@@ -10,7 +10,7 @@ from torch import Tensor
 from bridge.analysis import weight_analysis
 from bridge.analysis.attribution import Tokens, directions_of
 from bridge.analysis.composition import all_scores
-from bridge.analysis.decomposition import neuron_labels
+from bridge.analysis.layer_outputs import neuron_labels
 from bridge.analysis.requirements import Index, layer_of
 from bridge.analysis.weight_analysis import Labels
 from bridge.facade.tokens import TokenMethods

@@ -40,6 +40,10 @@ class Names:
         self.points = points
         self._aliases: dict[str, str] | None = None
 
+    def refresh(self) -> None:
+        """Looks at the hook points anew: some came or went."""
+        self._aliases = None
+
     @property
     def aliases(self) -> dict[str, str]:
         """Every alias and the canonical name it stands for."""

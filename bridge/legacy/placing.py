@@ -130,7 +130,7 @@ class PartsAsBefore(TransformerBridge):
             in_order = sorted(points.items(), key=lambda item: item[1].order)
             points.clear()
             points.update(in_order)
-        self.names._aliases = None
+        self.names.refresh()
         self._tree.refresh()
 
     def _follow(self, hook: HookPoint) -> None:

@@ -139,7 +139,7 @@ def hybrid(config: PreTrainedConfig) -> Architecture:
 
     def attention(path: str) -> Attention:
         q, k, v = (Projection(letter) for letter in "qkv")
-        return Attention(path, q, k, v, o="o", out_key=None, tap="forward")
+        return Attention(path, q, k, v, o="o", out_key=None)
 
     def rms(path: str) -> Norm:
         return Norm(path, RMS_NORM)

@@ -1,0 +1,146 @@
+"""What the heads, the neurons and the biases of a layer write to the residual stream."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from adapters.linear import head_results, weight_in_out
+from bridge.analysis.requirements import Activations, AnalysedModel, Index, pick, require
+from bridge.analysis.residual_norms import gradients_of
+
+
+def _module_at(model: AnalysedModel, name: str) -> nn.Module:
+    return model.original_model.get_submodule(model.hook_dict[name].point.site.path)
+
+
+def _to_module(x: Tensor, module: nn.Module) -> Tensor:
+    """The activation where the module's parameters are (a cache may be kept elsewhere)."""
+    parameter = next(module.parameters(), None)
+    return x if parameter is None or parameter.device.type == "meta" else x.to(parameter.device)
+
+
+def results_of_heads(
+    cache: Activations, layer: int, pos_slice: Index = None
+) -> Float[Tensor, "*batch_pos n_heads d_model"]:
+    """What each head of a layer writes, without the output bias: the cached `hook_result`, or computed from `hook_z`.
+
+    The output projection itself is asked, so LoRA and quantised ones count as they run.
+
+    Args:
+        cache: an `ActivationCache`.
+        layer: the block.
+        pos_slice: which positions.
+
+    Raises:
+        MissingActivationsError: neither is cached.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.layer_outputs import results_of_heads
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> results_of_heads(cache, 1, pos_slice=-1).shape
+        torch.Size([1, 4, 128])
+    """
+    name = f"blocks.{layer}.attn.hook_result"
+    if name in cache:
+        return pick(cache[name], pos_slice, -3)
+    (z,) = require(cache, [f"blocks.{layer}.attn.hook_z"])
+    z = pick(z, pos_slice, -3)
+    module = _module_at(cache.model, f"blocks.{layer}.attn.hook_z")
+    rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
+    with gradients_of(z):
+        results = head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
+    factor = cache.model.architecture.step_at(layer, "attn").last_factor
+    return results if factor == 1 else results * factor
+
+
+def results_of_neurons(
+    cache: Activations, layer: int, neuron_slice: Index = None, pos_slice: Index = None
+) -> Float[Tensor, "*batch_pos_neuron d_model"]:
+    """What each neuron of a layer writes, without the output bias: its activation times its row of ``W_out``.
+
+    Args:
+        cache: an `ActivationCache`.
+        layer: the block.
+        neuron_slice, pos_slice: which neurons and positions; an int takes the axis away.
+
+    Returns:
+        ``[*batch_pos, neuron, d_model]``.
+
+    Raises:
+        MissingActivationsError: `mlp.hook_post` is not cached.
+        ValueError: the layer has no neurons that write to all rows alike (a mixture of experts; attention only).
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.layer_outputs import results_of_neurons
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> results_of_neurons(cache, 1, neuron_slice=(0, 5), pos_slice=-1).shape
+        torch.Size([1, 5, 128])
+    """
+    name = f"blocks.{layer}.mlp.hook_post"
+    if name not in cache.model.hook_dict:
+        raise ValueError(
+            f"{cache.model.cfg.model_name} has no {name}: its MLPs (a mixture of experts, or none at all) cannot be "
+            "taken apart into neurons; expand_neurons=False takes their outputs whole"
+        )
+    (post,) = require(cache, [name])
+    post = pick(post, pos_slice, -2)  # before the neurons, whose axis may go
+    module = _module_at(cache.model, name)
+    with gradients_of(post):
+        weight = _rows_of(module, post, neuron_slice).to(post.device)
+        results = pick(post, neuron_slice, -1)[..., None] * weight
+    factor = cache.model.architecture.step_at(layer, "mlp").last_factor
+    return results if factor == 1 else results * factor
+
+
+def _rows_of(module: nn.Module, like: Tensor, index: Index) -> Tensor:
+    """Rows of a linear layer's weight, ``[d_in, d_out]``; for one that is no plain matrix, by asking it."""
+    weight = weight_in_out(module)
+    if weight is not None:
+        return pick(weight, index, 0)
+    width = like.shape[-1]
+    chosen = torch.arange(width) if index is None else pick(torch.arange(width), index, 0)
+    units = _to_module(nn.functional.one_hot(chosen.reshape(1, -1), width).to(like), module)
+    rows = (module.forward(units) - module.forward(torch.zeros_like(units)))[0]
+    return rows.reshape(*chosen.shape, -1)
+
+
+def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"]) -> Float[Tensor, " d_model"] | None:
+    """The output bias of a layer's attention or MLP; None where there is none (a mixture of experts).
+
+    Args:
+        model: the bridge.
+        layer: the block.
+        part: ``attn`` or ``mlp``.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.layer_outputs import bias_written
+        >>> bias_written(TransformerBridge.boot_embedded(), 0, "attn").shape
+        torch.Size([128])
+    """
+    name = f"blocks.{layer}.attn.b_O" if part == "attn" else f"blocks.{layer}.mlp.b_out"
+    return model.weights[name] if name in model.weights.getters else None
+
+
+def neuron_labels(model: AnalysedModel, layer: int, neuron_slice: Index = None) -> list[str]:
+    """The labels of a layer's neurons, such as ``L0N5``.
+
+    Args:
+        model: the bridge.
+        layer: the block.
+        neuron_slice: which neurons.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.layer_outputs import neuron_labels
+        >>> neuron_labels(TransformerBridge.boot_embedded(), 2, [7, 9])
+        ['L2N7', 'L2N9']
+    """
+    chosen = pick(torch.arange(model.cfg.d_mlp or 0), neuron_slice, 0)
+    return [f"L{layer}N{neuron}" for neuron in chosen.reshape(-1).tolist()]
