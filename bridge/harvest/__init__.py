@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-_NEEDED = [name for name in ("pyarrow", "xxhash") if importlib.util.find_spec(name) is None]
-if _NEEDED:
-    raise ImportError(f'bridge.harvest needs {" and ".join(_NEEDED)}: pip install "transformer-bridge[harvest]"')
-
+from bridge.harvest import needed as _needed  # noqa: F401 - first: it says what is not installed
+from bridge.harvest.check import Check, check
 from bridge.harvest.errors import HarvestError, MixError, WriteError
 from bridge.harvest.progress import Progress, Report
+from bridge.harvest.reading import Activations, ActivationsDataset
 from bridge.harvest.reductions import Project, Reduction, TopK, TopPositions
 from bridge.harvest.run import harvest
+from bridge.harvest.shuffle import Share
 from bridge.harvest.sources import Files
+from bridge.harvest.statistics import Statistics
 
 __all__ = [
+    "Activations",
+    "ActivationsDataset",
+    "Check",
     "Files",
     "HarvestError",
     "MixError",
@@ -22,8 +24,11 @@ __all__ = [
     "Project",
     "Reduction",
     "Report",
+    "Share",
+    "Statistics",
     "TopK",
     "TopPositions",
     "WriteError",
+    "check",
     "harvest",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -74,10 +75,10 @@ def stop_layer(bridge: TransformerBridge, points: Sequence[HookPoint]) -> int | 
     return int(deepest) + 1
 
 
-def model_arguments(bridge: TransformerBridge, points: Sequence[HookPoint]) -> dict[str, object]:
+def model_arguments(bridge: TransformerBridge, points: Sequence[HookPoint]) -> dict[str, Any]:
     """What spares a model work that no hook point needs: keys and values kept, logits of every position."""
     known = inspect.signature(type(bridge.core).forward).parameters
-    wanted: dict[str, object] = {"use_cache": False} if "use_cache" in known else {}
+    wanted: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
     if "logits_to_keep" in known and not any(point.name.startswith("unembed") for point in points):
         wanted["logits_to_keep"] = 1
     return wanted
@@ -90,7 +91,7 @@ def run(
     points: Sequence[HookPoint],
     interventions: Sequence[tuple[str, HookFunction]],
     stop_at_layer: int | None,
-    arguments: dict[str, object],
+    arguments: dict[str, Any],
     take: Take,
 ) -> None:
     """Runs the model as far as it is needed, and hands over each activation as it comes.

@@ -84,7 +84,9 @@ def of_model(bridge: TransformerBridge, points: list[str]) -> dict[str, str]:
         "class": type(bridge.core).__name__,
         "config": digest(json.dumps(config, sort_keys=True, default=str)),
         "weights": of_module(bridge.original_model),
-        "adapter": digest(*(f"{point.name} {point.site} {point.axes} {type(point.view).__name__}" for point in declared)),
+        "adapter": digest(
+            *(f"{point.name} {point.site} {point.axes} {type(point.view).__name__}" for point in declared)
+        ),
     }
 
 

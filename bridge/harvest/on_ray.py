@@ -65,7 +65,7 @@ class ShardWorker:
             bridge = model.load()
         if of_module(bridge.original_model) != weights:
             raise HarvestError(
-                f"the model {model.name!r} that a worker loaded has other weights than the one that this call began with"
+                f"the model {model.name!r} that a worker loaded has other weights than the one this call began with"
             )
         self.options: Options = pickle.loads(options)
         self.maker = RowMaker(bridge, self.options, batch_size)
@@ -151,7 +151,9 @@ def run_ray(
     started = not ray.is_initialized()
     if started:
         local = {} if pool.address else {"num_cpus": int(max(os.cpu_count() or 1, np.ceil(pool.workers * pool.cpus)))}
-        ray.init(address=pool.address, include_dashboard=False if not pool.address else None, log_to_driver=False, **local)
+        ray.init(
+            address=pool.address, include_dashboard=False if not pool.address else None, log_to_driver=False, **local
+        )
     try:
         _check_resources(ray, pool)
         _run(ray, model, options, batch_size, folder, weights, shards, pool, done)
@@ -190,7 +192,7 @@ def _run(
     context.target_max_block_size, context.enable_progress_bars = 1, False
     feeder.start()
     try:
-        handed = data.range(1, override_num_blocks=1).map_batches(pull, batch_size=1, num_cpus=0)
+        handed = data.from_items([0]).map_batches(pull, batch_size=1, num_cpus=0)
         made = handed.map_batches(
             ShardWorker,
             batch_size=1,

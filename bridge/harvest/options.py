@@ -161,7 +161,9 @@ class ModelSource:
         if not isinstance(model, TransformerBridge):
             raise TypeError(f"the model is {type(model).__name__}; it must be a TransformerBridge, a path or a name")
         if device is not None or dtype is not None:
-            raise HarvestError("device and model_dtype are for a model that is loaded by name: move the bridge yourself")
+            raise HarvestError(
+                "device and model_dtype are for a model that is loaded by name: move the bridge yourself"
+            )
         if model.training:
             raise HarvestError(
                 "the model is in training mode, where dropout would change what is harvested: bridge.eval() first"

@@ -77,9 +77,7 @@ class Meter:
         workers: how many work at a time.
     """
 
-    def __init__(
-        self, show: bool | Callable[[Progress], object], total: int | None, before: int, workers: int
-    ) -> None:
+    def __init__(self, show: bool | Callable[[Progress], object], total: int | None, before: int, workers: int) -> None:
         self._call = show if callable(show) else None
         self._bar = tqdm(unit="tok", unit_scale=True, desc="harvest") if show is True else None
         self.total, self.before, self.workers = total, before, workers

@@ -206,6 +206,11 @@ def harvest(
                 run_ray(spec, options, batch_size, folder, weights, shards, pool, done)
         finally:
             meter.close()
+        if whole and max(whole) >= max(ended.shards, index):
+            raise HarvestError(
+                f"the source ends before {whole[max(whole)].file}, which was made from it: it is another than before. "
+                "Give the same source, or another folder for `out`."
+            )
         if not whole:
             raise HarvestError(f"the source ({reader_source.description}) has no tokens")
         manifest.shards = [whole[number] for number in sorted(whole)]

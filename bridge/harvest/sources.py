@@ -64,7 +64,7 @@ class Files:
 
     def __init__(self, *patterns: str | os.PathLike[str]) -> None:
         found: list[str] = []
-        for pattern in map(os.fspath, patterns):
+        for pattern in [os.fspath(given) for given in patterns]:
             matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
             matches = [path for path in matches if os.path.isfile(path)]
             if not matches:
@@ -147,8 +147,8 @@ class FilesSource(_Base):
                 for batch in file.iter_batches(batch_size=256, columns=[self.column]):
                     yield from batch.column(0).to_pylist()
             return
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8")
-        with opened as lines:
+        opened = gzip.open if path.endswith(".gz") else open
+        with opened(path, "rt", encoding="utf-8") as lines:
             for place, line in enumerate(lines, 1):
                 line = line.rstrip("\r\n")
                 if line:

@@ -239,7 +239,7 @@ class Folder:
     @staticmethod
     def _write_json(place: Path, content: dict[str, Any]) -> None:
         with whole(place) as file:
-            file.write(json.dumps(content, indent=1, sort_keys=True).encode())
+            file.write(json.dumps(content, indent=1).encode())
 
     @contextmanager
     def locked(self) -> Iterator[None]:
