@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real check format benchmarks clean
+.PHONY: demo test real slow check format benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -15,6 +15,10 @@ test: $(STAMP)
 
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real -m real
+
+# Kills a harvest at twenty random moments, and other tests that take minutes.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -32,6 +36,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/processing.py
 	$(BIN)/python benchmarks/retention.py
 	$(BIN)/python benchmarks/patching.py
+	$(BIN)/python benchmarks/harvest.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -69,17 +69,16 @@ def of_module(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-def of_model(bridge: TransformerBridge, points: list[str]) -> dict[str, str]:
+def of_model(bridge: TransformerBridge) -> dict[str, str]:
     """What tells a model from another: its class, configuration and weights, and where its adapter puts the points.
 
     Args:
         bridge: the bridge.
-        points: the hook points' canonical names.
     """
     config = bridge.core.config.to_dict()
     for varying in ("_name_or_path", "transformers_version", "architectures"):
         config.pop(varying, None)
-    declared = [bridge.names.find(name).point for name in points]
+    declared = [hook.point for hook in bridge.hook_dict.values()]
     return {
         "class": type(bridge.core).__name__,
         "config": digest(json.dumps(config, sort_keys=True, default=str)),

@@ -249,7 +249,7 @@ def _manifest(
     import transformers
 
     return Manifest(
-        model={"name": bridge.cfg.model_name, **of_model(bridge, maker.points)},
+        model={"name": bridge.cfg.model_name, **of_model(bridge)},
         tokenizer=quick["tokenizer"],
         options=options.describe(maker.points, batch_size, device),
         versions={

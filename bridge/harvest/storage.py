@@ -248,13 +248,20 @@ class Folder:
         Raises:
             HarvestError: another process is at work in it.
         """
+        new = not self.path.exists()
         self.records.mkdir(parents=True, exist_ok=True)
         with open(self.path / ".lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise HarvestError(f"another process is harvesting into {self.path}") from error
-            yield
+            try:
+                yield
+            finally:
+                if new and not (self.path / "manifest.json").exists():  # it was refused: leave no trace
+                    (self.path / ".lock").unlink()
+                    self.records.rmdir()
+                    self.path.rmdir()
 
     def clean(self) -> None:
         """Takes away what a killed harvest left unfinished: temporary files, and shards without a record."""
