@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
+import math
 import os
 import pickle
 import threading
@@ -150,10 +152,11 @@ def run_ray(
     ray = installed()
     started = not ray.is_initialized()
     if started:
-        local = {} if pool.address else {"num_cpus": int(max(os.cpu_count() or 1, np.ceil(pool.workers * pool.cpus)))}
-        ray.init(
-            address=pool.address, include_dashboard=False if not pool.address else None, log_to_driver=False, **local
-        )
+        local: dict[str, Any] = {}
+        if pool.address is None:
+            cpus = max(os.cpu_count() or 1, math.ceil(pool.workers * pool.cpus))
+            local = {"num_cpus": cpus, "include_dashboard": False}
+        ray.init(address=pool.address, log_to_driver=False, logging_level=logging.WARNING, **local)
     try:
         _check_resources(ray, pool)
         _run(ray, model, options, batch_size, folder, weights, shards, pool, done)
@@ -196,7 +199,7 @@ def _run(
         made = handed.map_batches(
             ShardWorker,
             batch_size=1,
-            compute=data.ActorPoolStrategy(size=pool.workers),
+            compute=data.ActorPoolStrategy(min_size=1, max_size=pool.workers, initial_size=pool.workers),
             num_cpus=pool.cpus,
             num_gpus=pool.gpus,
             fn_constructor_args=(

@@ -7,12 +7,13 @@ import signal
 import pytest
 import torch
 
-ray = pytest.importorskip("ray", reason="ray is not installed")
-psutil = pytest.importorskip("psutil", reason="psutil is not installed")
-
 from bridge.harvest import HarvestError, Project, check, harvest
 from tests.harvest.common import RESID, TEXTS, Z, shards
 from tests.harvest.test_resume import cut
+
+ray = pytest.importorskip("ray", reason="ray is not installed")
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+
 
 KW = {"hook_points": [RESID, Z], "context_size": 32, "batch_size": 4, "tokens_per_shard": 128}
 RAY = KW | {"engine": "ray", "workers": 2}
@@ -43,19 +44,26 @@ def expected(embedded, tmp_path_factory):
     return shards(out)
 
 
-def test_the_same_rows_and_either_goes_on_with_the_others(cluster, tmp_path, expected):
+@pytest.mark.slow
+def test_all_of_it_on_ray(cluster, tmp_path, expected):
     report = harvest("embedded", TEXTS, out=tmp_path / "a", **RAY)
     assert shards(tmp_path / "a") == expected
     assert report.made == len(expected) and check(tmp_path / "a").passed
     assert harvest("embedded", TEXTS, out=tmp_path / "a", **KW).made == 0
     cut(tmp_path / "a", 3)
     assert harvest("embedded", TEXTS, out=tmp_path / "a", **KW).made == len(expected) - 3
+    assert shards(tmp_path / "a") == expected
+
+
+def test_it_goes_on_with_what_the_other_engine_began(cluster, tmp_path, expected):
+    harvest("embedded", TEXTS, out=tmp_path / "a", **KW)
     cut(tmp_path / "a", 4)
     (tmp_path / "a" / "shard-000001.arrow").unlink()
     assert harvest("embedded", TEXTS, out=tmp_path / "a", **RAY).made == len(expected) - 3
     assert shards(tmp_path / "a") == expected
 
 
+@pytest.mark.slow
 def test_a_bridge_functions_and_a_ray_data_set(cluster, embedded, tmp_path):
     def half(x, hook):
         return x * 0.5
@@ -91,6 +99,7 @@ def test_a_worker_dies(cluster, tmp_path, expected):
     assert check(tmp_path / "a").passed
 
 
+@pytest.mark.slow
 def test_this_process_dies(cluster, tmp_path, expected):
     class Stop(BaseException):
         """Stands for the end of this process."""

@@ -229,7 +229,7 @@ def test_it_refuses_another_model_and_tokenizer(tmp_path):
     with pytest.raises(MixError, match="model weights") as caught:
         harvest(TransformerBridge(model), source, **kw)
     assert [name for name, _, _ in caught.value.differences] == ["model weights"]
-    with pytest.raises(MixError, match="model class.*model config"):
+    with pytest.raises(MixError, match=r"model class.*model config"):
         harvest(TransformerBridge(tiny("llama")), source, **kw)
 
 
@@ -280,7 +280,7 @@ def test_a_gap_between_whole_shards_is_filled(tmp_path):
     cut(tmp_path / "a", 6)
     (tmp_path / "a" / "shard-000002.arrow").unlink()
     # Behind the gap, the shards that stand are compared with the tokens they were made from.
-    with pytest.raises(HarvestError, match="that shard-00000.* was made from"):
+    with pytest.raises(HarvestError, match=r"that shard-00000.* was made from"):
         harvest("embedded", [*TEXTS[:33], "Something else entirely", *TEXTS[33:]], out=tmp_path / "a", **KW)
 
 
