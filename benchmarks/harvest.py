@@ -115,10 +115,16 @@ def reading(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         small = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=12)).eval()
         source = torch.randint(1, 50000, (count // CONTEXT, CONTEXT), generator=torch.Generator().manual_seed(1))
-        harvest(
-            TransformerBridge(small), source, hook_points=["hook_embed"], out=folder, context_size=CONTEXT,
-            prepend_bos=False, tokens_per_shard=2**16,
+        bridge, start, used = TransformerBridge(small), time.perf_counter(), time.process_time()
+        report = harvest(
+            bridge, source, hook_points=["hook_embed"], out=folder, context_size=CONTEXT, prepend_bos=False,
+            tokens_per_shard=2**16,
         )  # fmt: skip
+        seconds, used = time.perf_counter() - start, time.process_time() - used
+        print(f"writing, where the model only looks up embeddings: {report.tokens / seconds:,.0f} tokens/s", end=", ")
+        print(
+            f"{report.size / seconds / 1e6:,.0f} MB/s with fsync; {report.tokens / used:,.0f} tokens per CPU second"
+        )
         acts = Activations(folder)
         print(f"reading: {len(acts):,} rows of 768 x float16, batches of 4096, in {len(acts.manifest.shards)} shards")
         for name, kw in {
@@ -221,6 +227,43 @@ def saelens(rounds: int, batches: int) -> None:
         print(f"{statistics.median(cpu[kind]):.2f} ({spread(cpu[kind])})")
 
 
+def saelens_pipe(rounds: int, batches: int) -> None:
+    """Beside SAELens where the model only looks up embeddings, as when a forward pass costs next to nothing."""
+    import sae_lens.cache_activations_runner as theirs
+    from datasets import Dataset
+
+    small = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1)).eval()
+    bridge, source = TransformerBridge(small), rows(BATCH * batches)
+    data = Dataset.from_dict({"tokens": source})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    loaded = theirs.load_model.__globals__["HookedProxyLM"](small, tokenizer)
+    theirs.load_model = lambda **_: loaded
+    with tempfile.TemporaryDirectory() as folder:
+
+        def ours(number: int) -> None:
+            harvest(
+                bridge, source, hook_points=["embed.hook_out"], out=f"{folder}/ours{number}", context_size=CONTEXT,
+                batch_size=BATCH, prepend_bos=False, tokens_per_shard=CONTEXT * BATCH * 4,
+            )  # fmt: skip
+
+        def runner(number: int) -> None:
+            cfg = theirs.CacheActivationsRunnerConfig(
+                dataset_path="", model_name="gpt2", model_batch_size=BATCH, hook_name="transformer.wte", d_in=768,
+                training_tokens=len(source) * CONTEXT, context_size=CONTEXT, dtype="float16", device="cpu",
+                new_cached_activations_path=f"{folder}/theirs{number}", shuffle=False, prepend_bos=False,
+                buffer_size_gb=CONTEXT * BATCH * 4 * 768 * 2 / 1e9 + 1e-6, streaming=False,
+            )  # fmt: skip
+            theirs.CacheActivationsRunner(cfg, override_dataset=data).run()
+
+        ours(-1)
+        runner(-1)
+        pairs = [(timed(lambda n=n: runner(n), "cpu"), timed(lambda n=n: ours(n), "cpu")) for n in range(rounds)]  # type: ignore[misc]
+    print(f"saelens, pipe alone: {len(source) * CONTEXT:,} tokens a round, {rounds} rounds; its time / ours")
+    for place, name in enumerate(("in time", "in CPU time")):
+        ratios = [its[place] / own[place] for its, own in pairs]
+        print(f"  {name}: {statistics.median(ratios):.2f} ({spread(ratios)})")
+
+
 def main() -> None:
     """Each part in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -237,6 +280,7 @@ def main() -> None:
     elif given.only == "ray":
         ray_scaling(given.rounds, given.batches)
     elif given.only == "saelens":
+        saelens_pipe(given.rounds, given.batches * 4)
         saelens(given.rounds, given.batches)
     else:
         for part, needed in (("forward", "bridge"), ("reading", "bridge"), ("ray", "ray"), ("saelens", "sae_lens")):

@@ -56,9 +56,9 @@ def check(path: str | os.PathLike[str]) -> Check:
     Example:
         >>> import tempfile
         >>> from bridge.harvest import check, harvest
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> _ = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder.name)
-        >>> check(folder.name).passed
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder)
+        ...     check(folder).passed
         True
     """
     folder = Folder(path)

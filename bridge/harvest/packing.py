@@ -85,9 +85,9 @@ class ShardInput:
 class _Gathered:
     """Inputs on their way to a shard."""
 
-    tokens: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    documents: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    positions: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    tokens: list[np.ndarray[Any, np.dtype[Any]]] = field(default_factory=list)
+    documents: list[np.ndarray[Any, np.dtype[Any]]] = field(default_factory=list)
+    positions: list[np.ndarray[Any, np.dtype[Any]]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     count: int = 0
 
@@ -184,7 +184,7 @@ class Reader:
     def _cursor(self, place: tuple[int, int]) -> Cursor:
         return Cursor(*place, self._hash.hexdigest())
 
-    def _encoded(self, after: Cursor) -> Iterator[tuple[int, Document, np.ndarray[Any, Any]]]:
+    def _encoded(self, after: Cursor) -> Iterator[tuple[int, Document, np.ndarray[Any, np.dtype[Any]]]]:
         """Documents with their numbers and token ids, the separator included."""
         documents = self.source.documents()
         self._skip(documents, after)
@@ -210,7 +210,7 @@ class Reader:
     def _sequences(self, after: Cursor) -> Iterator[tuple[Any, Any, Any, tuple[int, int]]]:
         """Each input: its tokens, their documents, their places in them, and the place in the source behind it."""
         room = self.tokens.context_size - (self.tokens.bos is not None)
-        parts: list[tuple[int, int, np.ndarray[Any, Any], int]] = []
+        parts: list[tuple[int, int, np.ndarray[Any, np.dtype[Any]], int]] = []
         held = 0
         offset, begin = after.offset, (after.documents, after.offset)
         for number, document, ids in self._encoded(after):
@@ -235,7 +235,7 @@ class Reader:
             yield self._sequence(parts, begin)
 
     def _sequence(
-        self, parts: list[tuple[int, int, np.ndarray[Any, Any], int]], place: tuple[int, int]
+        self, parts: list[tuple[int, int, np.ndarray[Any, np.dtype[Any]], int]], place: tuple[int, int]
     ) -> tuple[Any, Any, Any, tuple[int, int]]:
         tokens = [ids for _, _, ids, _ in parts]
         documents = [np.full(len(ids), number, np.int64) for number, _, ids, _ in parts]

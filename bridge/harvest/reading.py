@@ -43,10 +43,10 @@ class Activations:
     Example:
         >>> import tempfile
         >>> from bridge.harvest import Activations, harvest
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> _ = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder.name)
-        >>> acts = Activations(folder.name)
-        >>> len(acts), acts[1]["blocks.2.hook_resid_post"].shape
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder)
+        ...     acts = Activations(folder)
+        ...     len(acts), acts[1]["blocks.2.hook_resid_post"].shape
         (4, torch.Size([128]))
     """
 
@@ -97,7 +97,7 @@ class Activations:
                 raise HarvestError(f"there is no column {name!r}.{suggestion(name, self.columns)}")
         return list(columns)
 
-    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray[Any, Any]) -> Batch:
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray[Any, np.dtype[Any]]) -> Batch:
         """Some rows, by number: all columns, ``[row, ...]`` each (without the first axis for a single one).
 
         Args:
@@ -114,7 +114,7 @@ class Activations:
         return self.read(rows)
 
     def read(
-        self, rows: Sequence[int] | Tensor | np.ndarray[Any, Any], columns: Sequence[str] | None = None,
+        self, rows: Sequence[int] | Tensor | np.ndarray[Any, np.dtype[Any]], columns: Sequence[str] | None = None,
         device: torch.device | str = "cpu",
     ) -> Batch:  # fmt: skip
         """Some rows, by number, in the order given.
@@ -151,7 +151,7 @@ class Activations:
                         found[name][places] = data[name][within[places] % self._piece]
         return _tensors(found, device)
 
-    def _read_piece(self, piece: int, names: list[str]) -> dict[str, np.ndarray[Any, Any]]:
+    def _read_piece(self, piece: int, names: list[str]) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         number = int(np.searchsorted(self._piece_ends, piece, side="right"))
         before = int(self._piece_ends[number - 1]) if number else 0
         with self._open(number) as shard:
@@ -221,8 +221,8 @@ class Activations:
                 return
             yield _tensors(arrays, device)
 
-    def _plain(self, names: list[str], size: int, pieces: Any) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
-        held: list[dict[str, np.ndarray[Any, Any]]] = []
+    def _plain(self, names: list[str], size: int, pieces: Any) -> Iterator[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
+        held: list[dict[str, np.ndarray[Any, np.dtype[Any]]]] = []
         count = 0
         for piece in pieces:
             data = self._read_piece(int(piece), names)
@@ -241,7 +241,7 @@ class Activations:
 
     def _shuffled(
         self, names: list[str], size: int, seed: int, epoch: int, memory: int, pieces: Any, share: Share
-    ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
+    ) -> Iterator[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
         rng = np.random.default_rng([seed, epoch, share.rank, share.worker])
         shapes = {name: self._shapes[name] for name in names}
         pool = Pool(shapes, self._pool_rows(names, memory, size), rng)
@@ -313,6 +313,6 @@ class ActivationsDataset(IterableDataset[Batch]):
         return self.activations.batches(**self._arguments, epoch=self.epoch, share=share)
 
 
-def _tensors(arrays: dict[str, np.ndarray[Any, Any]], device: torch.device | str) -> Batch:
+def _tensors(arrays: dict[str, np.ndarray[Any, np.dtype[Any]]], device: torch.device | str) -> Batch:
     made = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return made if str(device) == "cpu" else {name: value.to(device) for name, value in made.items()}

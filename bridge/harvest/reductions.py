@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from bridge.harvest.errors import HarvestError
@@ -135,7 +135,7 @@ class Chosen:
     kept: Int[Tensor, "kept"]
     groups: Int[Tensor, "row"] | None = None
 
-    def apply(self, rows: Float[Tensor, "row *shape"]) -> Tensor:
+    def apply(self, rows: Shaped[Tensor, "row *shape"]) -> Tensor:
         """The rows that are written.
 
         Args:

@@ -165,7 +165,9 @@ class RowMaker:
             if made.num_rows:
                 yield made
 
-    def _batch(self, shard: ShardInput, chosen: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> pa.RecordBatch:
+    def _batch(
+        self, shard: ShardInput, chosen: np.ndarray[Any, np.dtype[Any]], starts: np.ndarray[Any, Any]
+    ) -> pa.RecordBatch:
         lengths = shard.lengths[chosen]
         longest = int(lengths.max())
         # Where each token of each input stands in the shard; what pads an input stands at its first token.
@@ -235,12 +237,14 @@ class RowMaker:
         if not values.is_floating_point():
             return values.to("cpu", torch.bool if values.dtype == torch.bool else torch.int64)
         stored = values.to(self._dtype)
-        if stored.dtype == torch.float16 and values.dtype != torch.float16:
+        if stored.dtype == torch.float16 and values.dtype != torch.float16 and values.numel():
             # float16 ends at 65,504; the largest activations of some models lie beyond. (-inf is a masked score.)
-            wrong = stored.isinf() & values.isfinite() if stored.isinf().any() else None
-            if wrong is not None and bool(wrong.any()):
-                raise HarvestError(
-                    f"{name} has a value of {float(values[wrong][0]):g}, which float16 cannot hold (it ends at 65504): "
-                    "harvest with dtype='float32'"
-                )
+            low, high = values.aminmax()
+            if not bool((low >= -65504) & (high <= 65504)):
+                wrong = stored.isinf() & values.isfinite()
+                if bool(wrong.any()):
+                    raise HarvestError(
+                        f"{name} has a value of {float(values[wrong][0]):g}, which float16 cannot hold "
+                        "(it ends at 65504): harvest with dtype='float32'"
+                    )
         return stored.cpu()

@@ -118,8 +118,8 @@ def harvest(
     Example:
         >>> import tempfile
         >>> from bridge.harvest import harvest
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> report = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder.name)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder)
         >>> report.rows
         4
     """

@@ -202,7 +202,7 @@ class ShardFile:
         if self._map is not None:
             self._map.close()
 
-    def piece(self, index: int, columns: list[str]) -> dict[str, np.ndarray[Any, Any]]:
+    def piece(self, index: int, columns: list[str]) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         """Some columns of one piece, ``[row, ...]``.
 
         Args:
@@ -222,7 +222,7 @@ class ShardFile:
         return sum(self._reader.get_batch(i).num_rows for i in range(self.pieces))
 
 
-def to_numpy(array: pa.Array) -> np.ndarray[Any, Any]:
+def to_numpy(array: pa.Array) -> np.ndarray[Any, np.dtype[Any]]:
     """A column as an array ``[row, ...]``, without a copy where its numbers are bytes as they are."""
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()

@@ -10,7 +10,7 @@ import numpy as np
 
 from bridge.harvest.errors import HarvestError
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,9 @@ class Files:
     Example:
         >>> import pathlib, tempfile
         >>> from bridge.harvest import Files
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> _ = pathlib.Path(folder.name, "a.txt").write_text("Mary and John")
-        >>> len(Files(folder.name + "/*.txt").paths)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pathlib.Path(folder, "a.txt").write_text("Mary and John")
+        ...     len(Files(folder + "/*.txt").paths)
         1
     """
 

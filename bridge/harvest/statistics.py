@@ -33,7 +33,7 @@ class Statistics:
     covariance: Float[Tensor, "d d"] | None
 
 
-def statistics_of(pieces: Iterable[np.ndarray[Any, Any]], name: str, covariance: bool) -> Statistics:
+def statistics_of(pieces: Iterable[np.ndarray[Any, np.dtype[Any]]], name: str, covariance: bool) -> Statistics:
     """The statistics of rows that come a piece at a time.
 
     Pieces are merged as Chan, Golub and LeVeque (1983) merge them, which loses no digits when the mean is far from 0.

@@ -51,7 +51,7 @@ def test_length_and_random_access(folder, table):
     for bad in (len(acts), -len(acts) - 1):
         with pytest.raises(IndexError, match="there is no row"):
             acts[bad]
-    with pytest.raises(HarvestError, match="Did you mean blocks.2.hook_resid_post"):
+    with pytest.raises(HarvestError, match=r"Did you mean blocks.2.hook_resid_post"):
         acts.read([0], columns=["blocks.2.hook_resid_pots"])
 
 
