@@ -122,9 +122,7 @@ def reading(count: int) -> None:
         )  # fmt: skip
         seconds, used = time.perf_counter() - start, time.process_time() - used
         print(f"writing, where the model only looks up embeddings: {report.tokens / seconds:,.0f} tokens/s", end=", ")
-        print(
-            f"{report.size / seconds / 1e6:,.0f} MB/s with fsync; {report.tokens / used:,.0f} tokens per CPU second"
-        )
+        print(f"{report.size / seconds / 1e6:,.0f} MB/s with fsync; {report.tokens / used:,.0f} tokens per CPU second")
         acts = Activations(folder)
         print(f"reading: {len(acts):,} rows of 768 x float16, batches of 4096, in {len(acts.manifest.shards)} shards")
         for name, kw in {
@@ -158,7 +156,7 @@ def ray_scaling(rounds: int, batches: int) -> None:
                 seen: list[tuple[float, int]] = []
                 harvest(
                     str(place), source, hook_points=[POINT], out=f"{folder}/{number}-{workers}", context_size=CONTEXT,
-                    batch_size=BATCH, prepend_bos=False, tokens_per_shard=CONTEXT * BATCH, engine="ray",
+                    batch_size=4, prepend_bos=False, tokens_per_shard=CONTEXT * 4, engine="ray",
                     workers=workers, progress=lambda p, seen=seen: seen.append((p.seconds, p.tokens)),
                 )  # fmt: skip
                 # Not the first ones, which wait for workers to start, nor the last ones, when one has nothing to do.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.harvest.errors import HarvestError
+from bridge.harvest.errors import HarvestError, WriteError
 from bridge.harvest.fingerprint import of_module
 from bridge.harvest.local import Done
 from bridge.harvest.options import ModelSource, Options
@@ -74,16 +74,26 @@ class ShardWorker:
         self.folder = Folder(folder)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """Makes the shards of a batch of rows, and returns their records."""
-        records, seconds = [], []
+        """Makes the shards of a batch of rows, and returns their records, or the error that we have to say.
+
+        Args:
+            rows: ``shard``: what each shard is made from, as bytes.
+        """
+        records, seconds, errors = [], [], []
         for data in rows["shard"]:
             shard: ShardInput = pickle.loads(data)
             before = self.maker.model_seconds
-            made = self.maker.batches(shard)
-            record = write_shard(self.folder, shard, self.options.format, made, lambda: self.maker.batch_size)
-            records.append(json.dumps(asdict(record)))
+            record, error = "", b""
+            try:
+                made = self.maker.batches(shard)
+                whole = write_shard(self.folder, shard, self.options.format, made, lambda: self.maker.batch_size)
+                record = json.dumps(asdict(whole))
+            except (HarvestError, WriteError) as problem:
+                error = pickle.dumps(problem)  # Ray would wrap it up
+            records.append(record)
+            errors.append(error)
             seconds.append(self.maker.model_seconds - before)
-        return {"record": records, "seconds": np.array(seconds), "process": np.array([os.getpid()] * len(records))}
+        return {"record": records, "seconds": np.array(seconds), "error": np.array(errors, dtype=object)}
 
 
 class _Feeder(threading.Thread):
@@ -209,6 +219,8 @@ def _run(
         )  # fmt: skip
         received = set()
         for row in made.iter_rows():
+            if row["error"]:
+                raise pickle.loads(row["error"])
             record = Record(**json.loads(row["record"]))
             received.add(record.index)
             done(record, float(row["seconds"]))

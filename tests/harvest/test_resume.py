@@ -16,6 +16,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.harvest import Activations, HarvestError, MixError, WriteError, check, harvest, storage
+from bridge.harvest.local import Background
 from tests.conftest import tiny
 from tests.harvest.common import RESID, TEXTS, Z, read, shards
 
@@ -130,15 +131,17 @@ def test_every_place_a_write_can_be_cut(tmp_path):
             assert shards(out) == expected
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
+@pytest.mark.parametrize("only_once", [False, True])
+def test_a_full_disk(tmp_path, monkeypatch, only_once):
     harvest("embedded", TEXTS, out=tmp_path / "whole", **KW)
-    plain, written = storage.Whole.write, 0
+    plain, written, refused = storage.Whole.write, 0, []
 
     def write(self, data):
         nonlocal written
         if self.path.suffix == ".arrow":
             written += len(memoryview(data).cast("B"))
-            if written > 200_000:
+            if written > 200_000 and not (only_once and refused):
+                refused.append(True)
                 raise OSError(errno.ENOSPC, "No space left on device")
         return plain(self, data)
 
@@ -174,6 +177,44 @@ def test_a_disk_that_is_really_full(tmp_path):
         assert shards(mount / "a") == shards(tmp_path / "whole")
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_file_is_whole_before_it_is_in_its_place(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(storage.os, name)
+        monkeypatch.setattr(storage.os, name, lambda *a, name=name, real=real: (done.append(name), real(*a)))
+    place = tmp_path / "a"
+    with storage.whole(place) as file:
+        file.write(b"half")
+        file.flush()
+        assert not place.exists() and [path.read_bytes() for path in tmp_path.iterdir()] == [b"half"]
+        file.write(b" and half")
+    assert place.read_bytes() == b"half and half" and len(list(tmp_path.iterdir())) == 1
+    assert done == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+
+    def fail():
+        with storage.whole(place) as file:
+            file.write(b"other")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert place.read_bytes() == b"half and half" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_nothing_is_written_after_an_error():
+    def refuse():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    background, done = Background(), []
+    background.do(lambda: done.append(1))
+    background.do(refuse)
+    background.do(lambda: done.append(2))
+    with pytest.raises(OSError, match="No space left"):
+        background.wait()
+    background.close()
+    assert done == [1]
 
 
 def cut(out, number):
