@@ -153,15 +153,15 @@ def ray_scaling(rounds: int, batches: int) -> None:
         rates: dict[int, list[float]] = {1: [], 2: []}
         for number in range(rounds):
             for workers in rates:
-                seen: list[tuple[float, int]] = []
+                out = Path(folder, f"{number}-{workers}")
                 harvest(
-                    str(place), source, hook_points=[POINT], out=f"{folder}/{number}-{workers}", context_size=CONTEXT,
+                    str(place), source, hook_points=[POINT], out=out, context_size=CONTEXT,
                     batch_size=4, prepend_bos=False, tokens_per_shard=CONTEXT * 4, engine="ray",
-                    workers=workers, progress=lambda p, seen=seen: seen.append((p.seconds, p.tokens)),
+                    workers=workers,
                 )  # fmt: skip
-                # Not the first ones, which wait for workers to start, nor the last ones, when one has nothing to do.
-                (begin, had), (end, has) = seen[2 * workers], seen[-2]
-                rates[workers].append((has - had) / (end - begin))
+                # By when the shards were written. Not the first ones, when workers start, nor the last, when one is idle.
+                times = sorted(file.stat().st_mtime for file in out.glob("shard-*"))[2 * workers : -workers]
+                rates[workers].append((len(times) - 1) * CONTEXT * 4 / (times[-1] - times[0]))
     ray.shutdown()
     ratio = statistics.median(two / one for one, two in zip(*rates.values(), strict=True))
     medians = {workers: statistics.median(values) for workers, values in rates.items()}
