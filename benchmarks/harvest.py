@@ -159,7 +159,7 @@ def ray_scaling(rounds: int, batches: int) -> None:
                     batch_size=4, prepend_bos=False, tokens_per_shard=CONTEXT * 4, engine="ray",
                     workers=workers,
                 )  # fmt: skip
-                # By when the shards were written. Not the first ones, when workers start, nor the last, when one is idle.
+                # By when shards were written, but for the first (workers start) and the last (one is idle).
                 times = sorted(file.stat().st_mtime for file in out.glob("shard-*"))[2 * workers : -workers]
                 rates[workers].append((len(times) - 1) * CONTEXT * 4 / (times[-1] - times[0]))
     ray.shutdown()

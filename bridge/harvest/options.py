@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from bridge.bridge import TransformerBridge
 from bridge.harvest.errors import HarvestError
@@ -153,7 +155,7 @@ class ModelSource:
 
         Raises:
             TypeError: it is neither a bridge nor a name.
-            HarvestError: a bridge that is in training mode, or a device or type for a bridge.
+            HarvestError: a bridge in training mode or with hooks of its own, or a device or type for a bridge.
         """
         if isinstance(model, str):
             name = None if device is None else str(device)
@@ -167,6 +169,12 @@ class ModelSource:
         if model.training:
             raise HarvestError(
                 "the model is in training mode, where dropout would change what is harvested: bridge.eval() first"
+            )
+        hooked = [hook.name for hook in model.hook_dict.values() if hook.fwd_hooks]
+        if hooked:
+            raise HarvestError(
+                f"the bridge has hooks at {', '.join(hooked)}, which nobody would know of later: remove them "
+                "(bridge.reset_hooks()), or give them as interventions="
             )
         return cls(model, None, None, None)
 
@@ -193,3 +201,11 @@ class ModelSource:
 
             return str(MODEL_DIR)
         return self.name
+
+    @property
+    def folder(self) -> str | None:
+        """The folder that the model's files are in, where that can be had without loading it."""
+        if self.path is None or os.path.isdir(self.path):
+            return self.path
+        config = try_to_load_from_cache(self.path, "config.json")  # of a hub name: in the folder of its commit
+        return os.path.dirname(config) if isinstance(config, str) else None

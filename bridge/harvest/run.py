@@ -147,16 +147,17 @@ def harvest(
         tuple(hook_points), Tokens(context_size, None, separator_id, pack), dtype, tokens_per_shard, max_tokens,
         keep_special, rows, dict(reduce or {}), tuple(interventions), batch_size, format,
     )  # fmt: skip
+    files = None if spec.folder is None else of_folder(spec.folder)
     gpus = engine == "ray" and gpus_per_worker > 0
     quick = {
-        "model": [spec.path, spec.device, spec.dtype, of_folder(spec.path) if spec.path else None, gpus],
+        "model": [spec.path, spec.device, spec.dtype, files, gpus],
         "asked": digest(json.dumps([asked.describe(asked.hook_points, batch_size or 0, ""), prepend_bos])),
         "tokenizer": None if tokenizer is None else of_tokenizer(tokenizer),
     }
     folder = Folder(out)
     with folder.locked():
         manifest = folder.manifest()
-        if manifest is not None and manifest.complete and spec.bridge is None and manifest.quick == quick:
+        if manifest is not None and manifest.complete and files is not None and manifest.quick == quick:
             _check_source(manifest, reader_source)
             return _report(folder, manifest, 0, time.perf_counter() - began, None)
         bridge = (replace(spec, device=None) if gpus else spec).load()

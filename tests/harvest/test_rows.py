@@ -301,6 +301,11 @@ def test_unknown_name_and_training_mode(embedded, tmp_path):
         harvest(embedded, TEXTS, hook_points=["blocks.1.hook_resid_pots"], out=tmp_path / "a")
     assert not (tmp_path / "a").exists()
     bridge = TransformerBridge(tiny("gpt2"))
+    with (
+        bridge.hooks([("blocks.0.hook_mlp_out", lambda x, hook: x * 0)]),
+        pytest.raises(HarvestError, match="has hooks"),
+    ):
+        harvest(bridge, [[1, 2]], hook_points=["blocks.0.hook_resid_post"], out=tmp_path / "a")
     bridge.train()
     with pytest.raises(HarvestError, match="training mode"):
         harvest(bridge, [[1, 2]], hook_points=["blocks.0.hook_resid_post"], out=tmp_path / "a")
