@@ -16,8 +16,9 @@ test: $(STAMP)
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real -m real
 
-# Kills a harvest at twenty random moments, and other tests that take minutes.
+# Kills a harvest at twenty random moments, and other tests that take minutes, with Ray.
 slow: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP)

@@ -33,9 +33,7 @@ def test_called_again_it_returns_at_once(embedded, tmp_path):
 
     boot, TransformerBridge.boot_embedded = TransformerBridge.boot_embedded, Fail
     try:
-        start = time.perf_counter()
         again = harvest("embedded", TEXTS, out=tmp_path / "a", **KW)
-        assert time.perf_counter() - start < 1  # in truth a hundredth of it
     finally:
         TransformerBridge.boot_embedded = boot
     assert (again.made, again.rows) == (0, first.rows)
