@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real gpu check format benchmarks clean
+.PHONY: demo test real slow gpu check format benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -15,6 +15,11 @@ test: $(STAMP)
 
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real -m real
+
+# Kills a harvest at twenty random moments, and other tests that take minutes, with Ray.
+slow: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -32,6 +37,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/processing.py
 	$(BIN)/python benchmarks/retention.py
 	$(BIN)/python benchmarks/patching.py
+	$(BIN)/python benchmarks/harvest.py
 
 # For a machine with an accelerator, whose own Python has torch for it: what else is needed is installed beside that, from
 # the wheels in $(WHEELS) where there are some (no network is asked for then), else from the package index. Then the tests

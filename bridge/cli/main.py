@@ -1,10 +1,12 @@
-"""The command line: ``python -m bridge demo | hooks MODEL | verify MODEL``."""
+"""The command line: ``python -m bridge demo | hooks MODEL | verify MODEL | harvest MODEL FILES``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+
+from bridge.cli.harvest import add_harvest, run_harvest
 
 
 def hooks(model: str) -> None:
@@ -57,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in (("hooks", "list the hook points of a model"), ("verify", "check what its adapter promises")):
         command = commands.add_parser(name, help=text)
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
+    add_harvest(commands)
     given = parser.parse_args(arguments)
     if given.command == "demo":
         from bridge.cli.demo import demo
@@ -64,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         demo(given.model, given.prompt)
     elif given.command == "hooks":
         hooks(given.model)
+    elif given.command == "harvest":
+        return run_harvest(given)
     else:
         return 0 if verify(given.model) else 1
     return 0

@@ -1,0 +1,92 @@
+"""``python -m bridge harvest``: the command line of `bridge.harvest`, which is an extra."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command.
+
+    Args:
+        commands: what the parser's `add_subparsers` gave.
+    """
+    parser = commands.add_parser(
+        "harvest", help="write a model's activations over files, or check a folder of them (--check)"
+    )
+    parser.add_argument("model", nargs="?", help='a hub name, a folder, or "embedded"')
+    parser.add_argument("files", nargs="*", help="paths or globs: .txt (a document a line), .jsonl, .parquet")
+    parser.add_argument("--check", metavar="FOLDER", help="compare a folder with its manifest, and do nothing else")
+    parser.add_argument("--points", nargs="+", metavar="NAME", help="hook points")
+    parser.add_argument("--out", metavar="FOLDER", help="where the shards go; the same command goes on there")
+    parser.add_argument("--context-size", type=int, default=128, metavar="TOKENS")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "float32", "float64"])
+    parser.add_argument("--tokens-per-shard", type=int, default=2**20, metavar="TOKENS")
+    parser.add_argument("--max-tokens", type=int, metavar="TOKENS", help="stop after this many")
+    parser.add_argument("--column", default="text", metavar="NAME", help="of JSONL and Parquet (default: text)")
+    parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help="start every input with BOS")
+    parser.add_argument("--separator", metavar="TOKEN", help="behind every document: an id, or eos, bos, sep, cls, pad")
+    parser.add_argument("--no-pack", action="store_true", help="no input holds parts of two documents")
+    parser.add_argument("--no-special", action="store_true", help="write no rows for BOS and separators")
+    parser.add_argument("--rows", default="all", choices=["all", "mean", "last"])
+    parser.add_argument("--batch-size", type=int, metavar="INPUTS")
+    parser.add_argument("--device", help="such as cuda")
+    parser.add_argument("--model-dtype", help="such as bfloat16")
+    parser.add_argument("--format", default="arrow", choices=["arrow", "parquet"])
+    parser.add_argument("--engine", default="local", choices=["local", "ray"])
+    parser.add_argument("--workers", type=int, default=2, help="for Ray")
+    parser.add_argument("--address", help="of a Ray cluster")
+    parser.add_argument("--gpus-per-worker", type=float, default=0, help="for Ray")
+    parser.add_argument("--quiet", action="store_true", help="no line that shows how far it is")
+    parser.set_defaults(parser=parser)
+
+
+def run_harvest(given: argparse.Namespace) -> int:
+    """Runs the command and returns its exit status.
+
+    Args:
+        given: its arguments.
+    """
+    from bridge.harvest import Files, HarvestError, WriteError, check, harvest
+    from bridge.hooks.names import UnknownHookError
+
+    try:
+        if given.check is not None:
+            found = check(given.check)
+            print(found)
+            return 0 if found.passed else 1
+        lacking = [name for name in ("model", "files", "points", "out") if not getattr(given, name)]
+        if lacking:
+            given.parser.error(f"harvest needs {', '.join(lacking)} (or --check FOLDER)")
+        separator = given.separator
+        report = harvest(
+            given.model,
+            Files(*given.files),
+            hook_points=given.points,
+            out=given.out,
+            context_size=given.context_size,
+            dtype=given.dtype,
+            tokens_per_shard=given.tokens_per_shard,
+            max_tokens=given.max_tokens,
+            column=given.column,
+            prepend_bos=given.bos,
+            separator=int(separator) if separator is not None and separator.isdigit() else separator,
+            pack=not given.no_pack,
+            keep_special=not given.no_special,
+            rows=given.rows,
+            batch_size=given.batch_size,
+            device=given.device,
+            model_dtype=given.model_dtype,
+            format=given.format,
+            engine=given.engine,
+            workers=given.workers,
+            address=given.address,
+            gpus_per_worker=given.gpus_per_worker,
+            progress=not given.quiet,
+        )
+    except (HarvestError, WriteError, FileNotFoundError, UnknownHookError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report)
+    return 0

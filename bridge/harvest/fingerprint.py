@@ -1,0 +1,213 @@
+"""Fingerprints of what decides a harvest's rows: weights, tokenizers, the user's functions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import types
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from bridge.bridge import TransformerBridge
+from bridge.harvest.errors import HarvestError
+
+
+class Hash(Protocol):
+    """What hashlib's and xxhash's objects can do."""
+
+    def update(self, data: Any, /) -> None:
+        """Takes in more bytes."""
+
+    def hexdigest(self) -> str:
+        """The hash so far."""
+
+
+def digest(*parts: str | bytes) -> str:
+    """The XXH3 hash (128 bits, xxhash) of parts, each told from the next.
+
+    Args:
+        parts: text or bytes.
+
+    Example:
+        >>> from bridge.harvest.fingerprint import digest
+        >>> digest("a", "bc") == digest("ab", "c")
+        False
+    """
+    total = xxhash.xxh3_128()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()
+
+
+def add_tensor(total: Hash, tensor: Tensor) -> None:
+    """Takes a tensor's type, shape and bytes into a hash."""
+    total.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    if tensor.numel() and tensor.device.type != "meta":
+        flat = tensor.detach().contiguous().reshape(-1).cpu()
+        total.update(np.ascontiguousarray(flat.view(torch.uint8).numpy()).data)
+
+
+def of_module(module: nn.Module) -> str:
+    """The hash of a module's parameters and buffers, with their names.
+
+    Args:
+        module: the module.
+    """
+    total = xxhash.xxh3_128()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        total.update(name.encode())
+        add_tensor(total, tensor)
+    return total.hexdigest()
+
+
+def of_model(bridge: TransformerBridge) -> dict[str, str]:
+    """What tells a model from another: its class, configuration and weights, and where its adapter puts the points.
+
+    Args:
+        bridge: the bridge.
+    """
+    config = bridge.core.config.to_dict()
+    for varying in ("_name_or_path", "transformers_version", "architectures"):
+        config.pop(varying, None)
+    declared = [hook.point for hook in bridge.hook_dict.values()]
+    return {
+        "class": type(bridge.core).__name__,
+        "config": digest(json.dumps(config, sort_keys=True, default=str)),
+        "weights": of_module(bridge.original_model),
+        "adapter": digest(
+            *(f"{point.name} {point.site} {point.axes} {type(point.view).__name__}" for point in declared)
+        ),
+    }
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """The hash of a Hugging Face tokenizer: of its vocabulary, merges, rules and special tokens.
+
+    Args:
+        tokenizer: the tokenizer; it is only read.
+    """
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    if getattr(tokenizer, "is_fast", False):
+        whole = json.loads(tokenizer.backend_tokenizer.to_str())
+        # What the last call asked for, and no part of the tokenizer.
+        whole.pop("truncation", None)
+        whole.pop("padding", None)
+        return digest(json.dumps(whole, sort_keys=True), special)
+    return digest(type(tokenizer).__name__, json.dumps(tokenizer.get_vocab(), sort_keys=True), special)
+
+
+def of_folder(name_or_path: str) -> dict[str, list[int]] | None:
+    """The files of a model's folder with their sizes and times of change (ns); None for what is no folder here.
+
+    Args:
+        name_or_path: a folder.
+    """
+    if not os.path.isdir(name_or_path):
+        return None
+    found = {}
+    for entry in sorted(Path(name_or_path).iterdir()):
+        if entry.is_file():
+            stat = entry.stat()
+            found[entry.name] = [stat.st_size, stat.st_mtime_ns]
+    return found
+
+
+def of_value(value: object) -> str:
+    """The hash of an option that the user wrote: a function, a module, a tensor, or plain data.
+
+    A function is told by its code, its defaults and what it closes over. An attribute `harvest_id` (a string) says
+    it instead, for what cannot be told so.
+
+    Args:
+        value: the option.
+
+    Raises:
+        HarvestError: what the value is cannot be told from another.
+
+    Example:
+        >>> from bridge.harvest.fingerprint import of_value
+        >>> of_value(lambda x: x * 2) == of_value(lambda x: x * 3)
+        False
+    """
+    total = xxhash.xxh3_128()
+    _add(total, value, ())
+    return total.hexdigest()
+
+
+def _add(total: Hash, value: object, seen: tuple[int, ...]) -> None:
+    if id(value) in seen:
+        total.update(b"itself")
+        return
+    seen = (*seen, id(value))
+    given = getattr(value, "harvest_id", None)
+    if isinstance(given, str):
+        total.update(b"id" + given.encode())
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        total.update(f"{type(value).__name__} {value!r};".encode())
+    elif isinstance(value, Tensor):
+        add_tensor(total, value)
+    elif isinstance(value, np.ndarray):
+        add_tensor(total, torch.from_numpy(np.ascontiguousarray(value)))
+    elif isinstance(value, nn.Module):
+        total.update((type(value).__qualname__ + of_module(value)).encode())
+    elif isinstance(value, types.ModuleType | type | types.BuiltinFunctionType):
+        total.update(f"{value.__name__};".encode())
+    elif isinstance(value, types.MethodType):
+        _add(total, value.__func__, seen)
+        _add(total, value.__self__, seen)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, value.args, value.keywords):
+            _add(total, part, seen)
+    elif isinstance(value, types.FunctionType):
+        _add_function(total, value, seen)
+    elif isinstance(value, types.CodeType):
+        total.update(value.co_code + repr(value.co_names).encode())
+        for constant in value.co_consts:
+            _add(total, constant, seen)
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        total.update(f"{type(value).__name__} {len(value)}".encode())
+        for item in items:
+            _add(total, item, seen)
+    elif isinstance(value, dict):
+        total.update(f"dict {len(value)}".encode())
+        for key, item in value.items():
+            _add(total, key, seen)
+            _add(total, item, seen)
+    elif hasattr(value, "__dict__") and callable(value):
+        total.update(type(value).__qualname__.encode())
+        _add(total, vars(value), seen)
+        _add(total, type(value).__call__, seen)
+    else:
+        raise HarvestError(
+            f"{value!r} is part of what decides the rows, and cannot be told from another when the harvest goes on; "
+            "give the function that holds it an attribute `harvest_id`, a text that you change when it changes"
+        )
+
+
+def _add_function(total: Hash, function: types.FunctionType, seen: tuple[int, ...]) -> None:
+    _add(total, function.__code__, seen)
+    _add(total, function.__defaults__, seen)
+    _add(total, function.__kwdefaults__, seen)
+    captured = inspect.getclosurevars(function)
+    for name in sorted(captured.nonlocals):
+        total.update(name.encode())
+        _add(total, captured.nonlocals[name], seen)
+    for name in sorted(captured.globals):
+        value = captured.globals[name]
+        total.update(name.encode())
+        if isinstance(value, types.FunctionType) and value.__module__ != function.__module__:
+            # A library's: its name and code, and not all that the library consists of.
+            total.update(f"{value.__module__}.{value.__qualname__}".encode())
+            _add(total, value.__code__, seen)
+        else:
+            _add(total, value, seen)

@@ -1,0 +1,1 @@
+"""Reading what a harvest wrote: in order, shuffled, its statistics, its checksums."""

@@ -1,0 +1,318 @@
+"""`Activations`: what was harvested, read back without holding it in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from bridge.harvest.errors import HarvestError
+from bridge.harvest.reading.shuffle import Pool, Share, piece_order
+from bridge.harvest.reading.statistics import Statistics, statistics_of
+from bridge.harvest.rows import ID_COLUMNS
+from bridge.harvest.shards import ShardFile
+from bridge.harvest.storage import Folder
+from bridge.hooks.names import suggestion
+
+#: Names of columns and their rows, ``[batch, ...]``.
+Batch = dict[str, Tensor]
+
+
+class Activations:
+    """The rows of a harvest: their number, any of them, or all of them in batches.
+
+    It holds no shard open and no row in memory: only how many rows each shard has.
+
+    Args:
+        path: the harvest's folder.
+        partial: read the whole shards of a harvest that is not finished.
+
+    Attributes:
+        manifest: what the harvest is.
+        columns: the names of the columns: ids (``document``, ``position``, ``token``, ``sequence``,
+            ``context_position``) and activations.
+
+    Raises:
+        HarvestError: there is no harvest, or it is not finished, or shards are missing.
+
+    Example:
+        >>> import tempfile
+        >>> from bridge.harvest import Activations, harvest
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = harvest("embedded", ["Mary and John"], hook_points=["blocks.2.hook_resid_post"], out=folder)
+        ...     acts = Activations(folder)
+        ...     len(acts), acts[1]["blocks.2.hook_resid_post"].shape
+        (4, torch.Size([128]))
+    """
+
+    def __init__(self, path: str | os.PathLike[str], partial: bool = False) -> None:
+        self.folder = Folder(path)
+        manifest = self.folder.manifest()
+        if manifest is None:
+            raise HarvestError(f"{os.fspath(path)} holds no harvest: it has no manifest.json")
+        if not manifest.complete and not partial:
+            raise HarvestError(
+                f"the harvest in {os.fspath(path)} is not finished ({len(manifest.shards)} shards are whole): make the "
+                "same call of `harvest` again, or read what there is with Activations(path, partial=True)"
+            )
+        if not manifest.shards:
+            raise HarvestError(f"the harvest in {os.fspath(path)} has no whole shard yet")
+        missing = [r.file for r in manifest.shards if not (self.folder.path / r.file).exists()]
+        if missing:
+            raise HarvestError(f"{missing[0]} is missing from {os.fspath(path)} (of {len(missing)} such shards)")
+        self.manifest = manifest
+        self.columns = [*ID_COLUMNS, *manifest.shards[0].columns]
+        self._ends = np.cumsum([record.rows for record in manifest.shards])
+        with self._open(0) as shard:
+            first = shard.piece(0, self.columns)
+        self._shapes = {name: (array.dtype, array.shape[1:]) for name, array in first.items()}
+        # All pieces have as many rows as the first, but for the last one of each shard.
+        self._piece = len(first["token"])
+        self._pieces = np.array([-(-record.rows // self._piece) for record in manifest.shards])
+        self._piece_ends = np.cumsum(self._pieces)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(self._shapes[name][1])}" for name in self.columns if name not in ID_COLUMNS)
+        return f"Activations({self.folder.path}: {len(self):,} rows; {shapes})"
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return int(self._ends[-1])
+
+    def _open(self, shard: int) -> ShardFile:
+        return ShardFile(self.folder.path / self.manifest.shards[shard].file)
+
+    def _names(self, columns: Sequence[str] | None) -> list[str]:
+        if columns is None:
+            return self.columns
+        if isinstance(columns, str):
+            raise HarvestError(f"columns is the str {columns!r}; it must be a list of names")
+        for name in columns:
+            if name not in self.columns:
+                raise HarvestError(f"there is no column {name!r}.{suggestion(name, self.columns)}")
+        return list(columns)
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray[Any, np.dtype[Any]]) -> Batch:
+        """Some rows, by number: all columns, ``[row, ...]`` each (without the first axis for a single one).
+
+        Args:
+            rows: a number, a slice, or numbers.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if isinstance(rows, int | np.integer):
+            one = self.read([int(rows)])
+            return {name: value[0] for name, value in one.items()}
+        if isinstance(rows, slice):
+            return self.read(np.arange(*rows.indices(len(self))))
+        return self.read(rows)
+
+    def read(
+        self, rows: Sequence[int] | Tensor | np.ndarray[Any, np.dtype[Any]], columns: Sequence[str] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Batch:  # fmt: skip
+        """Some rows, by number, in the order given.
+
+        Args:
+            rows: their numbers; negative ones count from the end.
+            columns: which columns; None: all.
+            device: where they go.
+
+        Raises:
+            IndexError: there is no such row.
+            HarvestError: there is no such column.
+        """
+        names = self._names(columns)
+        wanted = np.asarray(rows)
+        if wanted.ndim != 1 or (len(wanted) and not np.issubdtype(wanted.dtype, np.integer)):
+            raise TypeError(f"rows must be whole numbers in a row, not {wanted.dtype} {list(wanted.shape)}")
+        wanted = wanted.astype(np.int64)
+        outside = wanted[(wanted >= len(self)) | (wanted < -len(self))]
+        if len(outside):
+            raise IndexError(f"there is no row {int(outside[0])}: there are {len(self)}")
+        wanted = np.where(wanted < 0, wanted + len(self), wanted)
+        found = {name: np.empty((len(wanted), *self._shapes[name][1]), self._shapes[name][0]) for name in names}
+        shards = np.searchsorted(self._ends, wanted, side="right")
+        within = wanted - np.where(shards > 0, self._ends[shards - 1], 0)
+        for number in np.unique(shards):
+            with self._open(int(number)) as shard:
+                here = np.flatnonzero(shards == number)
+                pieces = within[here] // self._piece
+                for piece in np.unique(pieces):
+                    places = here[pieces == piece]
+                    data = shard.piece(int(piece), names)
+                    for name in names:
+                        found[name][places] = data[name][within[places] % self._piece]
+        return _tensors(found, device)
+
+    def _read_piece(self, piece: int, names: list[str]) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+        number = int(np.searchsorted(self._piece_ends, piece, side="right"))
+        before = int(self._piece_ends[number - 1]) if number else 0
+        with self._open(number) as shard:
+            return shard.piece(piece - before, names)
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        memory: int = 2**29,
+        columns: Sequence[str] | None = None,
+        device: torch.device | str = "cpu",
+        drop_last: bool = False,
+        share: Share = Share(),  # noqa: B008 - it cannot change
+    ) -> Iterator[Batch]:
+        """All rows in batches.
+
+        Shuffled, pieces of all shards (about 4 MiB each) are read in a random order into a pool of `memory` bytes, and
+        batches are drawn from the pool at random. The same seed, epoch and memory give the same batches.
+
+        Args:
+            batch_size: rows in a batch.
+            shuffle: at random.
+            seed, epoch: reproduce the order; another epoch is another order.
+            memory: how many bytes of rows are held for shuffling.
+            columns: which columns; None: all.
+            device: where the batches go.
+            drop_last: leave out the last batch where it is smaller.
+            share: read only a part of the rows; the parts of all ranks and workers are all rows, each once.
+
+        Raises:
+            HarvestError: there is no such column, or too little memory for one piece and one batch.
+        """
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise HarvestError(f"batch_size is {batch_size!r}; it must be a whole number from 1 on")
+        names = self._names(columns)
+        if shuffle:
+            self._pool_rows(names, memory, batch_size)
+        return self._batches(names, batch_size, shuffle, seed, epoch, memory, device, drop_last, share)
+
+    def _pool_rows(self, names: list[str], memory: int, batch_size: int) -> int:
+        row = sum(int(np.prod(shape, dtype=np.int64)) * kind.itemsize for kind, shape in map(self._shapes.get, names))  # type: ignore[misc]
+        rows = memory // max(1, row)
+        if rows < self._piece + batch_size:
+            least = (self._piece + batch_size) * row
+            raise HarvestError(
+                f"memory is {memory} bytes; shuffling batches of {batch_size} rows needs at least {least} "
+                "(one piece and one batch)"
+            )
+        return int(min(rows, len(self) + batch_size))
+
+    def _batches(
+        self, names: list[str], size: int, shuffle: bool, seed: int, epoch: int, memory: int,
+        device: torch.device | str, drop_last: bool, share: Share,
+    ) -> Iterator[Batch]:  # fmt: skip
+        pieces = share.of(piece_order(int(self._piece_ends[-1]), seed if shuffle else None, epoch))
+        made = (
+            self._shuffled(names, size, seed, epoch, memory, pieces, share)
+            if shuffle
+            else self._plain(names, size, pieces)
+        )
+        for arrays in made:
+            if drop_last and len(next(iter(arrays.values()))) < size:
+                return
+            yield _tensors(arrays, device)
+
+    def _plain(self, names: list[str], size: int, pieces: Any) -> Iterator[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
+        held: list[dict[str, np.ndarray[Any, np.dtype[Any]]]] = []
+        count = 0
+        for piece in pieces:
+            data = self._read_piece(int(piece), names)
+            held.append(data)
+            count += len(data[names[0]])
+            if count < size:
+                continue
+            joined = {name: np.concatenate([part[name] for part in held]) for name in names}
+            whole = count // size * size
+            for start in range(0, whole, size):
+                yield {name: joined[name][start : start + size].copy() for name in names}
+            held = [{name: joined[name][whole:].copy() for name in names}]
+            count -= whole
+        if count:
+            yield {name: np.concatenate([part[name] for part in held]) for name in names}
+
+    def _shuffled(
+        self, names: list[str], size: int, seed: int, epoch: int, memory: int, pieces: Any, share: Share
+    ) -> Iterator[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
+        rng = np.random.default_rng([seed, epoch, share.rank, share.worker])
+        shapes = {name: self._shapes[name] for name in names}
+        pool = Pool(shapes, self._pool_rows(names, memory, size), rng)
+        for piece in pieces:
+            if pool.held + self._piece > pool.room:
+                yield from pool.draw(size, last=False)
+            pool.put(self._read_piece(int(piece), names))
+        yield from pool.draw(size, last=True)
+
+    def torch(
+        self, batch_size: int, *, shuffle: bool = False, seed: int = 0, memory: int = 2**29,
+        columns: Sequence[str] | None = None, drop_last: bool = False, rank: int = 0, ranks: int = 1,
+    ) -> ActivationsDataset:  # fmt: skip
+        """A data set for ``torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=...)``.
+
+        Args:
+            batch_size, shuffle, seed, columns, drop_last: as for `batches`.
+            memory: how many bytes of rows each loading worker holds for shuffling.
+            rank, ranks: which process of how many reads; each reads its part.
+        """
+        self._names(columns)
+        return ActivationsDataset(
+            self, batch_size, shuffle, seed, memory, columns, drop_last, Share(rank=rank, ranks=ranks)
+        )
+
+    def statistics(self, column: str, covariance: bool = False) -> Statistics:
+        """Mean, variance, norm and covariance of a column, a piece at a time.
+
+        Args:
+            column: its name.
+            covariance: of all pairs of numbers, too (``d * d`` numbers in float64).
+
+        Raises:
+            HarvestError: there is no such column, or it holds no finite floating-point numbers.
+        """
+        (name,) = self._names([column])
+        pieces = (self._read_piece(piece, [name])[name] for piece in range(int(self._piece_ends[-1])))
+        return statistics_of(pieces, name, covariance)
+
+
+class ActivationsDataset(IterableDataset[Batch]):
+    """Batches of a harvest for torch's `DataLoader`: every loading worker of every rank reads its own part.
+
+    See `Activations.torch` for the arguments.
+    """
+
+    def __init__(
+        self, activations: Activations, batch_size: int, shuffle: bool, seed: int, memory: int,
+        columns: Sequence[str] | None, drop_last: bool, share: Share,
+    ) -> None:  # fmt: skip
+        self.activations, self.share, self.epoch = activations, share, 0
+        self._arguments: dict[str, Any] = {
+            "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "memory": memory, "columns": columns,
+            "drop_last": drop_last,
+        }  # fmt: skip
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next pass.
+
+        Args:
+            epoch: its number.
+        """
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        share = Share(self.share.rank, self.share.ranks, worker, workers)
+        return self.activations.batches(**self._arguments, epoch=self.epoch, share=share)
+
+
+def _tensors(arrays: dict[str, np.ndarray[Any, np.dtype[Any]]], device: torch.device | str) -> Batch:
+    made = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return made if str(device) == "cpu" else {name: value.to(device) for name, value in made.items()}

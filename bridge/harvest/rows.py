@@ -1,0 +1,250 @@
+"""The one place where rows are made, whatever runs it: from a shard's inputs to its record batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.harvest.capture import Places, model_arguments, run, stop_layer
+from bridge.harvest.errors import HarvestError
+from bridge.harvest.options import Options
+from bridge.harvest.packing import ShardInput
+from bridge.harvest.reductions import Chosen, TopPositions, choose
+
+#: The columns of every row that say where it is from, and their types.
+ID_COLUMNS = {
+    "document": pa.int64(),
+    "position": pa.int32(),
+    "token": pa.int32(),
+    "sequence": pa.int64(),
+    "context_position": pa.int32(),
+}
+_TYPES = {
+    torch.float16: pa.float16(), torch.float32: pa.float32(), torch.float64: pa.float64(),
+    torch.int64: pa.int64(), torch.bool: pa.bool_(),
+}  # fmt: skip
+
+
+def column_type(tensor: Tensor) -> pa.DataType:
+    """The Arrow type of a column: fixed-size lists, one in another for each axis.
+
+    Args:
+        tensor: ``[row, ...]``.
+    """
+    found = _TYPES[tensor.dtype]
+    for size in reversed(tensor.shape[1:]):
+        found = pa.list_(pa.field("item", found, nullable=False), size)
+    return found
+
+
+def column(tensor: Tensor) -> pa.Array:
+    """A column of a tensor's rows, without a copy where it is contiguous.
+
+    Args:
+        tensor: ``[row, ...]``, on the CPU.
+    """
+    kind = column_type(tensor)
+    types = [kind]
+    while pa.types.is_fixed_size_list(types[-1]):
+        types.append(types[-1].value_type)
+    flat = tensor.contiguous().reshape(-1)
+    if flat.dtype == torch.bool:
+        found = pa.array(flat.numpy())
+    else:
+        found = pa.Array.from_buffers(types[-1], flat.numel(), [None, pa.py_buffer(flat.numpy())])
+    for outer in reversed(types[:-1]):
+        found = pa.FixedSizeListArray.from_arrays(found, type=outer)
+    return found
+
+
+def default_batch_size(context_size: int, device: str) -> int:
+    """Inputs in one forward pass: about 4,096 tokens on a CPU, 32,768 elsewhere."""
+    return max(1, (4096 if device == "cpu" else 32768) // context_size)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+
+
+class RowMaker:
+    """Makes record batches of a shard's inputs.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        options: what decides the rows.
+        batch_size: inputs of full length in one forward pass. Where memory runs out it is halved, for good.
+
+    Attributes:
+        points: the hook points' canonical names.
+        model_seconds: time spent in the model so far.
+
+    Raises:
+        HarvestError: a hook point that cannot be harvested, or an option that does not fit the model.
+        UnknownHookError: a name that no hook point has.
+    """
+
+    def __init__(self, bridge: TransformerBridge, options: Options, batch_size: int) -> None:
+        self.bridge, self.options, self.batch_size = bridge, options, batch_size
+        hooks = list(dict.fromkeys(bridge.names.find(name) for name in options.hook_points))
+        self.points = [hook.name for hook in hooks]
+        self._hooks = hooks
+        self._places = {hook.name: Places.of(hook) for hook in hooks}
+        self._stop = stop_layer(bridge, hooks)
+        self._interventions = [(bridge.names.find(name).name, fn) for name, fn in options.interventions]
+        self._check_interventions()
+        self._arguments = model_arguments(bridge, [*hooks, *(bridge.names.find(n) for n, _ in self._interventions)])
+        self._reduce = {bridge.names.find(name).name: how for name, how in options.reduce.items()}
+        unknown = [name for name in self._reduce if name not in self.points]
+        if unknown:
+            raise HarvestError(f"reduce names {', '.join(unknown)}, which hook_points does not")
+        self._rows = options.rows
+        if isinstance(self._rows, TopPositions):
+            point = bridge.names.find(self._rows.point).name
+            if point not in self.points:
+                raise HarvestError(f"rows looks at {point}, which hook_points does not name")
+            self._rows = TopPositions(self._rows.k, point, self._rows.function)
+        longest = bridge.cfg.n_ctx
+        if longest is not None and options.tokens.context_size > longest:
+            raise HarvestError(
+                f"context_size is {options.tokens.context_size}; {bridge.cfg.model_name} has a context of {longest}"
+            )
+        self._dtype = getattr(torch, options.dtype)
+        self.model_seconds = 0.0
+
+    def _check_interventions(self) -> None:
+        for name, _ in self._interventions:
+            depth = self.bridge.names.find(name).point.depth
+            if self._stop is not None and depth >= self._stop:
+                raise HarvestError(
+                    f"the intervention at {name} stands behind every harvested hook point: it would change nothing"
+                )
+
+    def batches(self, shard: ShardInput) -> Iterator[pa.RecordBatch]:
+        """The shard's rows, a forward pass at a time.
+
+        Args:
+            shard: what it is made from.
+        """
+        top = int(shard.tokens.max())
+        if top >= self.bridge.cfg.d_vocab or int(shard.tokens.min()) < 0:
+            raise HarvestError(
+                f"a token id is {top if top > 0 else int(shard.tokens.min())}; "
+                f"{self.bridge.cfg.model_name} has {self.bridge.cfg.d_vocab} tokens"
+            )
+        starts = np.cumsum(shard.lengths) - shard.lengths
+        # Longest first: what runs together has nearly one length, and memory is asked for most at the beginning.
+        order = np.argsort(-shard.lengths, kind="stable")
+        place = 0
+        while place < len(order):
+            longest = int(shard.lengths[order[place]])
+            count = max(1, self.batch_size * self.options.tokens.context_size // longest)
+            chosen = order[place : place + count]
+            try:
+                made = self._batch(shard, chosen, starts)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error) or len(chosen) == 1:
+                    raise
+                made = None
+            if made is None:  # outside of `except`, whose traceback would keep what the run had made
+                self.batch_size = max(1, min(self.batch_size, count) // 2)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                continue
+            place += len(chosen)
+            if made.num_rows:
+                yield made
+
+    def _batch(
+        self, shard: ShardInput, chosen: np.ndarray[Any, np.dtype[Any]], starts: np.ndarray[Any, Any]
+    ) -> pa.RecordBatch:
+        lengths = shard.lengths[chosen]
+        longest = int(lengths.max())
+        # Where each token of each input stands in the shard; what pads an input stands at its first token.
+        at = np.arange(longest)
+        real = at[None] < lengths[:, None]
+        where = starts[chosen][:, None] + np.where(real, at[None], 0)
+        tokens = torch.from_numpy(np.where(real, shard.tokens[where], 0).astype(np.int64))
+        mask = None if real.all() else torch.from_numpy(real.astype(np.int64))
+        wanted = real if self.options.keep_special else real & (shard.positions[where] >= 0)
+        taken = torch.from_numpy(np.flatnonzero(wanted))
+        ids = where[wanted]
+        sequences = shard.first_sequence + np.broadcast_to(chosen[:, None], where.shape)[wanted]
+        activations = self._run(tokens, mask, taken)
+        fresh = np.r_[True, (np.diff(sequences) != 0) | (np.diff(shard.documents[ids]) != 0)][: len(ids)]
+        rows = choose(self._rows, torch.from_numpy(np.cumsum(fresh)), activations)
+        kept = rows.kept.numpy()
+        columns = {
+            "document": shard.documents[ids][kept],
+            "position": shard.positions[ids][kept],
+            "token": shard.tokens[ids][kept],
+            "sequence": sequences[kept].astype(np.int64),
+            "context_position": np.broadcast_to(at.astype(np.int32), where.shape)[wanted][kept],
+        }
+        arrays = {name: pa.array(values, type=ID_COLUMNS[name]) for name, values in columns.items()}
+        for name in self.points:
+            for title, values in self._columns(name, activations.pop(name), rows).items():
+                arrays[title] = column(values)
+        fields = [pa.field(name, array.type, nullable=False) for name, array in arrays.items()]
+        return pa.RecordBatch.from_arrays(list(arrays.values()), schema=pa.schema(fields))
+
+    def _run(self, tokens: Tensor, mask: Tensor | None, taken: Tensor) -> dict[str, Tensor]:
+        """Each hook point's rows, of the tokens that are taken. The columns are made later, of all rows together."""
+        found: dict[str, Tensor] = {}
+        ours = 0.0
+        plain = self._rows == "all"
+
+        def take(name: str, activation: Tensor) -> None:
+            nonlocal ours
+            start = time.perf_counter()
+            rows = self._places[name].rows(activation, taken, self.options.tokens.context_size)
+            # What needs no other activation is done at once: it is smaller afterwards.
+            found[name] = self._stored(name, rows) if plain and name not in self._reduce else rows
+            ours += time.perf_counter() - start
+
+        start = time.perf_counter()
+        run(self.bridge, tokens, mask, self._hooks, self._interventions, self._stop, self._arguments, take)
+        self.model_seconds += time.perf_counter() - start - ours
+        missing = [name for name in self.points if name not in found]
+        if missing:
+            raise HarvestError(f"{', '.join(missing)} did not run in a forward pass of this model")
+        return found
+
+    def _columns(self, name: str, activation: Tensor, rows: Chosen) -> dict[str, Tensor]:
+        if self._rows == "all" and name not in self._reduce:
+            return {name: activation}
+        chosen = rows.apply(activation)
+        made = {name: chosen} if name not in self._reduce else self._reduce[name].columns(name, chosen)
+        return {title: self._stored(title, values) for title, values in made.items()}
+
+    def _stored(self, name: str, values: Tensor) -> Tensor:
+        """The values as they are written, on the CPU.
+
+        Raises:
+            HarvestError: a number that the type cannot hold.
+        """
+        values = values.detach()
+        if not values.is_floating_point():
+            return values.to("cpu", torch.bool if values.dtype == torch.bool else torch.int64)
+        stored = values.to(self._dtype)
+        if stored.dtype == torch.float16 and values.dtype != torch.float16 and values.numel():
+            # float16 ends at 65,504; the largest activations of some models lie beyond. (-inf is a masked score.)
+            low, high = values.aminmax()
+            if not bool((low >= -65504) & (high <= 65504)):
+                wrong = stored.isinf() & values.isfinite()
+                if bool(wrong.any()):
+                    raise HarvestError(
+                        f"{name} has a value of {float(values[wrong][0]):g}, which float16 cannot hold "
+                        "(it ends at 65504): harvest with dtype='float32'"
+                    )
+        return stored.cpu()

@@ -1,0 +1,84 @@
+"""What tells models, tokenizers and functions from one another."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.harvest import HarvestError
+from bridge.harvest.fingerprint import of_model, of_tokenizer, of_value
+from bridge.harvest.needed import missing
+from tests.conftest import tiny
+
+
+def scaled(factor):
+    return lambda x, hook: x * factor
+
+
+class Scale:
+    """A function with a state."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x, hook):
+        return x * self.factor
+
+
+def test_functions():
+    same = [
+        (scaled(2), scaled(2)),
+        (scaled(torch.ones(2)), scaled(torch.ones(2))),
+        (Scale(2), Scale(2)),
+        (functools.partial(max, 2), functools.partial(max, 2)),
+        (scaled(torch.nn.Linear(2, 2).requires_grad_(False)),) * 2,
+    ]
+    for one, other in same:
+        assert of_value(one) == of_value(other)
+    kinds = [
+        scaled(2), scaled(3), scaled(2.0), scaled("2"), scaled(None), scaled(torch.ones(2)), scaled(torch.ones(3)),
+        scaled([1, 2]), scaled([1, [2]]), scaled({"a": 1}), Scale(2), Scale(3), functools.partial(max, 2),
+        functools.partial(min, 2), scaled(torch.zeros(2)), scaled(torch.nn.Linear(2, 2)), lambda x, hook: x + 2,
+        lambda x, hook, extra=1: x + 2, scaled(scaled(2)), scaled(scaled(3)), torch.relu, len,
+    ]  # fmt: skip
+    assert len({of_value(kind) for kind in kinds}) == len(kinds)
+
+
+def test_what_cannot_be_told():
+    with pytest.raises(HarvestError, match="harvest_id"):
+        of_value(scaled(iter([1])))
+
+    def named(version):
+        function = scaled(iter([1]))
+        function.harvest_id = version
+        return function
+
+    assert of_value(named("one")) == of_value(named("one")) != of_value(named("two"))
+
+
+def test_models():
+    model = tiny("gpt2")
+    first = of_model(TransformerBridge(model))
+    assert of_model(TransformerBridge(copy.deepcopy(model))) == first
+    with torch.no_grad():
+        model.transformer.wpe.weight[3, 3] += 1e-3
+    second = of_model(TransformerBridge(model))
+    assert {name for name in first if first[name] != second[name]} == {"weights"}
+    model.config.layer_norm_epsilon *= 2
+    assert of_model(TransformerBridge(model))["config"] != first["config"]
+
+
+def test_a_tokenizer_that_was_used_is_the_same(embedded):
+    tokenizer = copy.deepcopy(embedded.tokenizer)
+    before = of_tokenizer(tokenizer)
+    tokenizer(["Mary", "Mary and John"], padding=True, truncation=True, max_length=3)
+    assert of_tokenizer(tokenizer) == before
+    tokenizer.add_tokens(["Zanzibar"])
+    assert of_tokenizer(tokenizer) != before
+
+
+def test_what_is_not_installed():
+    assert missing() == []
+    assert missing(("pyarrow", "no_such_package")) == ["no_such_package"]
