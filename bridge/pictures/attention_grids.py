@@ -83,11 +83,12 @@ def attention(
         title,
         panels=panels if values.ndim > 2 else None,
         panels_wide=n_heads if many else min(4, n_heads),
+        wrap=not many,
     )
 
 
 def _cell(n: int, many: bool) -> float:
     """The pixels of a cell: 12 where its label is to be read, less where there are many."""
     if many:
-        return max(2.0, min(8.0, 90 / n))
-    return max(3.0, min(18.0, 260 / n))
+        return max(2.0, min(8.0, 72 / n))
+    return max(3.0, min(18.0, 240 / n))

@@ -17,11 +17,13 @@ MOST_SVG_VALUES = 8000
 
 STYLE = """
 .bridge-picture { overflow-x: auto; margin: 1em 0; }
+.bridge-picture > div { width: max-content; }
 .bridge-picture svg, .bridge-picture canvas { display: block; }
 """
 
-# Draws every picture that is not drawn yet, on the ground that it stands on: a page's own theme (Furo, JupyterLab, VS
-# Code) where it has one, otherwise what the reader's system says; and again when that changes.
+# Draws every picture on the ground that it stands on: a page's own theme (Furo, JupyterLab, VS Code) where it has one,
+# otherwise what the reader's system says. Where there is too little room, panels that may wrap do. When ground or room
+# changes, it is drawn again.
 _DRAW = """
 (function () {
   const asked = window.matchMedia("(prefers-color-scheme: dark)");
@@ -34,19 +36,29 @@ _DRAW = """
     }
     return asked.matches;
   }
-  async function draw(element) {
-    const dark = isDark(element);
-    if (element.dataset.drawn === String(dark)) return;
-    element.dataset.drawn = String(dark);
-    const spec = JSON.parse(element.querySelector("script").textContent);
-    spec.params.find((parameter) => parameter.name === "dark").value = dark;
+  async function embed(element, spec, dark) {
     const options = { actions: false, renderer: element.dataset.renderer, tooltip: { theme: dark ? "dark" : "light" } };
     await window.vegaEmbed(element.querySelector("div"), spec, options);
+    return element.querySelector("div").scrollWidth;
+  }
+  async function draw(element) {
+    const dark = isDark(element), room = element.clientWidth, state = `${dark} ${room}`;
+    if (element.dataset.drawn === state || !room) return;
+    element.dataset.drawn = state;
+    const spec = JSON.parse(element.querySelector("script").textContent);
+    spec.params.find((parameter) => parameter.name === "dark").value = dark;
+    let width = await embed(element, spec, dark);
+    const facet = spec.usermeta && spec.usermeta.wrap && spec.encoding.facet;
+    while (facet && width > room && facet.columns > 1) {
+      facet.columns -= 1;
+      width = await embed(element, spec, dark);
+    }
   }
   const all = () => document.querySelectorAll(".bridge-picture").forEach(draw);
   if (!window.bridgePictures) {
     window.bridgePictures = true;
     asked.addEventListener("change", all);
+    window.addEventListener("resize", all);
     const attributeFilter = ["data-theme", "data-jp-theme-light", "data-vscode-theme-kind"];
     for (const element of [document.documentElement, document.body])
       new MutationObserver(all).observe(element, { attributes: true, attributeFilter });

@@ -41,6 +41,7 @@ def grid(
     title: str,
     panels: Sequence[str] | None = None,
     panels_wide: int = 4,
+    wrap: bool = True,
     numbers: bool = False,
 ) -> Picture:
     """Cells in rows and columns, coloured by a value, in one panel or several.
@@ -53,6 +54,7 @@ def grid(
         title: over the picture.
         panels: a name for each panel.
         panels_wide: how many panels stand beside each other.
+        wrap: whether a narrow page may put fewer of them beside each other.
         numbers: write each value into its cell (without `panels`).
 
     Example:
@@ -96,9 +98,12 @@ def grid(
     if panels is not None:
         assert isinstance(drawn, alt.Chart)
         header = alt.Header(labelExpr=lookup(panels, "datum.value"), title=None)
-        drawn = drawn.encode(facet=alt.Facet("p:O", columns=panels_wide, header=header, spacing=14))
+        drawn = drawn.encode(facet=alt.Facet("p:O", columns=panels_wide, header=header, spacing=14 if wrap else 10))
     size_of = {"width": alt.Step(columns.cell), "height": alt.Step(rows.cell)}
-    return Picture(drawn.properties(title=title, config=configuration(), **size_of).add_params(dark_parameter()), title)
+    chart_of_all = drawn.properties(
+        title=title, config=configuration(), usermeta={"wrap": wrap and panels is not None}, **size_of
+    )
+    return Picture(chart_of_all.add_params(dark_parameter()), title)
 
 
 def _for_vega(values: Tensor) -> list[float]:
@@ -113,7 +118,7 @@ def _axis(axis: Axis, along: bool) -> alt.Axis:
         labelExpr=lookup(axis.labels, "datum.value"),
         labelAngle=0 if upright else -90,
         labelOverlap=True,
-        labelLimit=80 if along else 120,
+        labelLimit=80 if along else 100,
         ticks=False,
         domain=False,
         grid=False,

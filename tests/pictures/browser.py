@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its debugging pipe: what a page says on its console, what it asks the network for."""
+"""A headless Chromium, driven through its debugging pipe: what a page logs, and what it asks the network for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-extensions", "--disable-dev-shm-usage",
-    "--force-color-profile=srgb", "--hide-scrollbars", "--allow-file-access-from-files", "--remote-debugging-pipe",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
+    "--disable-dev-shm-usage",    "--force-color-profile=srgb", "--hide-scrollbars",
+    "--allow-file-access-from-files", "--remote-debugging-pipe",
 ]  # fmt: skip
 
 
