@@ -91,4 +91,4 @@ def _cell(n: int, many: bool) -> float:
     """The pixels of a cell: 12 where its label is to be read, less where there are many."""
     if many:
         return max(2.0, min(8.0, 72 / n))
-    return max(3.0, min(18.0, 240 / n))
+    return max(3.0, min(18.0, 220 / n))

@@ -83,7 +83,7 @@ def grid(
         chart = chart.transform_calculate(panel=lookup(panels, "datum.p"))
         tooltip.insert(0, alt.Tooltip("panel:N", title="panel"))
     chart = chart.transform_filter(f"datum.data !== {BLANK}")
-    legend = alt.Legend(title=measure, orient="right", tickCount=5)
+    legend = alt.Legend(title=measure, tickCount=5)
     cells = chart.encode(
         x=alt.X("c:O", axis=_axis(columns, True)),
         y=alt.Y("r:O", axis=_axis(rows, False)),

@@ -147,6 +147,7 @@ def configuration() -> alt.Config:
         header=alt.HeaderConfig(labelColor=ink, titleColor=ink, labelFontSize=11, labelPadding=4),
         legend=alt.LegendConfig(
             labelColor=ink, titleColor=ink, labelFontSize=11, titleFontSize=11, titleFontWeight="normal",
-            gradientThickness=10, gradientLength=110,
+            gradientThickness=10, gradientLength=150, orient="top", direction="horizontal", titleOrient="left",
+            titleBaseline="bottom", offset=8,
         ),
     )  # fmt: skip

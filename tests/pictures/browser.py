@@ -17,7 +17,7 @@ from typing import Any
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-    "--disable-dev-shm-usage",    "--force-color-profile=srgb", "--hide-scrollbars",
+    "--disable-dev-shm-usage", "--force-color-profile=srgb", "--hide-scrollbars",
     "--allow-file-access-from-files", "--remote-debugging-pipe",
 ]  # fmt: skip
 
