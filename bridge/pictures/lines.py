@@ -65,7 +65,7 @@ def residual_norms(
     tooltip = [
         alt.Tooltip("p:Q", title="position"),
         alt.Tooltip("token:N", title="token"),
-        alt.Tooltip("component:N", title="stream"),
+        alt.Tooltip("component:N", title="component"),
         alt.Tooltip("v:Q", title="norm"),
     ]
     each = base.mark_line(strokeWidth=1, opacity=0.45, color=colour("line")).encode(detail="p:N")
