@@ -150,8 +150,8 @@ def document(title: str, body: str) -> str:
 
     Example:
         >>> from bridge.pictures.embedding import document
-        >>> document("Heads & tails", "<p>Text</p>").count("&amp;")
-        1
+        >>> "<title>Heads &amp; tails</title>" in document("Heads & tails", "<p>Text</p>")
+        True
     """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'

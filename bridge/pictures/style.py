@@ -119,7 +119,7 @@ def ink_on(strength: str) -> alt.Condition[alt.Value[alt.ExprRef]] | dict[str, o
     Example:
         >>> from bridge.pictures.style import ink_on
         >>> ink_on("datum.v")["condition"]["test"]
-        "(datum.v) > (dark ? 0.5 : 0.75)"
+        '(datum.v) > (dark ? 0.5 : 0.75)'
     """
     bright = themed("#ffffff", "#101114").to_dict()
     test = f"({strength}) > (dark ? {READABLE[1]} : {READABLE[0]})"
