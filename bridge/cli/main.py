@@ -1,10 +1,11 @@
-"""The command line: ``python -m bridge demo | hooks MODEL | verify MODEL``."""
+"""The command line: ``python -m bridge demo [--report FILE.html] | hooks MODEL | verify MODEL``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from bridge.cli.demo import demo, table
 
@@ -44,6 +45,29 @@ def verify(model: str) -> bool:
     return report.passed
 
 
+def report(model: str | None, prompt: str | None, path: str) -> int:
+    """Writes the demonstration as a page of pictures, and returns the exit status.
+
+    Args:
+        model, prompt: as for `bridge.cli.demo.demo`.
+        path: the file to write.
+    """
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        print(f"--report {path}: the page is HTML, so the file must end in .html", file=sys.stderr)
+        return 2
+    if not Path(path).absolute().parent.is_dir():
+        print(f"--report {path}: there is no folder {Path(path).absolute().parent}", file=sys.stderr)
+        return 2
+    try:
+        from bridge.cli.story import story
+    except ImportError as error:  # the extra is not installed: the error says which command installs it
+        print(error, file=sys.stderr)
+        return 2
+    Path(path).write_text(story(model, prompt), encoding="utf-8")
+    print(f"wrote {path}: open it in a browser")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
@@ -55,10 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo_parser = commands.add_parser("demo", help="a logit lens, the heads that matter, and what ablating them does")
     demo_parser.add_argument("--model", help="a hub name or folder (default: the model that comes with the package)")
     demo_parser.add_argument("--prompt", help="the text to study (default: an indirect-object prompt)")
+    demo_parser.add_argument("--report", metavar="FILE.html", help="write it as a page of pictures instead")
     for name, text in (("hooks", "list the hook points of a model"), ("verify", "check what its adapter promises")):
         command = commands.add_parser(name, help=text)
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
     given = parser.parse_args(arguments)
+    if given.command == "demo" and given.report:
+        return report(given.model, given.prompt, given.report)
     if given.command == "demo":
         demo(given.model, given.prompt)
     elif given.command == "hooks":

@@ -50,7 +50,8 @@ _DRAW = """
     let width = await embed(element, spec, dark);
     const facet = spec.usermeta && spec.usermeta.wrap && spec.encoding.facet;
     while (facet && width > room && facet.columns > 1) {
-      facet.columns -= 1;
+      const rows = Math.ceil(spec.usermeta.wrap / (facet.columns - 1));
+      facet.columns = Math.ceil(spec.usermeta.wrap / rows);  // rows of about the same length
       width = await embed(element, spec, dark);
     }
   }
@@ -92,7 +93,8 @@ def library() -> str:
         >>> "vegaEmbed" in library()
         True
     """
-    return vl_convert.javascript_bundle(_GLOBALS).replace("</script", "<\\/script")
+    bundle = vl_convert.javascript_bundle(_GLOBALS).replace("</script", "<\\/script")
+    return f"(() => {{\n{bundle}\n}})();"  # its own names would meet those of a page's other scripts
 
 
 def drawing_script() -> str:

@@ -101,7 +101,7 @@ def grid(
         drawn = drawn.encode(facet=alt.Facet("p:O", columns=panels_wide, header=header, spacing=14 if wrap else 10))
     size_of = {"width": alt.Step(columns.cell), "height": alt.Step(rows.cell)}
     chart_of_all = drawn.properties(
-        title=title, config=configuration(), usermeta={"wrap": wrap and panels is not None}, **size_of
+        title=title, config=configuration(), usermeta={"wrap": len(panels) if wrap and panels else 0}, **size_of
     )
     return Picture(chart_of_all.add_params(dark_parameter()), title)
 

@@ -107,7 +107,7 @@ def logit_lens(
 def _cell(texts: Sequence[str], n_pos: int) -> int:
     """The pixels of a cell: as wide as its words, but narrower where there are many."""
     longest = max(map(_wide, texts))
-    return max(34, min(8 + 6 * longest, 80 if n_pos <= 12 else max(44, 1060 // n_pos)))
+    return max(34, min(8 + 6 * longest, 80 if n_pos <= 10 else 52))
 
 
 def _wide(text: str) -> int:
