@@ -39,7 +39,8 @@ def story(model: str | None = None, prompt: str | None = None) -> str:
         parts = [*told.answer(), *told.heads()]
         if model is None and prompt is None:
             parts += [*told.patching(), *told.ablation()]
-    return pictures.page(f"How {bridge.cfg.model_name} answers {told.prompt!r}", parts)
+    who = bridge.cfg.model_name if model else "the shipped model"
+    return pictures.page(f"How {who} answers {told.prompt!r}", parts)
 
 
 class _Told:

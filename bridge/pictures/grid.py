@@ -68,7 +68,7 @@ def grid(
     n_rows, n_columns = values.shape[-2:]
     size = n_rows * n_columns
     # The values stand alone, in order; where each belongs follows from its number.
-    chart = alt.Chart(alt.Data(values=_for_vega(values))).transform_window(n="row_number()")  # type: ignore[arg-type]
+    chart = alt.Chart(alt.Data(values=_for_vega(values, 4 if numbers else 3))).transform_window(n="row_number()")  # type: ignore[arg-type]
     chart = chart.transform_calculate(
         r=f"floor((datum.n - 1) / {n_columns}) % {n_rows}", c=f"(datum.n - 1) % {n_columns}"
     )
@@ -106,9 +106,9 @@ def grid(
     return Picture(chart_of_all.add_params(dark_parameter()), title)
 
 
-def _for_vega(values: Tensor) -> list[float]:
+def _for_vega(values: Tensor, digits: int) -> list[float]:
     """The numbers in order, with one that no activation reaches for what stays blank (lists must hold numbers only)."""
-    return [BLANK if value is None else value for value in compact(values)]
+    return [BLANK if value is None else value for value in compact(values, digits)]
 
 
 def _axis(axis: Axis, along: bool) -> alt.Axis:

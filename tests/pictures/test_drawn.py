@@ -163,4 +163,4 @@ def test_circuit():
 def test_numbers_keep_what_the_eye_can_use():
     table = torch.tensor([[1.23456e-7, 123456.0], [-0.5, 0.0]])
     drawn = [number(m["value"]) for m in marks(pictures.heat_map(table)) if "value" in m]
-    assert drawn[:4] == [1.23e-7, 123000, -0.5, 0]
+    assert drawn[:4] == [1.235e-7, 123500, -0.5, 0]
