@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.cli.demo import demo, table
+from bridge.hooks.shapes import shape_text
 
 
 def hooks(model: str) -> None:
@@ -19,16 +20,10 @@ def hooks(model: str) -> None:
     else:
         bridge = TransformerBridge.boot_transformers(model, load_weights=False)
     cfg = bridge.cfg
-
-    def size(axis: str) -> str:
-        known = {"n_key_value_heads": cfg.n_kv_heads, "n_experts": cfg.num_experts}
-        value = known.get(axis, getattr(cfg, axis, None) if not axis.isdigit() else axis)
-        return str(value) if isinstance(value, int) else axis
-
-    rows = []
-    for name, hook in bridge.hook_dict.items():
-        shape = f"[{', '.join(size(axis) for axis in hook.point.axes.split())}]"
-        rows.append([name, shape, hook.point.group, ", ".join(hook.point.aliases)])
+    rows = [
+        [name, shape_text(cfg, hook.point.axes), hook.point.group, ", ".join(hook.point.aliases)]
+        for name, hook in bridge.hook_dict.items()
+    ]
     print(f"{cfg.model_name}: {len(rows)} hook points")
     for line in table(["name", "shape", "group", "aliases"], rows):
         print(line)
