@@ -21,3 +21,23 @@ def test_a_block_prints_its_hook_points_with_the_shapes_that_they_have(bridge, t
 def test_a_part_prints_what_is_in_it(bridge):
     text = repr(bridge.blocks[0].attn)
     assert text.startswith("blocks.0.attn\n") and "hook_pattern" in text and "hook_resid_pre" not in text
+
+
+def test_a_bridge_prints_what_it_is_in_a_few_lines(bridge, hf):
+    text = repr(bridge)
+    assert len(text.splitlines()) == 5 and max(map(len, text.splitlines())) < 120
+    n = sum(parameter.numel() for parameter in hf.parameters())
+    assert type(hf).__name__ in text and f"{n:,} parameters" in text
+    assert "3 layers of 4 heads, d_model 32" in text and "no tokenizer" in text
+    assert f"{len(bridge.hook_dict)} hook points" in text
+
+
+def test_cfg_prints_the_fields_that_say_something(bridge, hf):
+    lines = repr(bridge.cfg).splitlines()
+    told = dict(line.strip().split(" = ") for line in lines[1:-1])
+    assert told["n_layers"] == "3" and told["d_model"] == "32" and told["d_head"] == "8"
+    assert "extra" not in told and "seed" not in told  # as in every model that says nothing of them
+    for name, value in told.items():
+        assert repr(getattr(bridge.cfg, name)) == value
+    bridge.cfg.seed = 3
+    assert "seed = 3" in repr(bridge.cfg)
