@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -352,6 +353,13 @@ class HookPoint:
         STATE.within += 1
         try:
             return listener.fn(given, hook=self)
+        except TypeError as error:
+            if _takes_hook(listener.fn):
+                raise
+            raise TypeError(
+                f"the hook {_describe(listener.fn)} at {self.name} takes {inspect.signature(listener.fn)}, but it is "
+                "called as fn(activation, hook=point): give it a second parameter named `hook`"
+            ) from error
         finally:
             STATE.within -= 1
 
@@ -383,6 +391,17 @@ class HookPoint:
             return new
 
         seen.register_hook(on_gradient)
+
+
+def _takes_hook(fn: Callable[..., Any]) -> bool:
+    """Whether a function can be called with an activation and ``hook=``; True where that cannot be known."""
+    try:
+        inspect.signature(fn).bind(None, hook=None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True
 
 
 def _describe(fn: Callable[..., Any]) -> str:

@@ -74,7 +74,8 @@ class Names:
             if stack and index.isdigit() and any(inner == end or inner.endswith(f".{end}") for end in endings):
                 found.setdefault(f".{inner}", []).append(full)
         hints = [
-            f"{names[0]}, or for all {len(names)} layers that have it names_filter=lambda name: name.endswith({ending!r})"
+            f"{names[0]}, or for all {len(names)} layers that have it "
+            f"names_filter=lambda name: name.endswith({ending!r})"
             for ending, names in found.items()
         ]
         return f" A name says the layer: {'; '.join(hints[:3])}." if hints else ""
