@@ -79,6 +79,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
     given = parser.parse_args(arguments)
+    if given.model and _looks_like_a_path(given.model) and not Path(given.model).is_dir():
+        print(f"{given.model}: there is no such folder", file=sys.stderr)
+        return 2
+    try:
+        return _run(given)
+    except OSError as error:  # what transformers raises for what it cannot find or reach
+        if given.model is None or Path(given.model).is_dir():
+            raise
+        print(
+            f"{given.model}: there is no such folder here, and no model of this name could be had from the hub "
+            f"({str(error).splitlines()[0]})",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _looks_like_a_path(model: str) -> bool:
+    """Whether a name can only be a folder's: those of the hub have one slash at most, and start with a letter."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
+
+
+def _run(given: argparse.Namespace) -> int:
+    """Runs the command that was given."""
     if given.command == "demo" and given.report:
         return report(given.model, given.prompt, given.report)
     if given.command == "demo":

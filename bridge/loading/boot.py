@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,10 @@ from bridge.loading.training_checkpoints import checkpoint_revision
 
 if TYPE_CHECKING:
     from bridge.native import NativeConfig
+
+
+#: Weights of fewer bytes than this are loaded in about a second.
+SMALL = 500_000_000
 
 
 class BootMethods:
@@ -115,7 +120,8 @@ class BootMethods:
             for name, value in (("dtype", dtype), ("attn_implementation", attn_implementation)):
                 if value is not None:
                     kwargs[name] = value
-            hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
+            with _bar_where_it_takes_a_while(repository):
+                hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
         if device is not None:
             hf_model.to(device)
         if tokenizer is None:
@@ -178,6 +184,25 @@ class BootMethods:
         bridge = cls.boot_transformers(str(MODEL_DIR))
         bridge.cfg.model_name = "embedded"  # type: ignore[attr-defined]
         return bridge
+
+
+@contextmanager
+def _bar_where_it_takes_a_while(repository: str) -> Iterator[None]:
+    """Leaves transformers' progress bar out where a folder's weights are small, so that it would only flash up."""
+    from transformers.utils import logging
+
+    small = False
+    if os.path.isdir(repository) and logging.is_progress_bar_enabled():
+        files = [entry for entry in os.scandir(repository) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
+        small = sum(entry.stat().st_size for entry in files) < SMALL
+    if not small:
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _override(config: Any, changes: Mapping[str, Any]) -> None:

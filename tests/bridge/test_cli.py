@@ -63,3 +63,12 @@ def test_a_page_must_have_a_place(capsys, tmp_path):
     assert "must end in .html" in capsys.readouterr().err
     assert main(["demo", "--report", str(tmp_path / "nowhere" / "story.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["hooks"], ["verify"], ["demo", "--model"]])
+@pytest.mark.parametrize("model", ["gpt2-folder", "./gpt2-folder", "/nowhere/gpt2", "me/gpt2-folder"])
+def test_a_model_that_is_not_there_is_said_in_one_line(capsys, command, model):
+    assert main([*command, model]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"{model}: there is no such folder") and captured.err.count("\n") == 1
