@@ -85,8 +85,8 @@ def grid(
     chart = chart.transform_filter(f"datum.data !== {BLANK}")
     legend = alt.Legend(title=measure, tickCount=5)
     cells = chart.encode(
-        x=alt.X("c:O", axis=_axis(columns, True)),
-        y=alt.Y("r:O", axis=_axis(rows, False)),
+        x=alt.X("c:O", axis=_axis(columns, True, 80)),
+        y=alt.Y("r:O", axis=_axis(rows, False, 140 if panels is None else 100)),
         color=alt.Color("data:Q", scale=scale, legend=legend),
         tooltip=tooltip,
     )
@@ -111,14 +111,14 @@ def _for_vega(values: Tensor, digits: int) -> list[float]:
     return [BLANK if value is None else value for value in compact(values, digits)]
 
 
-def _axis(axis: Axis, along: bool) -> alt.Axis:
+def _axis(axis: Axis, along: bool, longest: int) -> alt.Axis:
     upright = not along or axis.cell >= width_of(axis.labels)
     return alt.Axis(
         title=axis.title,
         labelExpr=lookup(axis.labels, "datum.value"),
         labelAngle=0 if upright else -90,
         labelOverlap=True,
-        labelLimit=80 if along else 100,
+        labelLimit=longest,
         ticks=False,
         domain=False,
         grid=False,

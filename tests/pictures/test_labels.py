@@ -26,3 +26,10 @@ def test_nothing_is_unseen(text):
 )
 def test_some(text, shown):
     assert visible(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("one", "sign"), [(" ", "·"), ("\n", "↵"), ("\r", "␍"), ("\t", "⇥"), ("", "∅"), ("\x00", "\\x00")]
+)
+def test_a_sign_that_stands_for_another_is_not_taken_for_it(one, sign):
+    assert visible(one) == sign and visible(sign) != sign
