@@ -14,7 +14,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 real: $(REAL)/.fetched
-	$(BIN)/python -m pytest tests/real -m real
+	$(BIN)/python -m pytest tests/real tests/examples -m real
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bridge import pictures
+from bridge.cli.story import story
 from tests.pictures.large import LAYERS, TOKENS, all_pictures
 
 pytestmark = pytest.mark.pages
@@ -114,6 +115,15 @@ def test_a_page_of_all_of_them(browser, tmp_path):
     assert page.stat().st_size < 5_000_000
     clean(browser.open(page), page)
     assert browser.evaluate("document.querySelectorAll('svg.marks, canvas.marks').length") == len(NAMES)
+
+
+@pytest.mark.parametrize(("width", "dark"), SIZES)
+def test_the_report_of_the_demo(browser, tmp_path, width, dark):
+    page = tmp_path / "story.html"
+    page.write_text(story(), encoding="utf-8")
+    clean(browser.open(page, width, dark=dark), page)
+    assert browser.evaluate("document.querySelectorAll('svg.marks').length") == 6
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_what_is_fetched_and_what_fails_would_be_seen(browser, tmp_path):
