@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow gpu check format benchmarks clean
+.PHONY: demo test real slow gpu check docs pages format benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -14,7 +14,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 real: $(REAL)/.fetched
-	$(BIN)/python -m pytest tests/real -m real
+	$(BIN)/python -m pytest tests/real tests/examples -m real
 
 # Kills a harvest at twenty random moments, and other tests that take minutes, with Ray.
 slow: $(STAMP)
@@ -26,6 +26,17 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# The site, in build/docs: nothing is fetched, and a warning is an error.
+docs: $(STAMP)
+	rm -rf build/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
+	@echo "the pages are in build/docs/index.html"
+
+# Pictures, pages and notebooks in Chromium, and the built site.
+pages: docs
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
+	$(BIN)/python -m pytest -m pages tests/pictures tests/docs
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from adapters.norms import eps_of
 from adapters.paths import has_module
 
 
-@dataclass
+@dataclass(repr=False)
 class ModelConfig:
     """The properties of a model that interpretability code asks for.
 
@@ -90,6 +90,17 @@ class ModelConfig:
     processed: dict[str, str] = field(default_factory=dict, compare=False)
     extra: dict[str, object] = field(default_factory=dict)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """The fields that are not as in most models, one a line."""
+        told = []
+        for f in fields(self):
+            usual = f.default_factory() if f.default_factory is not MISSING else f.default
+            if f.name not in ("_model", "model_name", "original_architecture") and getattr(self, f.name) != usual:
+                told.append(f"{f.name} = {getattr(self, f.name)!r}")
+        if self._model is not None:
+            told.append(f"{self.n_params:,} parameters, {self.dtype} on {self.device}")
+        return "\n  ".join([f"{type(self).__name__} of {self.model_name} ({self.original_architecture})", *told])
 
     @property
     def n_kv_heads(self) -> int:

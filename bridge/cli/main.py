@@ -1,10 +1,11 @@
-"""The command line: ``python -m bridge demo | hooks MODEL | verify MODEL | harvest MODEL FILES``."""
+"""The command line: ``python -m bridge demo [--report FILE.html] | hooks MODEL | verify MODEL | harvest``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from bridge.cli.harvest import add_harvest, run_harvest
 
@@ -13,22 +14,17 @@ def hooks(model: str) -> None:
     """Prints a model's hook points with their shapes and aliases, without loading its weights."""
     from bridge.bridge import TransformerBridge
     from bridge.cli.demo import table
+    from bridge.hooks.shapes import shape_text
 
     if model == "embedded":
         bridge = TransformerBridge.boot_embedded()
     else:
         bridge = TransformerBridge.boot_transformers(model, load_weights=False)
     cfg = bridge.cfg
-
-    def size(axis: str) -> str:
-        known = {"n_key_value_heads": cfg.n_kv_heads, "n_experts": cfg.num_experts}
-        value = known.get(axis, getattr(cfg, axis, None) if not axis.isdigit() else axis)
-        return str(value) if isinstance(value, int) else axis
-
-    rows = []
-    for name, hook in bridge.hook_dict.items():
-        shape = f"[{', '.join(size(axis) for axis in hook.point.axes.split())}]"
-        rows.append([name, shape, hook.point.group, ", ".join(hook.point.aliases)])
+    rows = [
+        [name, shape_text(cfg, hook.point.axes), hook.point.group, ", ".join(hook.point.aliases)]
+        for name, hook in bridge.hook_dict.items()
+    ]
     print(f"{cfg.model_name}: {len(rows)} hook points")
     for line in table(["name", "shape", "group", "aliases"], rows):
         print(line)
@@ -45,6 +41,29 @@ def verify(model: str) -> bool:
     return report.passed
 
 
+def report(model: str | None, prompt: str | None, path: str) -> int:
+    """Writes the demonstration as a page of pictures, and returns the exit status.
+
+    Args:
+        model, prompt: as for `bridge.cli.demo.demo`.
+        path: the file to write.
+    """
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        print(f"--report {path}: the page is HTML, so the file must end in .html", file=sys.stderr)
+        return 2
+    if not Path(path).absolute().parent.is_dir():
+        print(f"--report {path}: there is no folder {Path(path).absolute().parent}", file=sys.stderr)
+        return 2
+    try:
+        from bridge.cli.story import story
+    except ImportError as error:  # the extra is not installed: the error says which command installs it
+        print(error, file=sys.stderr)
+        return 2
+    Path(path).write_text(story(model, prompt), encoding="utf-8")
+    print(f"wrote {path}: open it in a browser")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
@@ -56,19 +75,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo_parser = commands.add_parser("demo", help="a logit lens, the heads that matter, and what ablating them does")
     demo_parser.add_argument("--model", help="a hub name or folder (default: the model that comes with the package)")
     demo_parser.add_argument("--prompt", help="the text to study (default: an indirect-object prompt)")
+    demo_parser.add_argument("--report", metavar="FILE.html", help="write it as a page of pictures instead")
     for name, text in (("hooks", "list the hook points of a model"), ("verify", "check what its adapter promises")):
         command = commands.add_parser(name, help=text)
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
     add_harvest(commands)
     given = parser.parse_args(arguments)
+    if given.command == "harvest":
+        return run_harvest(given)
+    if given.model and _looks_like_a_path(given.model) and not Path(given.model).is_dir():
+        print(f"{given.model}: there is no such folder", file=sys.stderr)
+        return 2
+    try:
+        return _run(given)
+    except OSError as error:  # what transformers raises for what it cannot find or reach
+        if given.model is None or Path(given.model).is_dir():
+            raise
+        print(
+            f"{given.model}: there is no such folder here, and no model of this name could be had from the hub "
+            f"({str(error).splitlines()[0]})",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _looks_like_a_path(model: str) -> bool:
+    """Whether a name can only be a folder's: those of the hub have one slash at most, and start with a letter."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
+
+
+def _run(given: argparse.Namespace) -> int:
+    """Runs the command that was given."""
+    if given.command == "demo" and given.report:
+        return report(given.model, given.prompt, given.report)
     if given.command == "demo":
         from bridge.cli.demo import demo
 
         demo(given.model, given.prompt)
     elif given.command == "hooks":
         hooks(given.model)
-    elif given.command == "harvest":
-        return run_harvest(given)
     else:
         return 0 if verify(given.model) else 1
     return 0

@@ -101,6 +101,22 @@ class WrappedModel(nn.Module):
         """Sets the model's mode to evaluation."""
         return self.train(False)
 
+    def __repr__(self) -> str:
+        cfg = self.cfg
+        mlp = "no MLPs" if cfg.attn_only else f"d_mlp {cfg.d_mlp}"
+        tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
+        return "\n  ".join(
+            [
+                f"{type(self).__name__} of {cfg.model_name}",
+                f"original_model  {type(self.original_model).__name__}, {cfg.n_params:,} parameters, "
+                f"{cfg.dtype} on {cfg.device}",
+                f"cfg             {cfg.n_layers} layers of {cfg.n_heads} heads, d_model {cfg.d_model}, {mlp}, "
+                f"{cfg.d_vocab} tokens",
+                f"hook_dict       {len(self.hook_dict)} hook points, from {next(iter(self.hook_dict), 'none')} on",
+                f"tokenizer       {tokenizer}",
+            ]
+        )
+
     def __getattribute__(self, name: str) -> Any:
         if name == "training" and "_modules" in object.__getattribute__(self, "__dict__"):
             model = object.__getattribute__(self, "_modules").get("original_model")

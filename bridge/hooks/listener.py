@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from bridge.hooks.context import CURRENT, RunContext, Scope
+from bridge.hooks.context import CURRENT, RunContext, Scope, in_context
 
 if TYPE_CHECKING:
     from bridge.hooks.hook_point import HookPoint
@@ -86,14 +87,31 @@ class Handle:
 
 def call_user_function(listener: Listener, given: Tensor, point: HookPoint) -> Any:
     """Calls a user's function, outside of the run: what it computes is not the model's."""
-    if listener.in_run:
-        return listener.fn(given, hook=point)
     context = CURRENT.get()
-    CURRENT.set(context.outside_the_run())
+    CURRENT.set(context if listener.in_run else context.outside_the_run())
     try:
         return listener.fn(given, hook=point)
+    except TypeError as error:
+        if _takes_hook(listener.fn):
+            raise
+        name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
+        raise TypeError(
+            f"the hook {name} at {point.name} takes {inspect.signature(listener.fn)}, but it is called as "
+            "fn(activation, hook=point): give it a second parameter named `hook`"
+        ) from error
     finally:
         CURRENT.set(context)
+
+
+def _takes_hook(fn: Callable[..., Any]) -> bool:
+    """Whether a function can be called with an activation and ``hook=``; True where that cannot be known."""
+    try:
+        inspect.signature(fn).bind(None, hook=None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True
 
 
 def checked(new: Any, old: Tensor, listener: Listener, point: HookPoint) -> Tensor:
@@ -147,12 +165,8 @@ def listen_backward(listener: Listener, seen: Tensor, point: HookPoint) -> None:
     def on_gradient(gradient: Tensor) -> Tensor | None:
         given = gradient.clone()  # autograd may hand the same tensor to others
         version = version_of(given)
-        before = CURRENT.get()
-        CURRENT.set(context)
-        try:
-            new = listener.fn(given, hook=point)
-        finally:
-            CURRENT.set(before)
+        with in_context(context):
+            new = call_user_function(listener, given, point)
         if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
             (new,) = new
         if new is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 
+from bridge.hooks.act_names import act_name
 from bridge.hooks.hook_point import HookPoint
 
 #: What chooses hook points: nothing (all), a name, several names, or a function of the name.
@@ -62,9 +63,26 @@ class Names:
             canonical = self.aliases.get(name)
             if canonical is None:
                 known = (*self.points, *self.aliases)
-                raise UnknownHookError(f"there is no hook point {name!r}.{suggestion(name, known)}")
+                hint = self._of_all_layers(name) or suggestion(name, known)
+                raise UnknownHookError(f"there is no hook point {name!r}.{hint}")
             hook = self.points[canonical]
         return hook
+
+    def _of_all_layers(self, name: str) -> str:
+        """What to write in place of a name without the layer, such as ``hook_z`` or ``pattern``; "" if it is none."""
+        endings = (name, f"hook_{name}", act_name(name))
+        found: dict[str, list[str]] = {}
+        for full in (*self.points, *self.aliases):
+            stack, _, rest = full.partition(".")
+            index, _, inner = rest.partition(".")
+            if stack and index.isdigit() and any(inner == end or inner.endswith(f".{end}") for end in endings):
+                found.setdefault(f".{inner}", []).append(full)
+        hints = [
+            f"{names[0]}, or for all {len(names)} layers that have it "
+            f"names_filter=lambda name: name.endswith({ending!r})"
+            for ending, names in found.items()
+        ]
+        return f" A name says the layer: {'; '.join(hints[:3])}." if hints else ""
 
     def select(self, names: NamesFilter, include_heavy: Callable[[HookPoint], bool]) -> list[HookPoint]:
         """The hook points that a filter chooses, in the order of the computation.

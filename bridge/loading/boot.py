@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ from bridge.native import NativeConfig, NativeModel
 DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 #: How much each device, or the CPU, may hold, likewise.
 MaxMemory = Mapping[int | str, int | str] | None
+
+
+#: Weights of fewer bytes than this are loaded in about a second.
+SMALL = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,8 @@ def load(
         for name, value in (("dtype", dtype), ("attn_implementation", attn_implementation)):
             if value is not None:
                 kwargs[name] = value
-        hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
+        with _bar_where_it_takes_a_while(repository):
+            hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
     if device is not None:
         hf_model.to(device)
     if tokenizer is None:
@@ -212,3 +218,22 @@ def _first_devices(n: int) -> dict[int, int]:
     if n > found:
         raise ValueError(f"n_devices={n}, but this machine has {found}")
     return {i: torch.cuda.get_device_properties(i).total_memory for i in range(n)}
+
+
+@contextmanager
+def _bar_where_it_takes_a_while(repository: str) -> Iterator[None]:
+    """Leaves transformers' progress bar out where a folder's weights are small, so that it would only flash up."""
+    from transformers.utils import logging
+
+    small = False
+    if os.path.isdir(repository) and logging.is_progress_bar_enabled():
+        files = [entry for entry in os.scandir(repository) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
+        small = sum(entry.stat().st_size for entry in files) < SMALL
+    if not small:
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -10,6 +10,7 @@ from torch import Tensor
 from adapters.weights import Weights
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names, suggestion
+from bridge.hooks.shapes import shape_text
 from bridge.weights.factored_matrix import FactoredMatrix
 
 
@@ -101,7 +102,17 @@ class Component:
         return [*super().__dir__(), *self._tree.children[self.name]]
 
     def __repr__(self) -> str:
-        return f"Component({self.name}: {', '.join(self._tree.children[self.name])})"
+        points = {name: hook for name, hook in self._tree.names.points.items() if name.startswith(f"{self.name}.")}
+        shown = {n.removeprefix(f"{self.name}."): h for n, h in points.items() if h.point.group != "extra"}
+        weights = self._tree.weights()
+        width = max(map(len, shown), default=0)
+        lines = [f"{name:{width}}  {shape_text(weights.cfg, hook.point.axes)}" for name, hook in shown.items()]
+        if len(points) > len(shown):
+            lines.append(f"and {len(points) - len(shown)} more hook points, when named")
+        held = [n.removeprefix(f"{self.name}.") for n in weights.getters if n.startswith(f"{self.name}.")]
+        if held:
+            lines.append(f"weights: {', '.join(held)}")
+        return "\n  ".join([self.name, *lines])
 
 
 class ComponentList:

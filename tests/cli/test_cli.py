@@ -45,3 +45,30 @@ def test_usage(capsys):
     with pytest.raises(SystemExit):
         main(["dmeo"])
     assert "demo" in capsys.readouterr().err
+
+
+def test_demo_as_a_page(capsys, tmp_path):
+    page = tmp_path / "story.html"
+    assert main(["demo", "--report", str(page)]) == 0
+    assert str(page) in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert text.count('class="bridge-picture"') == 6
+    assert "It answers &#x27; Mary&#x27; with probability 0.99" in text
+    assert main(["demo", "--report", str(page), "--prompt", "The capital of France is"]) == 0
+    assert page.read_text(encoding="utf-8").count('class="bridge-picture"') == 3
+
+
+def test_a_page_must_have_a_place(capsys, tmp_path):
+    assert main(["demo", "--report", "story.pdf"]) == 2
+    assert "must end in .html" in capsys.readouterr().err
+    assert main(["demo", "--report", str(tmp_path / "nowhere" / "story.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["hooks"], ["verify"], ["demo", "--model"]])
+@pytest.mark.parametrize("model", ["gpt2-folder", "./gpt2-folder", "/nowhere/gpt2", "me/gpt2-folder"])
+def test_a_model_that_is_not_there_is_said_in_one_line(capsys, command, model):
+    assert main([*command, model]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"{model}: there is no such folder") and captured.err.count("\n") == 1

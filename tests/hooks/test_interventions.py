@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from tests.conftest import tiny
+from tests.conftest import tiny, torch_hooks
 
 
 def standard(bridge):
@@ -240,3 +240,24 @@ def test_own_inputs_and_gradients_of_the_shared_norm_exclude_each_other(bridge, 
         bridge.run_with_hooks(
             tokens, fwd_hooks=[(f"blocks.1.{own}", look)], bwd_hooks=[("blocks.2.ln1.hook_scale", watch)]
         )
+
+
+@pytest.mark.parametrize("fn", [lambda z: z, lambda z, other: z, lambda z, h=None: z])
+def test_a_function_without_a_hook_parameter_is_an_error_that_names_the_point(bridge, tokens, fn):
+    before = torch_hooks(bridge.original_model)
+    with pytest.raises(TypeError, match=r"at blocks\.1\.attn\.hook_z takes \(.*parameter named `hook`"):
+        bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", fn)])
+    assert torch_hooks(bridge.original_model) == before
+    with pytest.raises(TypeError, match="parameter named `hook`"):
+        bridge.run_with_hooks(
+            tokens, return_type="loss", bwd_hooks=[("blocks.1.attn.hook_z", lambda gradient: None)]
+        ).backward()
+
+
+def test_a_type_error_inside_a_hook_is_its_own(bridge, tokens):
+    def broken(z, hook):
+        return z + "one"
+
+    with pytest.raises(TypeError) as caught:
+        bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", broken)])
+    assert "parameter named" not in str(caught.value)

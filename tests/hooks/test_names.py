@@ -126,3 +126,20 @@ def test_unknown_arguments(bridge, tokens):
         bridge.run_with_cache(tokens, name_filter="hook_embed")
     with pytest.raises(ValueError, match="return_type is 'logit'"):
         bridge(tokens, return_type="logit")
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [("hook_z", ".attn.hook_z"), ("pattern", ".attn.hook_pattern"), ("attn.hook_q", ".attn.hook_q"),
+     ("z", ".attn.hook_z"), ("resid_post", ".hook_resid_post"), ("q.hook_out", ".attn.q.hook_out")],
+)  # fmt: skip
+def test_a_name_without_the_layer_is_told_how_to_choose_all_layers(bridge, tokens, name, ending):
+    with pytest.raises(UnknownHookError) as caught:
+        bridge.run_with_cache(tokens, names_filter=name)
+    said = str(caught.value)
+    assert repr(name) in said and f"blocks.0{ending}, " in said
+    assert f"lambda name: name.endswith({ending!r})" in said and "all 3 layers" in said
+    _, cache = bridge.run_with_cache(tokens, names_filter=lambda name: name.endswith(ending))
+    assert len(cache) == 3  # the advice works
+    with pytest.raises(UnknownHookError, match="A name says the layer"):
+        bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x)])

@@ -1,0 +1,27 @@
+"""Shapes of activations in a model's own sizes."""
+
+from __future__ import annotations
+
+from adapters.config import ModelConfig
+
+
+def shape_text(cfg: ModelConfig, axes: str) -> str:
+    """The axes of a hook point with the model's sizes where they are fixed.
+
+    Args:
+        cfg: the facts about the model.
+        axes: such as ``batch pos n_heads d_head``.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.hooks.shapes import shape_text
+        >>> shape_text(TransformerBridge.boot_embedded().cfg, "batch pos n_heads d_head")
+        '[batch, pos, 4, 32]'
+    """
+    return f"[{', '.join(_size(cfg, axis) for axis in axes.split())}]"
+
+
+def _size(cfg: ModelConfig, axis: str) -> str:
+    known = {"n_key_value_heads": cfg.n_kv_heads, "n_experts": cfg.num_experts}
+    value = known.get(axis, getattr(cfg, axis, None) if not axis.isdigit() else axis)
+    return str(value) if isinstance(value, int) else axis

@@ -1,0 +1,38 @@
+"""Pictures of what analysis returns: one call each.
+
+Drawn with Altair (Vega-Lite). A picture shows itself in a notebook and is saved as one HTML file, SVG or PNG, without a
+network and without a browser. It needs the extra: ``pip install 'transformer-bridge[pictures]'``.
+"""
+
+import importlib.util
+
+_missing = [name for name in ("altair", "vl_convert") if importlib.util.find_spec(name) is None]
+if _missing:
+    raise ImportError(
+        f"bridge.pictures needs {' and '.join(_missing)}, which this Python does not have: "
+        "pip install 'transformer-bridge[pictures]'"
+    )
+
+from bridge.pictures.attention_grids import attention
+from bridge.pictures.expert_grids import routing
+from bridge.pictures.graphs import circuit
+from bridge.pictures.heat_maps import attribution, composition, heads, heat_map, patching
+from bridge.pictures.lines import residual_norms
+from bridge.pictures.page import page
+from bridge.pictures.picture import Picture
+from bridge.pictures.token_cells import logit_lens
+
+__all__ = [
+    "Picture",
+    "attention",
+    "attribution",
+    "circuit",
+    "composition",
+    "heads",
+    "heat_map",
+    "logit_lens",
+    "page",
+    "patching",
+    "residual_norms",
+    "routing",
+]

@@ -1,0 +1,163 @@
+"""Pictures inside HTML: what stands for one of them, the scripts that draw it, and a page around both.
+
+Vega's JavaScript is part of vl-convert and is written into the page: nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import json
+from typing import Any
+
+import vl_convert
+
+#: Beyond this many values a picture is drawn on a canvas: so many elements would make the page slow.
+MOST_SVG_VALUES = 8000
+
+STYLE = """
+.bridge-picture { overflow-x: auto; margin: 1em 0; }
+.bridge-picture > div { width: max-content; }
+.bridge-picture svg, .bridge-picture canvas { display: block; }
+"""
+
+# Draws every picture on the ground that it stands on: a page's own theme (Furo, JupyterLab, VS Code) where it has one,
+# otherwise what the reader's system says. Where there is too little room, panels that may wrap do. When ground or room
+# changes, it is drawn again.
+_DRAW = """
+(function () {
+  const asked = window.matchMedia("(prefers-color-scheme: dark)");
+  function isDark(element) {
+    for (let at = element; at; at = at.parentElement) {
+      const own = at.dataset.theme || at.dataset.vscodeThemeKind || "";
+      if (own.includes("dark")) return true;
+      if (own.includes("light")) return false;
+      if (at.dataset.jpThemeLight) return at.dataset.jpThemeLight === "false";
+    }
+    return asked.matches;
+  }
+  async function embed(element, spec, dark) {
+    const options = { actions: false, renderer: element.dataset.renderer, tooltip: { theme: dark ? "dark" : "light" } };
+    await window.vegaEmbed(element.querySelector("div"), spec, options);
+    return element.querySelector("div").scrollWidth;
+  }
+  async function draw(element) {
+    const dark = isDark(element), room = element.clientWidth, state = `${dark} ${room}`;
+    if (element.dataset.drawn === state || !room) return;
+    element.dataset.drawn = state;
+    const spec = JSON.parse(element.querySelector("script").textContent);
+    spec.params.find((parameter) => parameter.name === "dark").value = dark;
+    let width = await embed(element, spec, dark);
+    const facet = spec.usermeta && spec.usermeta.wrap && spec.encoding.facet;
+    while (facet && width > room && facet.columns > 1) {
+      const rows = Math.ceil(spec.usermeta.wrap / (facet.columns - 1));
+      facet.columns = Math.ceil(spec.usermeta.wrap / rows);  // rows of about the same length
+      width = await embed(element, spec, dark);
+    }
+  }
+  const all = () => document.querySelectorAll(".bridge-picture").forEach(draw);
+  if (!window.bridgePictures) {
+    window.bridgePictures = true;
+    asked.addEventListener("change", all);
+    window.addEventListener("resize", all);
+    const attributeFilter = ["data-theme", "data-jp-theme-light", "data-vscode-theme-kind"];
+    for (const element of [document.documentElement, document.body])
+      new MutationObserver(all).observe(element, { attributes: true, attributeFilter });
+  }
+  all();
+})();
+"""
+
+_PAGE_STYLE = """
+:root { color-scheme: light dark; --ground: #ffffff; --ink: #1f2328; --faint: #c8ccd2; }
+@media (prefers-color-scheme: dark) { :root { --ground: #131416; --ink: #e4e6ea; --faint: #4a4e55; } }
+body { background: var(--ground); color: var(--ink); font: 16px/1.55 system-ui, 'Liberation Sans', Arial, sans-serif;
+  margin: 0 auto; padding: 1.5em; max-width: 1200px; }
+p, li { max-width: 46em; }
+h1 { font-size: 1.7em; line-height: 1.2; } h2 { font-size: 1.25em; margin-top: 2em; }
+code, pre { font-family: ui-monospace, 'Liberation Mono', monospace; font-size: 0.9em; }
+pre { overflow-x: auto; border: 1px solid var(--faint); padding: 0.7em 1em; }
+"""
+
+
+#: What the bundle is to leave for the drawing script.
+_GLOBALS = "window.vegaEmbed = vegaEmbed; window.vega = vega; window.vegaLite = vegaLite;"
+
+
+@functools.cache
+def library() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, about 0.9 MB.
+
+    Example:
+        >>> from bridge.pictures.embedding import library
+        >>> "vegaEmbed" in library()
+        True
+    """
+    bundle = vl_convert.javascript_bundle(_GLOBALS).replace("</script", "<\\/script")
+    return f"(() => {{\n{bundle}\n}})();"  # its own names would meet those of a page's other scripts
+
+
+def drawing_script() -> str:
+    """The script that draws the pictures of a page, once `library` has run. It may run again when more have come.
+
+    Example:
+        >>> from bridge.pictures.embedding import drawing_script
+        >>> "vegaEmbed" in drawing_script()
+        True
+    """
+    return _DRAW
+
+
+def fragment(spec: dict[str, Any], n_values: int) -> str:
+    """What stands for a picture in a page that has the scripts.
+
+    Args:
+        spec: its Vega-Lite specification.
+        n_values: how many values it shows.
+
+    Example:
+        >>> from bridge.pictures.embedding import fragment
+        >>> "</b>" in fragment({"title": "</b>"}, 3)
+        False
+    """
+    text = json.dumps(spec, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    renderer = "canvas" if n_values > MOST_SVG_VALUES else "svg"
+    return (
+        f'<div class="bridge-picture" data-renderer="{renderer}"><div></div>'
+        f'<script type="application/json">{text}</script></div>'
+    )
+
+
+def output(spec: dict[str, Any], n_values: int) -> str:
+    """A picture for a notebook: with the scripts, since every cell's output may be the only one.
+
+    Args:
+        spec, n_values: as for `fragment`.
+    """
+    # The library is text until it turns out that no other output of this page has brought it.
+    return (
+        f"<style>{STYLE}</style>{fragment(spec, n_values)}"
+        f'<script type="text/plain" class="bridge-vega">{library()}</script>'
+        "<script>if (!window.vegaEmbed) (0, eval)(document.querySelector('script.bridge-vega').textContent);"
+        f"{_DRAW}</script>"
+    )
+
+
+def document(title: str, body: str) -> str:
+    """A page that needs nothing but itself.
+
+    Args:
+        title: its title, as text.
+        body: its body, as HTML.
+
+    Example:
+        >>> from bridge.pictures.embedding import document
+        >>> "<title>Heads &amp; tails</title>" in document("Heads & tails", "<p>Text</p>")
+        True
+    """
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'
+        f"<style>{_PAGE_STYLE}{STYLE}</style></head>\n<body>\n{body}\n"
+        f"<script>{library()}</script>\n<script>{_DRAW}</script>\n</body></html>\n"
+    )

@@ -1,0 +1,134 @@
+"""Grids of coloured cells, one or many: what most pictures are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import altair as alt
+from torch import Tensor
+
+from bridge.pictures.labels import lookup, width_of
+from bridge.pictures.picture import Picture
+from bridge.pictures.style import colour, configuration, dark_parameter, ink_on
+from bridge.pictures.values import compact
+
+#: What stands for no value.
+BLANK = 1e300
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One side of a grid.
+
+    Attributes:
+        title: what is counted, such as ``query``.
+        labels: the name of each row or column.
+        cell: the pixels that one takes.
+    """
+
+    title: str
+    labels: Sequence[str]
+    cell: float
+
+
+def grid(
+    values: Tensor,
+    rows: Axis,
+    columns: Axis,
+    scale: alt.Scale,
+    measure: str,
+    title: str,
+    panels: Sequence[str] | None = None,
+    panels_wide: int = 4,
+    wrap: bool = True,
+    numbers: bool = False,
+) -> Picture:
+    """Cells in rows and columns, coloured by a value, in one panel or several.
+
+    Args:
+        values: ``[row, column]``, or ``[panel, row, column]`` with `panels`; what is not finite stays blank.
+        rows, columns: the sides.
+        scale: from value to colour.
+        measure: what the value is, for legend and hover.
+        title: over the picture.
+        panels: a name for each panel.
+        panels_wide: how many panels stand beside each other.
+        wrap: whether a narrow page may put fewer of them beside each other.
+        numbers: write each value into its cell (without `panels`).
+
+    Example:
+        >>> import torch
+        >>> from bridge.pictures.grid import Axis, grid
+        >>> from bridge.pictures.style import sequential
+        >>> side = Axis("side", ["a", "b"], 20)
+        >>> grid(torch.eye(2), side, side, sequential(), "value", "Two by two").title
+        'Two by two'
+    """
+    n_rows, n_columns = values.shape[-2:]
+    size = n_rows * n_columns
+    # The values stand alone, in order; where each belongs follows from its number.
+    chart = alt.Chart(alt.Data(values=_for_vega(values, 4 if numbers else 3))).transform_window(n="row_number()")  # type: ignore[arg-type]
+    chart = chart.transform_calculate(
+        r=f"floor((datum.n - 1) / {n_columns}) % {n_rows}", c=f"(datum.n - 1) % {n_columns}"
+    )
+    chart = chart.transform_calculate(row=lookup(rows.labels, "datum.r"), column=lookup(columns.labels, "datum.c"))
+    tooltip = [
+        alt.Tooltip("row:N", title=rows.title),
+        alt.Tooltip("column:N", title=columns.title),
+        alt.Tooltip("data:Q", title=measure),
+    ]
+    if panels is not None:
+        chart = chart.transform_calculate(p=f"floor((datum.n - 1) / {size})")
+        chart = chart.transform_calculate(panel=lookup(panels, "datum.p"))
+        tooltip.insert(0, alt.Tooltip("panel:N", title="panel"))
+    chart = chart.transform_filter(f"datum.data !== {BLANK}")
+    legend = alt.Legend(title=measure, tickCount=5)
+    cells = chart.encode(
+        x=alt.X("c:O", axis=_axis(columns, True, 80)),
+        y=alt.Y("r:O", axis=_axis(rows, False, 140 if panels is None else 100)),
+        color=alt.Color("data:Q", scale=scale, legend=legend),
+        tooltip=tooltip,
+    )
+    drawn: alt.Chart | alt.LayerChart | alt.FacetChart = cells.mark_rect(
+        stroke=colour("ground"), strokeWidth=min(1.0, columns.cell / 12)
+    )
+    if numbers:
+        drawn = drawn + _numbers(cells, values, scale)
+    if panels is not None:
+        assert isinstance(drawn, alt.Chart)
+        header = alt.Header(labelExpr=lookup(panels, "datum.value"), title=None)
+        drawn = drawn.encode(facet=alt.Facet("p:O", columns=panels_wide, header=header, spacing=14 if wrap else 10))
+    size_of = {"width": alt.Step(columns.cell), "height": alt.Step(rows.cell)}
+    chart_of_all = drawn.properties(
+        title=title, config=configuration(), usermeta={"wrap": len(panels) if wrap and panels else 0}, **size_of
+    )
+    return Picture(chart_of_all.add_params(dark_parameter()), title)
+
+
+def _for_vega(values: Tensor, digits: int) -> list[float]:
+    """The numbers in order, with one that no activation reaches for what stays blank (lists must hold numbers only)."""
+    return [BLANK if value is None else value for value in compact(values, digits)]
+
+
+def _axis(axis: Axis, along: bool, longest: int) -> alt.Axis:
+    upright = not along or axis.cell >= width_of(axis.labels)
+    return alt.Axis(
+        title=axis.title,
+        labelExpr=lookup(axis.labels, "datum.value"),
+        labelAngle=0 if upright else -90,
+        labelOverlap=True,
+        labelLimit=longest,
+        ticks=False,
+        domain=False,
+        grid=False,
+    )
+
+
+def _numbers(cells: alt.Chart, values: Tensor, scale: alt.Scale) -> alt.Chart:
+    """The values in their cells, in ink that is seen on the cell's colour."""
+    domain = scale.to_dict()["domain"]
+    ink = ink_on(f"abs(datum.data) / {max(abs(domain[0]), abs(domain[-1]))}")
+    return cells.mark_text(fontSize=10, tooltip=False).encode(
+        text=alt.Text("data:Q", format=".2f" if values.abs().max() < 100 else ".3~g"), color=ink
+    )

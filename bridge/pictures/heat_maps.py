@@ -1,0 +1,299 @@
+"""Heat maps: patching, attribution, head contributions, composition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import altair as alt
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bridge.pictures.grid import Axis, grid
+from bridge.pictures.labels import lookup, token_labels, visible
+from bridge.pictures.picture import Picture
+from bridge.pictures.style import colour, configuration, dark_parameter, diverging, sequential
+from bridge.pictures.values import checked, compact, limit, names_for, without_batch
+
+_POSITIONS = ("pos", "dest_pos", "src_pos")
+_AXES = ("layer", "head", *_POSITIONS)
+
+
+def heat_map(
+    values: Float[Tensor, "..."],
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    *,
+    panels: Sequence[str] | None = None,
+    row_title: str = "row",
+    column_title: str = "column",
+    measure: str = "value",
+    title: str = "Values",
+) -> Picture:
+    """Any table of numbers, coloured on a scale that is centred at zero.
+
+    Args:
+        values: ``[row, column]``, or ``[panel, row, column]``.
+        rows, columns, panels: the names along each axis; None: their numbers. Spaces and line ends in them are shown.
+        row_title, column_title: what the axes count.
+        measure: what the value is.
+        title: over the picture.
+
+    Raises:
+        ValueError: other axes, names of another number, a value that is not finite.
+
+    Example:
+        >>> import torch
+        >>> from bridge import pictures
+        >>> pictures.heat_map(torch.randn(2, 3), ["a", "b"], ["x", "y", "z"], title="Some numbers")
+        Picture('Some numbers')
+    """
+    table = checked(values, "the values")
+    if table.ndim not in (2, 3):
+        raise ValueError(f"a heat map is of [row, column] or [panel, row, column]; the shape is {list(table.shape)}")
+    row_names = [visible(name) for name in names_for(rows, table.shape[-2], "", "rows")]
+    column_names = [visible(name) for name in names_for(columns, table.shape[-1], "", "columns")]
+    if table.ndim == 2 and panels is not None:
+        raise ValueError(f"panels are named, and the values of shape {list(table.shape)} have one panel only")
+    names = names_for(panels, len(table), "", "panels") if table.ndim == 3 else None
+    return _map(table, (row_title, row_names), (column_title, column_names), measure, title, names)
+
+
+def patching(
+    results: Float[Tensor, "..."],
+    axes: str,
+    tokens: Sequence[str] | None = None,
+    *,
+    panels: Sequence[str] | None = None,
+    clean: float | None = None,
+    corrupted: float | None = None,
+    measure: str | None = None,
+    title: str = "Activation patching",
+) -> Picture:
+    """What patching brings back: results of `bridge.patching`, or of any other patching with these axes.
+
+    Args:
+        results: what it returned.
+        axes: its axes by name: ``"layer pos"``, ``"layer head"``, ``"layer pos head"``,
+            ``"layer head dest_pos src_pos"``. One axis more in front is named by `panels`.
+        tokens: the text of each position, where positions are an axis: ``bridge.to_str_tokens(prompt)``.
+        panels: for results of several activations, their names: ``["resid_pre", "attn_out", "mlp_out"]``.
+        clean, corrupted: the metric of both runs, unpatched. With them, 0 is what the corrupted run gives and 1 what
+            the clean one gives; without, the colours are the metric itself.
+        measure: what the numbers are; None: the metric, or the share that was restored.
+        title: over the picture.
+
+    Raises:
+        ValueError: unknown axes, or axes and names that do not fit the results; only one of `clean` and `corrupted`, or
+            two that are equal.
+
+    Example:
+        >>> import torch
+        >>> from bridge import pictures
+        >>> results = torch.tensor([[0.0, 1.5], [0.2, 3.0]])
+        >>> pictures.patching(results, "layer pos", ["<bos>", " Mary"], clean=3.0, corrupted=0.0)
+        Picture('Activation patching')
+    """
+    values = checked(results, "the results")
+    names = axes.split()
+    unknown = [name for name in names if name not in _AXES]
+    if unknown or len(names) < 2 or len(set(names)) < len(names):
+        raise ValueError(f"axes is {axes!r}; it must name two or more different ones of {', '.join(_AXES)}")
+    if values.ndim != len(names) + (panels is not None):
+        more = " and one more for the panels" if panels is not None else ""
+        raise ValueError(f"{axes!r} are {len(names)} axes{more}; the results have shape {list(values.shape)}")
+    if (clean is None) != (corrupted is None):
+        raise ValueError("give both clean and corrupted, the metric of the two unpatched runs, or neither")
+    if clean is not None and corrupted is not None:
+        if clean == corrupted:
+            raise ValueError(f"clean and corrupted are both {clean}: there is nothing that patching could restore")
+        values = (values - corrupted) / (clean - corrupted)
+    row, column = _sides(names)
+    labels = {}
+    for axis, size in zip(names, values.shape[values.ndim - len(names) :], strict=True):
+        if axis in _POSITIONS:
+            if tokens is None:
+                raise ValueError(f"{axis!r} is an axis: tokens must hold the text of its {size} positions")
+            labels[axis] = token_labels(tokens, size)
+        else:
+            labels[axis] = [str(index) for index in range(size)]
+    rest = [name for name in names if name not in (row, column)]
+    lead = [] if panels is None else ["panel"]
+    order = [*lead, *names]
+    values = values.permute(*(order.index(name) for name in [*lead, *rest, row, column]))
+    groups = [names_for(panels, len(values), "", "panels")] if panels is not None else []
+    groups += [[f"{axis} {label}" for label in labels[axis]] for axis in rest]
+    together = [""]
+    for group in groups:
+        together = [f"{before}, {name}" if before else name for before in together for name in group]
+    return _map(
+        values.reshape(-1, *values.shape[-2:]) if groups else values,
+        (row.replace("_", " "), labels[row]),
+        (column.replace("_", " "), labels[column]),
+        measure or ("restored" if clean is not None else "metric"),
+        title,
+        together if groups else None,
+    )
+
+
+def _sides(names: Sequence[str]) -> tuple[str, str]:
+    """Which axes are rows and columns; the others make panels."""
+    if "dest_pos" in names and "src_pos" in names:
+        return "dest_pos", "src_pos"
+    rows = "layer" if "layer" in names else names[0]
+    others = [name for name in names if name != rows]
+    columns = next((name for name in others if name in _POSITIONS), others[-1])
+    return rows, columns
+
+
+def attribution(
+    values: Float[Tensor, "..."],
+    components: Sequence[str],
+    tokens: Sequence[str] | None = None,
+    *,
+    measure: str = "logit",
+    title: str = "Direct logit attribution",
+) -> Picture:
+    """What each component adds to a logit: bars at one position, a heat map over all.
+
+    Args:
+        values: what `cache.logit_attrs` returned, ``[component, pos]``, or ``[component]`` for one position, with a
+            batch axis of 1 after the first or without.
+        components: their names, which ``return_labels=True`` gives.
+        tokens: the text of each position; None: the values are of one position.
+        measure: what the numbers are.
+        title: over the picture.
+
+    Raises:
+        ValueError: other axes, or another number of names.
+
+    Example:
+        >>> from bridge import TransformerBridge, pictures
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> stack, labels = cache.decompose_resid(pos_slice=-1, return_labels=True)
+        >>> pictures.attribution(cache.logit_attrs(stack, " John", " Mary", pos_slice=-1), labels)
+        Picture('Direct logit attribution')
+    """
+    table = checked(values, "the attributions")
+    axes = 1 if tokens is None else 2
+    if table.ndim == axes + 1 and table.shape[1] == 1:
+        table = table.squeeze(1)
+    if table.ndim != axes:
+        wanted = "[component] (tokens would name positions)" if tokens is None else "[component, pos]"
+        raise ValueError(f"attributions are {wanted}, of one prompt; the shape is {list(values.shape)}")
+    names = [visible(name) for name in names_for(components, len(table), "", "components")]
+    if tokens is None:
+        return _bars(table, names, measure, title)
+    return _map(table, ("component", names), ("position", token_labels(tokens, table.shape[1])), measure, title)
+
+
+def heads(
+    values: Float[Tensor, "..."],
+    *,
+    measure: str = "contribution",
+    title: str = "Heads",
+) -> Picture:
+    """One number for each head, layers down, heads across: contributions, scores of a detector, effects of ablation.
+
+    Args:
+        values: ``[layer, head]``, with a batch axis of 1 in front or without.
+        measure: what the numbers are.
+        title: over the picture.
+
+    Raises:
+        ValueError: other axes, a batch of several prompts, a value that is not finite.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge, pictures
+        >>> from bridge.analysis.logit_lens import head_contributions
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> john, mary = (torch.tensor([bridge.to_single_token(name)]) for name in (" John", " Mary"))
+        >>> pictures.heads(head_contributions(bridge, bridge.to_tokens("Mary and"), john, mary))
+        Picture('Heads')
+    """
+    table = without_batch(checked(values, "the heads' values"), 2, "values of heads [layer, head]")
+    layers, across = ([str(index) for index in range(n)] for n in table.shape)
+    return _map(table, ("layer", layers), ("head", across), measure, title)
+
+
+def composition(
+    scores: Float[Tensor, "..."],
+    *,
+    labels: Sequence[str] | None = None,
+    title: str = "Composition of heads",
+) -> Picture:
+    """How much each head reads of what each earlier head writes: writing heads down, reading heads across.
+
+    Args:
+        scores: ``bridge.all_composition_scores(mode)``, ``[writing layer, head, reading layer, head]``. Pairs in which
+            the reader is in no later layer stay blank.
+        labels: the names of all heads, such as ``bridge.attn_head_labels``; None: ``L0H0``, ...
+        title: over the picture.
+
+    Raises:
+        ValueError: other axes, or another number of names.
+
+    Example:
+        >>> from bridge import TransformerBridge, pictures
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> pictures.composition(bridge.all_composition_scores("K"), title="K-composition")
+        Picture('K-composition')
+    """
+    table = checked(scores, "the scores")
+    shape = list(table.shape)
+    if table.ndim != 4 or shape[:2] != shape[2:]:
+        raise ValueError(f"composition scores are [layer, head, layer, head]; the shape is {shape}")
+    n_layers, n_heads = shape[:2]
+    if n_layers < 2:
+        raise ValueError(f"scores of shape {shape} are of one layer: no head reads from an earlier one")
+    names = [f"L{layer}H{head}" for layer in range(n_layers) for head in range(n_heads)]
+    if labels is not None:
+        names = [visible(label) for label in names_for(labels, len(names), "", "labels")]
+    layer = torch.arange(n_layers)
+    later = (layer[:, None, None, None] < layer[None, None, :, None]).expand(table.shape)
+    table = table.masked_fill(~later, float("-inf"))
+    # The last layer writes for nobody, the first one reads from nobody.
+    table = table[:-1, :, 1:].reshape((n_layers - 1) * n_heads, -1)
+    cell = max(4.0, min(22.0, 700 / len(names)))
+    writers, readers = Axis("writing head", names[:-n_heads], cell), Axis("reading head", names[n_heads:], cell)
+    scale = sequential(limit(table)) if not bool((table[table.isfinite()] < 0).any()) else diverging(limit(table))
+    return grid(table, writers, readers, scale, "score", title)
+
+
+def _map(
+    table: Tensor,
+    rows: tuple[str, list[str]],
+    columns: tuple[str, list[str]],
+    measure: str,
+    title: str,
+    panels: list[str] | None = None,
+) -> Picture:
+    n_rows, n_columns = table.shape[-2:]
+    few = panels is None and n_columns <= 20 and n_rows <= 40
+    wide = 42.0 if few else max(4.0, min(26.0, (1000 if panels is None else 300) / n_columns))
+    high = max(8.0, min(24.0, 700 / n_rows)) if panels is None else max(4.0, min(20.0, 360 / n_rows))
+    return grid(
+        table,
+        Axis(rows[0], rows[1], high),
+        Axis(columns[0], columns[1], wide),
+        diverging(limit(table)),
+        measure,
+        title,
+        panels=panels,
+        panels_wide=max(1, int(1050 // (wide * n_columns + 20))),
+        numbers=few and high >= 14,
+    )
+
+
+def _bars(values: Tensor, names: list[str], measure: str, title: str) -> Picture:
+    rows = [{"i": i, "name": name, "v": v} for i, (name, v) in enumerate(zip(names, compact(values), strict=True))]
+    base = alt.Chart(alt.Data(values=rows)).encode(  # type: ignore[arg-type]
+        y=alt.Y("i:O", title=None, axis=alt.Axis(labelExpr=lookup(names, "datum.value"), ticks=False, domain=False)),
+        x=alt.X("v:Q", title=measure),
+        tooltip=[alt.Tooltip("name:N", title="component"), alt.Tooltip("v:Q", title=measure)],
+        color=alt.condition("datum.v < 0", alt.value(colour("accent")), alt.value(colour("line"))),
+    )
+    high = 18 if len(names) <= 40 else max(3.0, 720 / len(names))
+    chart = base.mark_bar().properties(width=420, height=alt.Step(high), title=title, config=configuration())
+    return Picture(chart.add_params(dark_parameter()), title)

@@ -1,0 +1,136 @@
+"""Where the nodes and lines of a graph without circles stand when everything flows from left to right.
+
+The layered drawing of Sugiyama et al. 1981, "Methods for Visual Understanding of Hierarchical System Structures": nodes
+in columns, a place of its own for every line in each column that it passes, and orders in which few lines cross.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+#: A node, or where an edge passes a column: the edge's number and the column.
+_Stop = str | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places in columns and rows; rows are counted from the middle.
+
+    Attributes:
+        nodes: for each node its column and row.
+        paths: for each edge the stops after its sender, its receiver the last, as columns and rows.
+        n_columns, n_rows: how large it is.
+    """
+
+    nodes: dict[str, tuple[int, float]]
+    paths: list[list[tuple[int, float]]]
+    n_columns: int
+    n_rows: float
+
+
+def columns_of(edges: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """A column for each node, to the right of all that send to it, and no further left than it has to be.
+
+    Args:
+        edges: sender and receiver of each.
+
+    Raises:
+        ValueError: the edges go in a circle.
+
+    Example:
+        >>> from bridge.pictures.layered_graph import columns_of
+        >>> columns_of([("a", "b"), ("b", "c"), ("a", "c"), ("late", "c")])["late"]
+        1
+    """
+    senders: dict[str, list[str]] = {}
+    receivers: dict[str, list[str]] = {}
+    for sender, receiver in edges:
+        senders.setdefault(receiver, []).append(sender)
+        senders.setdefault(sender, [])
+        receivers.setdefault(sender, []).append(receiver)
+    try:
+        order = list(TopologicalSorter(senders).static_order())
+    except CycleError as error:
+        raise ValueError(f"the edges go in a circle: {' -> '.join(error.args[1])}") from error
+    column: dict[str, int] = {}
+    for node in order:
+        column[node] = max((column[sender] + 1 for sender in senders[node]), default=0)
+    for node in order:  # what nothing sends to stands just before the first that it sends to
+        if not senders[node]:
+            column[node] = min(column[receiver] for receiver in receivers[node]) - 1
+    return column
+
+
+def layout(edges: Sequence[tuple[str, str]], columns: Mapping[str, int]) -> Layout:
+    """Rows for the nodes, and the stops of each edge.
+
+    Args:
+        edges: sender and receiver of each.
+        columns: the column of each node.
+
+    Raises:
+        ValueError: a node without a column, or a receiver that does not stand to the right of its sender.
+
+    Example:
+        >>> from bridge.pictures.layered_graph import columns_of, layout
+        >>> edges = [("a", "b"), ("b", "c"), ("a", "c")]
+        >>> layout(edges, columns_of(edges)).nodes["b"][0]
+        1
+    """
+    for sender, receiver in edges:
+        missing = [node for node in (sender, receiver) if node not in columns]
+        if missing:
+            raise ValueError(f"{missing[0]!r} has no column; there are columns for {', '.join(map(repr, columns))}")
+        if columns[sender] >= columns[receiver]:
+            raise ValueError(
+                f"{receiver!r} (column {columns[receiver]}) must stand to the right of {sender!r} "
+                f"(column {columns[sender]}), which sends to it"
+            )
+    shown = sorted({columns[node] for edge in edges for node in edge})
+    index = {column: i for i, column in enumerate(shown)}  # columns without a node take no room
+    members: dict[int, list[_Stop]] = {i: [] for i in range(len(shown))}
+    for node in dict.fromkeys(name for edge in edges for name in edge):
+        members[index[columns[node]]].append(node)
+    chains: list[list[tuple[int, _Stop]]] = []
+    near: dict[_Stop, list[_Stop]] = {}
+    for number, (sender, receiver) in enumerate(edges):
+        start, end = index[columns[sender]], index[columns[receiver]]
+        chain: list[tuple[int, _Stop]] = [(start, sender)]
+        for column in range(start + 1, end):
+            members[column].append((number, column))
+            chain.append((column, (number, column)))
+        chain.append((end, receiver))
+        chains.append(chain)
+        for (_, one), (_, other) in itertools.pairwise(chain):
+            near.setdefault(one, []).append(other)
+            near.setdefault(other, []).append(one)
+    row: dict[_Stop, float] = {}
+    for stops in members.values():
+        row |= _rows(stops)
+    for sweep in range(12):
+        for column in sorted(members, reverse=bool(sweep % 2)):
+            members[column].sort(key=lambda stop: sum(row[other] for other in near[stop]) / len(near[stop]))
+            row |= _rows(members[column])
+    return Layout(
+        nodes={stop: (c, row[stop]) for c, stops in members.items() for stop in stops if isinstance(stop, str)},
+        paths=[[(c, row[stop]) for c, stop in chain[1:]] for chain in chains],
+        n_columns=len(shown),
+        n_rows=max(sum(_height(stop) for stop in stops) for stops in members.values()),
+    )
+
+
+def _height(stop: _Stop) -> float:
+    """A line that passes takes less room than a node."""
+    return 1.0 if isinstance(stop, str) else 0.4
+
+
+def _rows(stops: Sequence[_Stop]) -> dict[_Stop, float]:
+    """The stops of a column one under the other, around the middle."""
+    at, rows = -sum(map(_height, stops)) / 2, {}
+    for stop in stops:
+        rows[stop] = at + _height(stop) / 2
+        at += _height(stop)
+    return rows

@@ -1,0 +1,127 @@
+"""The logit lens: tokens in cells."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+import altair as alt
+from jaxtyping import Float
+from torch import Tensor
+
+from bridge.pictures.labels import Vocabulary, lookup, token_labels, visible
+from bridge.pictures.picture import Picture
+from bridge.pictures.style import colour, configuration, dark_parameter, ink_on, sequential
+from bridge.pictures.values import checked, compact, names_for
+
+
+def logit_lens(
+    logits: Float[Tensor, "..."],
+    tokens: Sequence[str],
+    model: Vocabulary,
+    *,
+    rows: Sequence[str] | None = None,
+    top: int = 5,
+    title: str = "Logit lens",
+) -> Picture:
+    """What the model would say next if it ended after each layer: the likeliest token in each cell.
+
+    The colour is its probability; hovering shows the likeliest few (nostalgebraist 2020, "interpreting GPT: the logit
+    lens").
+
+    Args:
+        logits: what `bridge.analysis.logit_lens.logit_lens` returned, ``[layer, pos, d_vocab]``, with a batch axis of 1
+            after the first or without.
+        tokens: the text of each position: ``bridge.to_str_tokens(prompt)``.
+        model: the bridge, which knows the text of its tokens.
+        rows: a name for each layer; None: ``embed``, 0, 1, ...
+        top: how many tokens hovering shows.
+        title: over the picture.
+
+    Raises:
+        ValueError: other axes, a batch of several prompts, another number of tokens, a value that is not finite.
+
+    Example:
+        >>> from bridge import TransformerBridge, pictures
+        >>> from bridge.analysis.logit_lens import logit_lens
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> lens = logit_lens(bridge, bridge.to_tokens("Mary and John"))
+        >>> pictures.logit_lens(lens, bridge.to_str_tokens("Mary and John"), bridge)
+        Picture('Logit lens')
+    """
+    values = checked(logits, "the logits")
+    if values.ndim == 4 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim != 3:
+        raise ValueError(
+            f"the logits of a lens are [layer, pos, d_vocab], of one prompt; the shape is {list(logits.shape)}"
+        )
+    n_layers, n_pos, d_vocab = values.shape
+    if not 1 <= top <= d_vocab:
+        raise ValueError(f"top is {top}; it must be from 1 to {d_vocab}")
+    columns = token_labels(tokens, n_pos)
+    layers = ["embed", *map(str, range(n_layers - 1))] if rows is None else names_for(rows, n_layers, "", "rows")
+    best = values.softmax(-1).topk(top, dim=-1)
+    known: dict[int, str] = {}
+    for token in best.indices.flatten().unique().tolist():
+        known[token] = visible(model.to_single_str_token(token))
+    cell = _cell([*known.values(), *columns], n_pos)
+    cells = []
+    for layer in range(n_layers):
+        for position in range(n_pos):
+            found = [known[token] for token in best.indices[layer, position].tolist()]
+            shares = compact(best.values[layer, position])
+            cells.append(
+                {"l": layer, "p": position, "v": shares[0], "t": _cut(found[0], cell)}
+                | {f"k{i}": f"{text} {share}" for i, (text, share) in enumerate(zip(found, shares, strict=True))}
+            )
+    base = (
+        alt.Chart(alt.Data(values=cells))  # type: ignore[arg-type]
+        .transform_calculate(row=lookup(layers, "datum.l"), column=lookup(columns, "datum.p"))
+        .encode(
+            x=alt.X("p:O", axis=alt.Axis(
+                title="position", orient="top", labelExpr=lookup([_cut(c, cell) for c in columns], "datum.value"),
+                labelAngle=0, ticks=False, domain=False,
+            )),
+            y=alt.Y("l:O", axis=alt.Axis(
+                title="after layer", labelExpr=lookup(layers, "datum.value"), ticks=False, domain=False
+            )),
+            tooltip=[
+                alt.Tooltip("row:N", title="after layer"),
+                alt.Tooltip("column:N", title="at token"),
+                *(alt.Tooltip(f"k{i}:N", title=str(i + 1)) for i in range(top)),
+            ],
+        )
+    )  # fmt: skip
+    legend = alt.Legend(title="probability", tickCount=5)
+    rects = base.mark_rect(stroke=colour("ground"), strokeWidth=1).encode(
+        color=alt.Color("v:Q", scale=sequential(), legend=legend)
+    )
+    words = base.mark_text(fontSize=10).encode(text="t:N", color=ink_on("datum.v"))
+    chart = (rects + words).properties(
+        title=title, width=alt.Step(cell), height=alt.Step(22), config=configuration()
+    )  # fmt: skip
+    return Picture(chart.add_params(dark_parameter()), title)
+
+
+def _cell(texts: Sequence[str], n_pos: int) -> int:
+    """The pixels of a cell: as wide as its words, but narrower where there are many."""
+    longest = max(map(_wide, texts))
+    return max(34, min(8 + 6 * longest, 80 if n_pos <= 10 else 52))
+
+
+def _wide(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def _cut(text: str, cell: int) -> str:
+    """The text, or as much of it as fits into a cell."""
+    room = (cell - 4) // 6
+    if _wide(text) <= room:
+        return text
+    kept = ""
+    for character in text:
+        if _wide(kept + character) > room - 1:
+            break
+        kept += character
+    return f"{kept}…"

@@ -1,0 +1,68 @@
+"""Runs the examples of pages that show pictures, and puts each picture under the code that made it.
+
+A page with `bridge.pictures` in its Python blocks is run from top to bottom, as the tests do. Where the last line of a
+block is an expression whose value is a `Picture`, it is shown there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+
+LIBRARY, DRAW = "vega.js", "draw.js"
+
+
+def last_value(code: str, name: str, namespace: dict[str, Any]) -> Any:
+    """Runs code, and gives back the value of its last line where that is an expression."""
+    tree = ast.parse(code, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec"), namespace)
+    return eval(compile(ast.Expression(last.value), name, "eval"), namespace) if last else None
+
+
+def show(app: Any, doctree: nodes.document) -> None:
+    """Puts the pictures of a page in their places."""
+    blocks = [block for block in doctree.findall(nodes.literal_block) if block.get("language") == "python"]
+    if not any("pictures" in block.astext() for block in blocks):
+        return
+    from bridge.pictures import Picture
+    from bridge.pictures.embedding import STYLE
+
+    shown = 0
+    namespace: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for block in blocks:
+            with contextlib.redirect_stdout(io.StringIO()):
+                value = last_value(block.astext(), app.env.docname, namespace)
+            if isinstance(value, Picture):
+                block.parent.insert(block.parent.index(block) + 1, nodes.raw("", value.fragment(), format="html"))
+                shown += 1
+    if shown:
+        up = "../" * app.env.docname.count("/")
+        scripts = "".join(f'<script src="{up}_static/{name}"></script>' for name in (LIBRARY, DRAW))
+        doctree.append(nodes.raw("", f"<style>{STYLE}</style>{scripts}", format="html"))
+
+
+def write_scripts(app: Any, error: Exception | None) -> None:
+    """Puts Vega, which is part of vl-convert, and the drawing script beside the pages."""
+    if error is None and app.builder.format == "html":
+        from bridge.pictures.embedding import drawing_script, library
+
+        place = Path(app.outdir) / "_static"
+        (place / LIBRARY).write_text(library(), encoding="utf-8")
+        (place / DRAW).write_text(drawing_script(), encoding="utf-8")
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Sphinx's entry point."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    app.connect("doctree-read", show)
+    app.connect("build-finished", write_scripts)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,49 @@
+"""The documentation site: ``make docs`` builds it, offline, and warnings are errors."""
+
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE / "_site")]
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from bridge.version import __version__  # noqa: E402  (found by the line above)
+
+project = "transformer-bridge"
+copyright = "the transformer-bridge authors"  # Sphinx's name for it
+version = release = __version__
+
+extensions = ["myst_parser", "api_pages", "pictures_in_pages"]
+exclude_patterns = ["_site", "_static"]
+source_suffix = {".md": "markdown"}
+
+# Every heading can be linked to, as on GitHub.
+myst_heading_anchors = 4
+
+
+def list_new_pages(app: object, docname: str, source: list[str]) -> None:
+    """Lists pages that the first page does not name after those that it does."""
+    if docname == "index":
+        pages = sorted(path.stem for path in HERE.glob("*.md"))
+        head, marker, tail = source[0].partition("\n\nguide\n")
+        listed, end, rest = (marker + tail).partition("\n```")
+        new = [page for page in pages if page != "index" and page not in listed.split()]
+        source[0] = head + "\n".join([listed, *new]) + end + rest
+
+
+def setup(app: object) -> None:
+    """Sphinx's entry point."""
+    app.connect("source-read", list_new_pages)  # type: ignore[attr-defined]
+
+
+html_theme = "furo"
+html_title = f"transformer-bridge {__version__}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#08519c", "color-brand-content": "#08519c"},
+    "dark_css_variables": {"color-brand-primary": "#8cc8ff", "color-brand-content": "#8cc8ff"},
+}

@@ -1,0 +1,83 @@
+"""The built site (`make docs`): no dead link, nothing from elsewhere, and every page quiet in a browser."""
+
+import re
+
+import pytest
+
+from tests.docs.site import ROOT, SITE, Page, outside
+from tests.pictures.browser import Browser
+
+pytestmark = pytest.mark.pages
+
+
+@pytest.fixture(scope="module")
+def pages():
+    found = {path.resolve(): Page(path) for path in SITE.rglob("*.html")}
+    assert len(found) > 20, f"{SITE} is not built: make docs"
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+def test_no_link_is_dead(pages):
+    dead, followed = [], 0
+    for page in pages.values():
+        for link in page.links:
+            if outside(link):
+                continue
+            path, anchor = page.target(link)
+            followed += 1
+            if not path.exists():
+                dead.append(f"{page.path.name}: {link}")
+            elif anchor and path in pages and anchor not in pages[path].anchors:
+                dead.append(f"{page.path.name}: {link} (no such anchor)")
+    assert not dead
+    assert followed > 1000
+
+
+def test_nothing_is_loaded_from_elsewhere(pages):
+    for page in pages.values():
+        assert [link for link in page.loads if outside(link)] == []
+        for link in page.loads:
+            if not link.startswith("data:"):
+                assert page.target(link)[0].exists(), f"{page.path.name} loads {link}"
+    for sheet in SITE.rglob("*.css"):
+        assert not re.search(r"url\(\s*[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_every_page_of_docs_is_there(pages):
+    for source in (ROOT / "docs").glob("*.md"):
+        assert (SITE / f"{source.stem}.html").resolve() in pages
+
+
+def test_every_page_is_quiet_in_a_browser(browser, pages):
+    for path in pages:
+        seen = browser.open(path)
+        assert seen.console == [] and seen.errors == [], path
+        assert all(request.startswith((SITE.resolve().as_uri(), "data:")) for request in seen.requests), path
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (640, False), (640, True)])
+@pytest.mark.parametrize("name", ["pictures", "index"])
+def test_pages_show_their_pictures(browser, pages, name, width, dark):
+    page = SITE / f"{name}.html"
+    browser.open(page, width, dark=dark)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL)
+    wanted = sum(block.rstrip().splitlines()[-1].startswith(("pictures.", ")")) for block in blocks)
+    grounds = browser.evaluate(
+        "[...document.querySelectorAll('.bridge-picture > div > * svg.marks, .bridge-picture svg.marks,"
+        " .bridge-picture canvas.marks')].map((s) => getComputedStyle(s).backgroundColor)"
+    )
+    assert len(grounds) == wanted >= 1
+    assert set(grounds) <= {"rgb(19, 20, 22)" if dark else "rgb(255, 255, 255)", "rgba(0, 0, 0, 0)"}
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_gallery_is_small():
+    page = (SITE / "pictures.html").stat().st_size
+    assert page + (SITE / "_static" / "vega.js").stat().st_size < 5_000_000

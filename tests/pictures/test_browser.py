@@ -1,0 +1,136 @@
+"""Every picture in a real browser: it is drawn, says nothing on the console, fetches nothing, and answers the mouse."""
+
+import json
+
+import pytest
+
+from bridge import pictures
+from bridge.cli.story import story
+from tests.pictures.large import LAYERS, TOKENS, all_pictures
+
+pytestmark = pytest.mark.pages
+SIZES = [(1280, False), (1280, True), (640, False), (640, True)]
+NAMES = list(all_pictures())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    return {name: picture.save(folder / f"{name}.html") for name, picture in all_pictures().items()}
+
+
+def clean(seen, page):
+    assert seen.console == [] and seen.errors == []
+    assert seen.requests == [page.resolve().as_uri()]  # itself, and nothing else
+
+
+INSIDE = """(() => {
+  const svg = document.querySelector('svg.marks, canvas.marks'), box = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll('text')].filter((t) => t.textContent && t.style.opacity !== '0');
+  const outside = texts.filter((t) => {
+    const r = t.getBoundingClientRect();
+    return r.left < box.left - 1 || r.right > box.right + 1 || r.top < box.top - 1 || r.bottom > box.bottom + 1;
+  }).map((t) => t.textContent);
+  const small = texts.filter((t) => parseFloat(getComputedStyle(t).fontSize) < 10).map((t) => t.textContent);
+  return { kind: svg.tagName, width: box.width, height: box.height, outside, small, texts: texts.length,
+    marks: svg.querySelectorAll('[aria-roledescription]').length,
+    page: document.documentElement.scrollWidth, ground: getComputedStyle(document.body).backgroundColor };
+})()"""
+
+
+@pytest.mark.parametrize(("width", "dark"), SIZES, ids=[f"{w}-{'dark' if d else 'light'}" for w, d in SIZES])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_drawn(browser, saved, name, width, dark):
+    clean(browser.open(saved[name], width, dark=dark), saved[name])
+    found = browser.evaluate(INSIDE)
+    assert found["outside"] == [] and found["small"] == []
+    assert found["width"] > 200 and found["height"] > 100
+    assert found["page"] <= width  # what is wider scrolls in its own place
+    assert found["ground"] == ("rgb(19, 20, 22)" if dark else "rgb(255, 255, 255)")
+    if width == 1280:
+        assert found["width"] <= 1232, "wider than the page"
+    if found["kind"] == "svg":
+        assert found["texts"] > 10 and found["marks"] > 12
+
+
+def test_attention_answers_the_mouse(browser, saved):
+    browser.open(saved["attention"])
+    cells = browser.evaluate("""[...document.querySelectorAll('.mark-rect path')].map((c) => {
+        const r = c.getBoundingClientRect();
+        return [c.getAttribute('aria-label'), r.left + r.width / 2, r.top + r.height / 2];
+    })""")
+    label, x, y = next(cell for cell in cells if "query: ·bottle" in cell[0] and "key: ·Mary" in cell[0])
+    said = browser.hover(x, y)
+    for line in ("query", "·bottle", "key", "·Mary", "weight", "panel", "head 0"):
+        assert line in said, (said, label)
+
+
+def test_the_ground_may_change_under_a_picture(browser, saved):
+    browser.open(saved["heads"])
+    read = "getComputedStyle(document.querySelector('svg.marks')).backgroundColor"
+    assert browser.evaluate(read) == "rgb(255, 255, 255)"
+    browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    wait = f"""new Promise((done) => {{
+        const t = setInterval(() => {{ if ({read} === '%s') {{ clearInterval(t); done(1); }} }}, 20);
+    }})"""
+    browser.evaluate(wait % "rgb(19, 20, 22)")
+    browser.evaluate("document.body.dataset.theme = 'light'")  # as Furo does when the reader chooses
+    browser.evaluate(wait % "rgb(255, 255, 255)")
+
+
+def test_panels_wrap_where_a_page_is_narrow(browser, saved):
+    columns = (
+        "new Set([...document.querySelectorAll('.role-scope .mark-rect')]"
+        ".map((g) => Math.round(g.getBoundingClientRect().left))).size"
+    )
+    browser.open(saved["attention"], 1280)
+    assert browser.evaluate(columns) == 4
+    browser.open(saved["attention"], 640)
+    assert browser.evaluate(columns) == 2
+    assert browser.evaluate("document.querySelector('svg.marks').getBoundingClientRect().width") <= 640
+
+
+def test_the_lens_shows_its_words(browser, saved):
+    browser.open(saved["lens"])
+    words = browser.evaluate("[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)")
+    assert sum(len(word) > 0 for word in words) >= (LAYERS + 1) * len(TOKENS)
+
+
+def test_a_notebook_output_draws_itself_twice_on_a_page(browser, tmp_path):
+    one = all_pictures()["heads"]._repr_mimebundle_()["text/html"]
+    other = all_pictures()["circuit"]._repr_mimebundle_()["text/html"]
+    page = tmp_path / "notebook.html"
+    page.write_text(
+        '<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">'
+        f'<body data-jp-theme-light="false">{one}{other}'
+    )
+    clean(browser.open(page), page)
+    grounds = "[...document.querySelectorAll('svg.marks')].map((s) => getComputedStyle(s).backgroundColor)"
+    assert browser.evaluate(grounds) == ["rgb(19, 20, 22)"] * 2
+
+
+def test_a_page_of_all_of_them(browser, tmp_path):
+    page = tmp_path / "all.html"
+    page.write_text(pictures.page("All", all_pictures().values()))
+    assert page.stat().st_size < 5_000_000
+    clean(browser.open(page), page)
+    assert browser.evaluate("document.querySelectorAll('svg.marks, canvas.marks').length") == len(NAMES)
+
+
+@pytest.mark.parametrize(("width", "dark"), SIZES)
+def test_the_report_of_the_demo(browser, tmp_path, width, dark):
+    page = tmp_path / "story.html"
+    page.write_text(story(), encoding="utf-8")
+    clean(browser.open(page, width, dark=dark), page)
+    assert browser.evaluate("document.querySelectorAll('svg.marks').length") == 6
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_what_is_fetched_and_what_fails_would_be_seen(browser, tmp_path):
+    page = tmp_path / "bad.html"
+    page.write_text(
+        '<!doctype html><script src="missing.js"></script><script>console.warn("careful"); nothing.there</script>'
+    )
+    seen = browser.open(page)
+    assert json.dumps(seen.requests).count("missing.js") == 1
+    assert seen.console == ["warning: careful"] and len(seen.errors) >= 2

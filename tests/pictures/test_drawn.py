@@ -1,0 +1,166 @@
+"""Each picture draws the numbers that it was given, in the places that they belong to."""
+
+import re
+
+import pytest
+import torch
+
+from bridge import pictures
+from tests.pictures.drawn import marks, number
+
+TOKENS = ["<bos>", " Mary", "\n", " Mary"]
+
+
+class Words:
+    def to_single_str_token(self, int_token):
+        return f" w{int_token}"
+
+
+def close(text, value):
+    return number(text) == pytest.approx(float(value), rel=5e-3, abs=1e-12)
+
+
+def test_attention_names_each_pair():
+    pattern = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(0)).tril()
+    drawn = marks(pictures.attention(pattern, TOKENS))
+    shown = ["<bos>", "·Mary", "↵", "·Mary"]
+    assert len(drawn) == 48
+    for mark in drawn:
+        head, query, key = int(mark["panel"].removeprefix("head ")), int(mark["r"]), int(mark["c"])
+        assert (mark["query"], mark["key"]) == (shown[query], shown[key])
+        assert close(mark["weight"], pattern[0, head, query, key])
+    assert len({(mark["panel"], mark["r"], mark["c"]) for mark in drawn}) == 48
+
+
+def test_attention_of_all_layers():
+    pattern = torch.rand(2, 1, 3, 4, 4)
+    drawn = marks(pictures.attention(pattern, TOKENS, layers=[5, 7]))
+    assert [mark["panel"] for mark in drawn[::16]] == ["L5H0", "L5H1", "L5H2", "L7H0", "L7H1", "L7H2"]
+    for i, mark in enumerate(drawn):
+        assert close(mark["weight"], pattern.flatten()[i])
+
+
+def test_masked_scores_stay_blank():
+    scores = torch.randn(2, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
+    drawn = marks(pictures.attention(scores, TOKENS))
+    assert len(drawn) == 2 * 10
+    assert all(close(m["score"], scores[int(m["panel"][-1]), int(m["r"]), int(m["c"])]) for m in drawn)
+
+
+def test_cross_attention_has_two_texts():
+    drawn = marks(pictures.attention(torch.rand(2, 2, 3), ["a", "b"], key_tokens=["x", "y", "z"]))
+    assert [(m["query"], m["key"]) for m in drawn[:6]] == [(q, k) for q in "ab" for k in "xyz"]
+
+
+def test_the_logit_lens_shows_the_likeliest_tokens():
+    logits = torch.randn(3, 1, 4, 9)
+    drawn = [m for m in marks(pictures.logit_lens(logits, TOKENS, Words(), top=2)) if "v" in m]
+    assert len(drawn) == 12
+    for mark in drawn:
+        layer, position = int(mark["l"]), int(mark["p"])
+        assert mark["after layer"] == ["embed", "0", "1"][layer]
+        assert mark["at token"] == pictures.labels.visible(TOKENS[position])
+        odds = logits[layer, 0, position].double().exp()
+        for rank in (1, 2):
+            word, share = mark[str(rank)].split(" ")
+            token = odds.argsort(descending=True)[rank - 1]
+            assert word == f"·w{token}"
+            assert close(share, odds[token] / odds.sum())
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "place"),
+    [
+        ((2, 4), "layer pos", lambda m: (m["layer"], m["c"])),
+        ((2, 3), "layer head", lambda m: (m["layer"], m["head"])),
+        ((2, 4, 3), "layer pos head", lambda m: (m["layer"], m["c"], m["panel"].removeprefix("head "))),
+        (
+            (2, 3, 4, 4),
+            "layer head dest_pos src_pos",
+            lambda m: (*re.fullmatch(r"layer (\d), head (\d)", m["panel"]).groups(), m["r"], m["c"]),
+        ),
+    ],
+)
+def test_patching(shape, axes, place):
+    results = torch.randn(shape)
+    drawn = marks(pictures.patching(results, axes, TOKENS))
+    found = {}
+    for mark in drawn:
+        if "metric" in mark:
+            found[tuple(map(int, place(mark)))] = mark["metric"]
+    assert len(found) == results.numel()
+    assert all(close(text, results[index]) for index, text in found.items())
+
+
+def test_patching_of_several_activations_and_what_it_restores():
+    results = torch.randn(2, 3, 4)
+    drawn = marks(pictures.patching(results, "layer pos", TOKENS, panels=["z", "q"], clean=5.0, corrupted=-3.0))
+    assert len(drawn) == 24
+    for mark in drawn:
+        value = results["zq".index(mark["panel"]), int(mark["layer"]), int(mark["c"])]
+        assert close(mark["restored"], (value + 3) / 8)
+
+
+def test_attribution_over_positions_and_at_one():
+    values, names = torch.randn(3, 1, 4), ["embed", "0_attn_out", "0_mlp_out"]
+    drawn = [m for m in marks(pictures.attribution(values, names, TOKENS)) if "logit" in m]
+    for mark in drawn:
+        assert close(mark["logit"], values[names.index(mark["component"]), 0, int(mark["c"])])
+    bars = marks(pictures.attribution(values[:, :, 2], names))
+    assert [mark["component"] for mark in bars] == names
+    assert all(close(mark["logit"], value) for mark, value in zip(bars, values[:, 0, 2], strict=True))
+
+
+def test_heads():
+    values = torch.randn(1, 3, 2)
+    drawn = [m for m in marks(pictures.heads(values)) if "contribution" in m]
+    assert {(m["layer"], m["head"]) for m in drawn} == {(str(i), str(j)) for i in range(3) for j in range(2)}
+    assert all(close(m["contribution"], values[0, int(m["layer"]), int(m["head"])]) for m in drawn)
+
+
+def test_composition_leaves_out_what_cannot_be():
+    scores = torch.rand(3, 2, 3, 2)
+    drawn = marks(pictures.composition(scores))
+    assert len(drawn) == 3 * 4
+    for mark in drawn:
+        (writer, wh), (reader, rh) = ((int(n[1]), int(n[3])) for n in (mark["writing head"], mark["reading head"]))
+        assert writer < reader
+        assert close(mark["score"], scores[writer, wh, reader, rh])
+
+
+def test_residual_norms():
+    stream = torch.randn(3, 1, 4, 5)
+    drawn = marks(pictures.residual_norms(stream, TOKENS, ["a", "b", "c"]))
+    dots = [mark for mark in drawn if "token" in mark]
+    assert len(dots) == 12
+    for mark in dots:
+        vector = stream["abc".index(mark["component"]), 0, int(mark["position"])].double()
+        assert close(mark["norm"], vector.pow(2).sum().sqrt())
+
+
+def test_routing_leaves_zero_blank():
+    weights = {1: torch.tensor([[0.0, 0.6, 0.4], [1.0, 0.0, 0.0]]), 4: torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.2, 0.8]])}
+    drawn = marks(pictures.routing(weights, ["a", "b"]))
+    found = {(int(m["panel"].split()[1]), int(m["c"]), int(m["expert"])): m["weight"] for m in drawn}
+    wanted = {
+        (layer, token, expert): table[token, expert]
+        for layer, table in weights.items()
+        for token in range(2)
+        for expert in range(3)
+        if table[token, expert] > 0
+    }
+    assert found.keys() == wanted.keys()
+    assert all(close(text, wanted[key]) for key, text in found.items())
+
+
+def test_circuit():
+    edges = [("embed", "L0H1", 0.9), ("L0H1", "logits", -0.4), ("embed", "logits", 0.1)]
+    drawn = marks(pictures.circuit(edges))
+    assert [(m["from"], m["to"], number(m["score"])) for m in drawn if "from" in m] == edges
+    assert [m["node"] for m in drawn if "node" in m] == ["embed", "L0H1", "logits"]
+
+
+def test_numbers_keep_what_the_eye_can_use():
+    table = torch.tensor([[1.23456e-7, 123456.0], [-0.5, 0.0]])
+    drawn = [number(m["value"]) for m in marks(pictures.heat_map(table)) if "value" in m]
+    assert drawn[:4] == [1.235e-7, 123500, -0.5, 0]

@@ -1,0 +1,47 @@
+"""Where nodes and lines of a graph stand."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.pictures.layered_graph import columns_of, layout
+
+graphs = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1]),
+    min_size=1, max_size=25, unique=True,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(graphs)
+def test_everything_flows_to_the_right_and_nothing_stands_on_anything(pairs):
+    edges = [(str(a), str(b)) for a, b in pairs]
+    columns = columns_of(edges)
+    assert all(columns[sender] < columns[receiver] for sender, receiver in edges)
+    found = layout(edges, columns)
+    assert set(found.nodes) == {name for edge in edges for name in edge}
+    places = [*found.nodes.values()]
+    for (sender, receiver), path in zip(edges, found.paths, strict=True):
+        assert [column for column, _ in path] == list(range(found.nodes[sender][0] + 1, found.nodes[receiver][0] + 1))
+        assert path[-1] == found.nodes[receiver]
+        places += path[:-1]  # where a line passes a column, nothing else stands
+    for column in {column for column, _ in places}:
+        rows = sorted(row for c, row in places if c == column)
+        assert all(b - a > 0.39 for a, b in itertools.pairwise(rows))
+
+
+def test_columns_may_be_given():
+    edges = [("embed", "L0H1"), ("L0H1", "L5H2"), ("embed", "L5H2")]
+    given_columns = {"embed": 0, "L0H1": 1, "L5H2": 11}
+    assert layout(edges, given_columns).nodes["L5H2"][0] == 2  # columns without a node take no room
+    with pytest.raises(ValueError, match="'L5H2' has no column"):
+        layout(edges, {"embed": 0, "L0H1": 1})
+    with pytest.raises(ValueError, match=r"'L5H2' \(column 1\) must stand to the right of 'L0H1' \(column 1\)"):
+        layout(edges, {"embed": 0, "L0H1": 1, "L5H2": 1})
+
+
+def test_circles_are_named():
+    with pytest.raises(ValueError, match="in a circle: "):
+        columns_of([("a", "b"), ("b", "c"), ("c", "a")])

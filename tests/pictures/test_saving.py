@@ -1,0 +1,89 @@
+"""Files and notebooks: everything that is needed is inside, and nothing needs a browser or a network."""
+
+import json
+import struct
+
+import pytest
+import torch
+
+from bridge import TransformerBridge, pictures
+from bridge.pictures.embedding import library
+
+
+@pytest.fixture(scope="module")
+def picture():
+    return pictures.heads(torch.tensor([[0.5, -1.0], [0.0, 2.0]]), title="Two <layers> & heads")
+
+
+def size(png):
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", png[16:24])
+
+
+def test_png(picture, tmp_path):
+    path = picture.save(tmp_path / "a.png", scale=3)
+    wide, high = size(path.read_bytes())
+    assert (wide, high) == size(picture.png(scale=3))
+    assert wide == pytest.approx(3 * size(picture.png(scale=1))[0], abs=3)
+    assert picture.png() != picture.png(dark=True)
+    assert high > 100
+
+
+def test_svg(picture, tmp_path):
+    text = picture.save(tmp_path / "a.svg").read_text()
+    assert text.startswith("<svg") and "Two &lt;layers&gt; &amp; heads" in text
+    assert picture.save(tmp_path / "b.svg", dark=True).read_text() != text
+
+
+def test_html_has_everything_in_it(picture, tmp_path):
+    text = picture.save(tmp_path / "a.html").read_text()
+    assert library() in text
+    assert (
+        "src=" not in text.replace(library(), "")
+        and "@import" not in text
+        and '<link rel="icon" href="data:,">' in text
+    )
+    assert "<title>Two &lt;layers&gt; &amp; heads</title>" in text
+    assert len(text) < 1_100_000
+
+
+def test_the_specification_is_plain_and_one_parameter_tells_light_from_dark(picture):
+    light, dark = picture.spec(), picture.spec(dark=True)
+    assert json.loads(json.dumps(light)) == light
+    assert light["params"] == [{"name": "dark", "value": False}] and dark["params"] == [{"name": "dark", "value": True}]
+    assert {**light, "params": None} == {**dark, "params": None}
+    light["title"] = "changed"
+    assert picture.spec()["title"] != "changed"
+
+
+def test_no_text_of_a_token_ends_the_script():
+    odd = ["</script><b>", "<!--"]
+    text = pictures.attention(torch.rand(1, 2, 2), odd).fragment()
+    assert text.count("</script>") == 1 and "<!--" not in text and "<b>" not in text
+
+
+def test_notebooks_are_given_the_picture_with_its_scripts(picture):
+    bundle = picture._repr_mimebundle_()
+    assert set(bundle) == {"text/html", "text/plain"}
+    assert library() in bundle["text/html"] and picture.fragment() in bundle["text/html"]
+
+
+def test_data_are_small():
+    pattern = torch.rand(12, 1, 12, 20, 20)
+    text = pictures.attention(pattern, [f" token{i}" for i in range(20)]).fragment()
+    assert len(text) < 7 * pattern.numel()  # "0.123,"
+
+
+def test_pages_hold_the_library_once(picture):
+    text = pictures.page("A <page>", ["## One & two", "Some <text>.", picture, picture])
+    assert text.count(library()) == 1 and text.count('class="bridge-picture"') == 2
+    assert "<h2>One &amp; two</h2>" in text and "<p>Some &lt;text&gt;.</p>" in text and "A &lt;page&gt;</h1>" in text
+
+
+def test_a_bridge_without_tokenizer_can_be_drawn():
+    bridge = TransformerBridge.boot_native(
+        {"n_layers": 2, "d_model": 8, "n_heads": 2, "d_vocab": 10, "n_ctx": 5, "attn_only": True}
+    )
+    _, cache = bridge.run_with_cache([[1, 2, 3]])
+    tokens = [str(token) for token in (1, 2, 3)]
+    assert size(pictures.attention(cache["pattern", 1], tokens).png())[0] > 100
