@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 
 #: Makes the patched activation from the corrupted one; None: what it did in place.
@@ -35,7 +36,7 @@ class PatchedRuns:
 
     def __init__(
         self,
-        model: Any,
+        model: TransformerBridge,
         tokens: Int[Tensor, "batch pos"],
         depths: Sequence[int],
         attention_mask: Int[Tensor, "batch pos"] | None = None,
@@ -89,7 +90,7 @@ class PatchedRuns:
         return logits.split(size)
 
 
-def may_start_later(model: Any) -> bool:
+def may_start_later(model: TransformerBridge) -> bool:
     """Whether leaving out the layers below a patch changes nothing: no hooks, no dropout, and the model can do it.
 
     Args:

@@ -7,10 +7,13 @@ return it. A clean activation of one row serves every row of the corrupted batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+
+#: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
+PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
 
 _ALL = slice(None)
 

@@ -24,8 +24,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bridge.patching.generic import Metric, PatchSetter, generic_activation_patch
+from bridge.bridge import TransformerBridge
+from bridge.patching.generic import Metric, generic_activation_patch
 from bridge.patching.setters import (
+    PatchSetter,
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
@@ -57,7 +59,7 @@ def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[
     """A function that patches one kind of activation piece by piece."""
 
     def patch(
-        model: Any,
+        model: TransformerBridge,
         corrupted_tokens: Int[Tensor, "..."],
         clean_cache: Mapping[str, Tensor],
         patching_metric: Metric,
@@ -118,7 +120,7 @@ get_act_patch_attn_head_pattern_all_pos = _patcher(
 
 
 def get_act_patch_attn_head_all_pos_every(
-    model: Any,
+    model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
@@ -146,7 +148,7 @@ def get_act_patch_attn_head_all_pos_every(
 
 
 def get_act_patch_attn_head_by_pos_every(
-    model: Any,
+    model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
@@ -175,7 +177,7 @@ def get_act_patch_attn_head_by_pos_every(
 
 
 def get_act_patch_block_every(
-    model: Any,
+    model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],
     clean_cache: Mapping[str, Tensor],
     metric: Metric,
