@@ -8,6 +8,7 @@ run; and logits are computed where the metric looks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ class Sweep:
         """
         run = self.corrupted
         for start, together in groups(jobs, run.length, run.batch, self.n_layers):
-            together.sort(key=lambda job: (job.layer, job.index))
+            together.sort(key=lambda job: (job.layer, job.hook.order, job.index))
             most = self.most(run.length - start)
             for at in range(0, len(together), most):
                 some = together[at : at + most]
@@ -125,17 +126,21 @@ class Sweep:
         rows: Tensor | None = None
         done = 0
         while done < len(jobs):
-            layer, hook = jobs[done].layer, jobs[done].hook
+            layer = jobs[done].layer
             joining = [job for job in jobs[done:] if job.layer == layer]
             done += len(joining)
             stop = jobs[done].layer if done < len(jobs) else self.n_layers
             fresh = run.streams[layer][:, start:].repeat(len(joining), 1, 1)
             before = 0 if rows is None else len(rows)
             rows = fresh if rows is None else torch.cat([rows, fresh])
-            patches = [job.patch(start) for job in joining]
+            hooks = []
+            for hook, group in itertools.groupby(joining, key=lambda job: job.hook):
+                patches = [job.patch(start) for job in group]
+                hooks.append((hook, _patching(patches, before, run.batch, len(rows))))
+                before += run.batch * len(patches)
             rows = run.model.run_with_hooks(
                 rows,
-                fwd_hooks=[(hook, _patching(patches, before, run.batch))],
+                fwd_hooks=hooks,
                 start_at_layer=layer,
                 stop_at_layer=stop,
                 **run.options(layer, stop, len(rows) // run.batch, start),
@@ -144,13 +149,15 @@ class Sweep:
         return rows
 
 
-def _patching(patches: Sequence[Patch], before: int, batch: int) -> Callable[..., Tensor]:
-    """A hook that gives each patch its own rows of the batch, those that joined last."""
+def _patching(patches: Sequence[Patch], before: int, batch: int, rows: int) -> Callable[..., Tensor]:
+    """A hook that gives each patch its own rows of the batch, from `before` on."""
 
     def patch(activation: Tensor, hook: HookPoint) -> Tensor:
-        if len(activation) != before + batch * len(patches):
+        if len(activation) != rows:
             raise ValueError(f"{hook.name} has no batch axis ({hook.point.axes}): use patches_per_run=1")
-        parts = activation[before:].split(batch)
+        if 0 in activation.stride():  # each head's view of one stream
+            activation = activation.clone()
+        parts = activation[before : before + batch * len(patches)].split(batch)
         for part, function in zip(parts, patches, strict=True):
             made = function(part)
             if made is not None and made is not part:

@@ -158,7 +158,7 @@ def test_ablations_refuse():
     with pytest.raises(ValueError, match="how is 'noise'"):
         ablated({}, "noise")
     with pytest.raises(ValueError, match="only one"):
-        ablated({"x": torch.ones(1, 2)}, "resample")["x"]
+        ablated({"x": torch.ones(2, 2), "y": torch.ones(1, 2)}, "resample")["y"]
 
 
 def test_padded_prompts_start_later_too(bridge, tokens, monkeypatch):
