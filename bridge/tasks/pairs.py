@@ -54,8 +54,8 @@ class NumberPairs(Pairs):
     smaller: Bool[Tensor, "batch number"]
 
     def metric(self) -> Metric:
-        """The probability of all right numbers less that of all wrong ones, mean over the prompts (Hanna et al.
-        2023).""" sign = self.larger.float() - self.smaller.float()
+        """The probability of the right numbers less that of the wrong ones, mean over prompts (Hanna et al. 2023)."""
+        sign = self.larger.float() - self.smaller.float()
 
         def metric(logits: Tensor) -> Tensor:
             probabilities = logits[:, -1].softmax(-1)[:, self.numbers.to(logits.device)]
