@@ -125,9 +125,8 @@ def smollm(folder: Path) -> None:
     begin = time.perf_counter()
     pairs, held_out = ioi(bridge, 8, seed=0), ioi(bridge, 16, seed=5)
     with torch.no_grad():
-        print(
-            f"{len(pairs)} pairs of {pairs.clean.shape[1]} tokens; logit difference {pairs.metric()(bridge(pairs.clean)):.2f}"
-        )
+        difference = pairs.metric()(bridge(pairs.clean)).item()
+        print(f"{len(pairs)} pairs of {pairs.clean.shape[1]} tokens; logit difference {difference:.2f}")
         logits = bridge(held_out.clean)[:, -1]
         right = (logits.gather(1, held_out.answers[:, None]) > logits.gather(1, held_out.wrong[:, None])).float().mean()
         print(f"the indirect object is likelier in {right:.0%} of {len(held_out)} others")

@@ -8,7 +8,8 @@ from jaxtyping import install_import_hook
 
 CHECKED = [
     "adapters.linear", "adapters.experts", "adapters.norms", "adapters.attention", "adapters.architecture",
-    "adapters.verification", "bridge.analysis", "bridge.bridge", "bridge.cache", "bridge.cli.demo", "bridge.patching",
+    "adapters.verification", "bridge.analysis", "bridge.bridge", "bridge.cache", "bridge.circuits", "bridge.cli.demo",
+    "bridge.lens", "bridge.patching", "bridge.tasks",
     "bridge.run.forward", "bridge.run.layer_range", "bridge.run.loss", "bridge.run.recorder", "bridge.run.tokenization",
     "bridge.weights.accessors", "bridge.weights.factored_matrix", "weight_processing",
 ]  # fmt: skip

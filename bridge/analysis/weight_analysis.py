@@ -27,6 +27,8 @@ class AnalysisMethods(WeightMethods):
     """The methods of a bridge that study its weights; names and shapes are HookedTransformer's."""
 
     hook_dict: Any
+    #: Whether attribution to logits counts the final norm's weight. HookedTransformer leaves it out.
+    counts_norm_weights = True
 
     @property
     def OV(self) -> FactoredMatrix:

@@ -58,4 +58,5 @@ class Encoder:
     def next_id(self, prompt: str, ids: list[int], following: str) -> int | None:
         """The one token that a text adds to a prompt, None where it is more than one or changes the prompt's own."""
         longer = self.prompt(prompt + following)
-        return longer[-1] if longer[:-1] == ids else None
+        known = longer[-1] != getattr(self.tokenizer, "unk_token_id", None)
+        return longer[-1] if longer[:-1] == ids and known else None

@@ -385,3 +385,26 @@ def test_the_cache_of_a_generation() -> None:
     _, c = bridge.generate(TOKENS, max_new_tokens=3, **more)
     stack = c.get_full_resid_decomposition(apply_ln=True)
     close(stack.sum(0), c["normalized", None, "ln_final"])
+
+
+def test_one_answer_for_attribution_to_logits():
+    """The two ways that we offer agree on a model whose norms are not folded, and HookedTransformer's says it differs."""
+    bridge = bridge_of("llama")
+    tokens = torch.randint(0, 61, (2, 6))
+    answers, wrong = torch.tensor([5, 8]), torch.tensor([9, 2])
+    _, c = bridge.run_with_cache(tokens)
+    heads = c.stack_head_results(pos_slice=-1)
+    right = head_contributions(bridge, tokens, answers, wrong).flatten(1).T
+    close(c.logit_attrs(heads, answers, wrong, pos_slice=-1), right)
+    old = HookedTransformer(bridge.original_model)
+    _, c = old.run_with_cache(tokens)
+    with pytest.warns(UserWarning, match="leaves out the final norm's weight, as HookedTransformer does"):
+        left_out = c.logit_attrs(heads, answers, wrong, pos_slice=-1)
+    assert (left_out - right).abs().max() > 0.01
+    close(c.logit_attrs(heads, answers, wrong, pos_slice=-1, norm_weights=True), right)
+    old.process_weights()
+    _, c = old.run_with_cache(tokens)
+    heads = c.stack_head_results(pos_slice=-1)
+    close(
+        c.logit_attrs(heads, answers, wrong, pos_slice=-1), c.logit_attrs(heads, answers, wrong, -1, norm_weights=True)
+    )
