@@ -122,8 +122,9 @@ def smollm(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
     model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file).eval()
     bridge = TransformerBridge(model, tokenizer)
+    model.requires_grad_(False)
     begin = time.perf_counter()
-    pairs, held_out = ioi(bridge, 8, seed=0), ioi(bridge, 16, seed=5)
+    pairs, held_out = ioi(bridge, 8, seed=0), ioi(bridge, 8, seed=5)
     with torch.no_grad():
         difference = pairs.metric()(bridge(pairs.clean)).item()
         print(f"{len(pairs)} pairs of {pairs.clean.shape[1]} tokens; logit difference {difference:.2f}")

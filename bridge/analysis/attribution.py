@@ -18,9 +18,9 @@ Tokens = str | int | Tensor
 
 
 _LEFT_OUT = (
-    "logit_attrs leaves out the final norm's weight, as HookedTransformer does, and this model's is not folded: the parts "
-    "do not sum to the logits. process_weights() folds it, norm_weights=True counts it, and norm_weights=False says that "
-    "it is to be left out."
+    "logit_attrs leaves out the final norm's weight, as HookedTransformer does, and this model's is not folded: the "
+    "parts do not sum to the logits. process_weights() folds it, norm_weights=True counts it, and norm_weights=False "
+    "says that it is to be left out."
 )
 
 

@@ -179,7 +179,7 @@ class _Ends:
         return gather
 
 
-def mean_scores(scores: Sequence[EdgeScores], weights: Sequence[float] | None = None) -> EdgeScores:
+def mean_scores(scores: Sequence[EdgeScores], weights: Sequence[int | float] | None = None) -> EdgeScores:
     """The mean of scores from several batches.
 
     Args:
@@ -200,7 +200,7 @@ def mean_scores(scores: Sequence[EdgeScores], weights: Sequence[float] | None = 
     """
     if not scores or any(some.graph != scores[0].graph for some in scores):
         raise ValueError("the mean is of one or more scores of the same graph")
-    shares = torch.tensor(list(weights) if weights is not None else [1.0] * len(scores))
+    shares = torch.tensor(list(weights) if weights is not None else [1] * len(scores), dtype=torch.float64)
     if len(shares) != len(scores):
         raise ValueError(f"there are {len(scores)} scores and {len(shares)} weights")
     shares = shares / shares.sum()

@@ -130,7 +130,7 @@ class Circuit:
         corrupted: Int[Tensor, "batch pos"],
         metric: Metric,
         ablation: str = "resample",
-        reference: Int[Tensor, "rows pos"] | None = None,
+        reference: Int[Tensor, "rows length"] | None = None,
     ) -> Evaluation:
         """How much of the model's behaviour the circuit has, and how much its complement.
 

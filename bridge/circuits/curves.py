@@ -26,7 +26,7 @@ def faithfulness_curve(
     shares: Sequence[float] = SHARES,
     choose: str = "top",
     absolute: bool = True,
-    reference: Int[Tensor, "rows pos"] | None = None,
+    reference: Int[Tensor, "rows length"] | None = None,
 ) -> Curve:
     """The faithfulness of circuits of growing size, whose areas are the benchmark's CPR and CMD.
 

@@ -25,7 +25,7 @@ class EdgeRun:
     Args:
         graph: the graph.
         bridge: the bridge.
-        other: what stands in for the senders, ``[sender, batch, pos, d_model]``.
+        other: what stands in for the senders, ``[sender, batch, pos, d_model]``, or one row for all.
         replaced: for each set, which edges carry it, ``[set, receiver, sender]``.
     """
 
@@ -33,15 +33,14 @@ class EdgeRun:
         self,
         graph: Graph,
         bridge: TransformerBridge,
-        other: Float[Tensor, "sender batch pos d_model"],
+        other: Float[Tensor, "sender batch_or_one pos d_model"],
         replaced: Bool[Tensor, "set receiver sender"],
     ) -> None:
         self.graph, self.bridge, self.other = graph, bridge, other
         self.replaced = (replaced & graph.exists).to(other.device, other.dtype)
         self.sets = len(replaced)
         self._seen: dict[str, Tensor] = {}
-        self._change: Tensor = other.new_empty(0)
-        self._known = 0
+        self._other = self._change = other
 
     @torch.no_grad()
     def logits(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "set batch pos d_vocab"]:
@@ -51,10 +50,9 @@ class EdgeRun:
             tokens: the prompts, ``[batch, pos]``.
         """
         batch, length = tokens.shape
-        other = self.other.expand(-1, batch, length, -1)
-        self._other = other.unsqueeze(1)
-        self._change = other.new_zeros(len(self.graph.senders), self.sets, *other.shape[1:])
-        self._known, self._seen = 0, {}
+        self._other = self.other.expand(-1, batch, length, -1)
+        self._change = self.other.new_zeros(self.sets, *self._other.shape)
+        self._seen = {}
         hooks: list[Any] = [("blocks.0.hook_resid_pre", self._embed)]
         for layer in range(len(self.graph.layers)):
             hooks += [(name, self._see) for name in names_of(self.graph, self.bridge, layer)]
@@ -83,16 +81,17 @@ class EdgeRun:
 
     def _write(self, sender: int, parts: Float[Tensor, "part rows pos d_model"]) -> None:
         """Keeps by how much senders of the other run differ from this one's."""
-        here = parts.unflatten(1, (self.sets, -1))
-        n = len(here)
-        torch.sub(self._other[sender : sender + n], here, out=self._change[sender : sender + n])
+        here = parts.unflatten(1, (self.sets, -1)).movedim(1, 0)
+        n = len(parts)
+        torch.sub(self._other[sender : sender + n], here, out=self._change[:, sender : sender + n])
 
     def _reading(self, port: Port) -> Callable[..., Tensor]:
         weights = self.replaced[:, port.first : port.first + port.count, : port.upstream]
 
         def read(stream: Tensor, hook: HookPoint) -> Tensor:
-            change = self._change[: port.upstream]
-            added = torch.einsum("sru,usbpd->sbprd", weights, change).flatten(0, 1)
-            return stream + (added if port.per_head else added.squeeze(-2)).to(stream.dtype)
+            change = self._change[:, : port.upstream]  # set sender batch pos d_model
+            added = (weights @ change.flatten(2)).unflatten(2, change.shape[2:])
+            by_row = added.permute(0, 2, 3, 1, 4).flatten(0, 1)
+            return stream + (by_row if port.per_head else by_row.squeeze(-2)).to(stream.dtype)
 
         return read

@@ -90,7 +90,7 @@ def evaluations(
     corrupted: Int[Tensor, "batch pos"],
     metric: Metric,
     ablation: str,
-    reference: Int[Tensor, "rows pos"] | None,
+    reference: Int[Tensor, "rows length"] | None,
 ) -> list[Evaluation]:
     """What several circuits do; see `Circuit.evaluate`.
 
@@ -125,8 +125,8 @@ def _other(
     bridge: TransformerBridge,
     corrupted: Int[Tensor, "batch pos"],
     ablation: str,
-    reference: Int[Tensor, "rows pos"] | None,
-) -> Float[Tensor, "sender rows pos d_model"]:
+    reference: Int[Tensor, "rows length"] | None,
+) -> Float[Tensor, "sender batch_or_one pos d_model"]:
     """What stands in for the senders."""
     if ablation not in ABLATIONS:
         raise ValueError(f"ablation is {ablation!r}; it must be one of {', '.join(map(repr, ABLATIONS))}")

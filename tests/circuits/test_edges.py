@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 from bridge.circuits import Graph, edge_effects, logit_difference, path_patching
 from bridge.circuits.edge_run import EdgeRun
@@ -152,7 +153,7 @@ def test_refusals(gpt2, clean, corrupted, metric):
         edge_effects(gpt2, clean, corrupted, metric, ["L1H0"], verbose=False)
     with pytest.raises(ValueError, match="one sender and one receiver"):
         path_patching(gpt2, clean, corrupted, metric, [], ["logits"])
-    with pytest.raises(ValueError, match=r"clean tokens are \[2, 5\] and corrupted ones \[2, 4\]"):
+    with pytest.raises((ValueError, TypeCheckError)):  # whichever looks first at the shapes
         edge_effects(gpt2, clean, corrupted[:, :4], metric, verbose=False)
     with pytest.raises(ValueError, match="norms on the residual stream itself"):
         Graph.of(bridge_of("bert"))
