@@ -32,6 +32,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/processing.py
 	$(BIN)/python benchmarks/retention.py
 	$(BIN)/python benchmarks/patching.py
+	$(BIN)/python benchmarks/circuits.py time
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
