@@ -123,7 +123,7 @@ def test_refusals(bridge, tokens, embedded):
     with pytest.raises(ValueError, match=r"4 layers of width 128; .* has 3 of width 32"):
         lens(bridge, tokens, kind=TunedLens(4, 128))
     with pytest.raises(ValueError, match="for texts it is worked out"):
-        lens(embedded, "Mary and", attention_mask=torch.ones(1, 3))
+        lens(embedded, "Mary and", attention_mask=torch.ones(1, 3, dtype=torch.long))
     headless = TransformerBridge(GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=61)).eval())
     with pytest.raises(ValueError, match="has no unembedding"):
         lens(headless, tokens)
