@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,6 +14,11 @@ from bridge.hooks.act_names import act_name
 
 #: A token: its text, its id, or ids in a tensor.
 Tokens = str | int | Tensor
+_LEFT_OUT = (
+    "logit_attrs leaves out the final norm's weight, as HookedTransformer does, and this model's is not folded: the "
+    "parts do not sum to the logits. process_weights() folds it, norm_weights=True counts it, and norm_weights=False "
+    "says that it is to be left out."
+)
 
 
 class AttributionMethods(Activations):
@@ -88,12 +95,11 @@ class AttributionMethods(Activations):
         batch_slice: Index = None,
         has_batch_dim: bool = True,
         *,
-        norm_weights: bool = False,
+        norm_weights: bool | None = None,
     ) -> Float[Tensor, " component *batch_pos_out"]:
         """What each term of the residual stream adds directly to the logit of a token (direct logit attribution).
 
-        Over all terms they sum to the logit (before a soft cap), less ``b_U`` and what the final norm's bias adds, if
-        the final norm's weight is folded (`process_weights`) or counted (`norm_weights`).
+        Over all terms they sum to the logit (before a soft cap), less ``b_U`` and what the final norm's bias adds.
 
         Args:
             residual_stack: ``[component, batch, pos, d_model]``, at the positions of `pos_slice` already.
@@ -102,7 +108,8 @@ class AttributionMethods(Activations):
             pos_slice: which positions the stack is of.
             batch_slice: which rows of the batch to take; tokens are for these.
             has_batch_dim: whether the stack has a batch axis.
-            norm_weights: multiply with the final norm's weight, which HookedTransformer leaves out.
+            norm_weights: count the final norm's weight. None: yes; `bridge.legacy` leaves it out, as HookedTransformer
+                does, and warns where that changes the numbers.
 
         Returns:
             ``[component, batch, pos]``.
@@ -115,7 +122,7 @@ class AttributionMethods(Activations):
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
             >>> logits, cache = bridge.run_with_cache("Mary and")
-            >>> parts = cache.logit_attrs(cache.decompose_resid(), " John", " Mary", norm_weights=True)
+            >>> parts = cache.logit_attrs(cache.decompose_resid(), " John", " Mary")
             >>> right = logits[..., bridge.to_single_token(" John")] - logits[..., bridge.to_single_token(" Mary")]
             >>> bool((parts.sum(0) - right).abs().max() < 1e-3)
             True
@@ -171,7 +178,7 @@ def logit_attributions(
     pos_slice: Index = None,
     batch_slice: Index = None,
     has_batch_dim: bool = True,
-    norm_weights: bool = False,
+    norm_weights: bool | None = None,
 ) -> Float[Tensor, " component *batch_pos_out"]:
     """What each term adds to the logit of a token; see `AttributionMethods.logit_attrs`.
 
@@ -202,9 +209,13 @@ def logit_attributions(
                     f"{list(others.shape[:-1])}"
                 )
             directions = directions - others
-        norm = norm_of(model, "ln_final")
-        if norm_weights and norm and norm.weight is not None:
-            directions = directions * norm.weight.to(directions.device)
+        weight = None if (norm := norm_of(model, "ln_final")) is None else norm.weight
+        if norm_weights is None:
+            norm_weights = model.counts_norm_weights
+            if not norm_weights and weight is not None and bool((weight != 1).any()):
+                warnings.warn(_LEFT_OUT, stacklevel=3)
+        if norm_weights and weight is not None:
+            directions = directions * weight.to(directions.device)
         terms = through_norm(cache, residual_stack, None, False, pos_slice, batch_slice, has_batch_dim)
         directions = _beside(directions.to(terms.device), terms, has_batch_dim)
         return (terms * directions).sum(-1)

@@ -27,7 +27,10 @@ class AnalysedModel(Protocol):
         original_model: the model.
         names: its hook points by name and alias.
         architecture: what its adapter declares.
+        counts_norm_weights: whether attribution to logits counts the final norm's weight.
     """
+
+    counts_norm_weights: bool
 
     architecture: Architecture
     cfg: ModelConfig

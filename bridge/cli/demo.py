@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bridge.analysis.logit_lens import head_contributions, logit_lens
+from bridge.analysis.logit_lens import head_contributions
 from bridge.bridge import TransformerBridge
 from bridge.embedded import Prompt, prompts
 from bridge.hooks.hook_point import HookPoint
+from bridge.lens import lens as read
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 #: Its right answer, and the likely mistake.
@@ -51,7 +52,7 @@ def report(bridge: TransformerBridge, prompt: str, answers: tuple[str, str] | No
     )
     tokens = bridge.to_tokens(prompt)
     yield f"\nPrompt: {prompt!r} ({tokens.shape[1]} tokens)"
-    lens = logit_lens(bridge, tokens)[:, 0, -1].float()
+    lens = read(bridge, tokens, pos_slice=-1).stack()[:, 0, 0].float()
     first, second = (bridge.to_single_str_token(int(token)) for token in lens[-1].topk(2).indices)
     yield f"Prediction: {first!r}, then {second!r}\n"
     good, bad = answers or (first, second)

@@ -25,6 +25,8 @@ class WrappedModel(nn.Module):
         hf_model, tokenizer: as for `TransformerBridge`.
     """
 
+    #: Whether attribution to logits counts the final norm's weight. HookedTransformer leaves it out.
+    counts_norm_weights: bool = True
     original_model: nn.Module
     core: PreTrainedModel
     architecture: Architecture

@@ -50,6 +50,8 @@ class LegacyNames(Names):
 class RunsAsBefore(TransformerBridge):
     """Runs with HookedTransformer's arguments, in its order."""
 
+    counts_norm_weights = False
+
     def forward(  # type: ignore[override]
         self,
         input: Input,

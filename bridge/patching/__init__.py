@@ -6,13 +6,14 @@ time with one activation replaced by what it was in the clean run, and a metric 
 2022, "Interpretability in the Wild"). Names and arguments are those of ``transformer_lens.patching``.
 """
 
+from bridge.patching.ablations import ablated
 from bridge.patching.generic import (
     Metric,
-    PatchSetter,
     generic_activation_patch,
     make_df_from_ranges,
 )
 from bridge.patching.setters import (
+    PatchSetter,
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
@@ -44,6 +45,7 @@ from bridge.patching.standard import (
 __all__ = [
     "Metric",
     "PatchSetter",
+    "ablated",
     "generic_activation_patch",
     "get_act_patch_attn_head_all_pos_every",
     "get_act_patch_attn_head_by_pos_every",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -15,22 +15,13 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.act_names import act_name
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
-from bridge.patching.runs import PatchedRuns
+from bridge.patching.measured import measure
+from bridge.patching.setters import PatchSetter
+from bridge.patching.steps import Step
 from bridge.run.model_inputs import as_tokens
 
-#: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
-PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
 #: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number.
-Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Tensor | float]
-
-
-class IndexTable(Protocol):
-    """A table with an index in each row: a pandas data frame."""
-
-    def itertuples(self, index: bool, name: None) -> Iterable[tuple[int, ...]]:
-        """The rows as tuples."""
-        ...
-
+Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]
 
 AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos")
 
@@ -43,17 +34,21 @@ def generic_activation_patch(
     patch_setter: PatchSetter,
     activation_name: str,
     index_axis_names: Sequence[str] | None = None,
-    index_df: IndexTable | None = None,
+    index_df: Any = None,
     return_index_df: bool = False,
     *,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
-    patches_per_run: int = 1,
+    patches_per_run: int | Literal["auto"] = "auto",
     verbose: bool = True,
-) -> Float[Tensor, "..."] | tuple[Float[Tensor, "..."], IndexTable]:
+) -> Any:
     """Patches one piece of the clean run after another into the corrupted run, and measures each.
 
-    Runs start at the layer of their patch, from the corrupted residual stream, wherever that changes no result (see
-    `bridge.patching.runs.PatchedRuns`); a metric that asks for gradients gets them down to that layer.
+    Nothing is computed that a patch cannot change, wherever that can be done (see `bridge.patching.sweep`): patched
+    runs start at the layer of their patch and, with the setters of `bridge.patching.setters`, at the first position at
+    which it changes anything; a patch that changes nothing is not run; logits are computed where the metric looks. The
+    numbers are those of whole runs but for the rounding of another batch size. The setter and the metric are called in
+    no promised order, and the metric once more, for the unpatched run. A metric that asks for gradients gets one run
+    for each patch, from its layer on.
 
     Args:
         model: the bridge.
@@ -68,8 +63,8 @@ def generic_activation_patch(
         index_df: instead, a pandas data frame with an index in each row, the layer first.
         return_index_df: also return the data frame of indices. This needs pandas.
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
-        patches_per_run: how many patches of a layer to run as one batch: faster where the model is small for the
-            machine, with rounding of another batch size. Each is still given to the setter and the metric alone.
+        patches_per_run: how many patches to run as one batch; ``"auto"``: as many as a quarter of the device's free
+            memory holds, and as make runs faster. Each is still given to the setter and the metric alone.
         verbose: show a progress bar.
 
     Returns:
@@ -97,8 +92,8 @@ def generic_activation_patch(
         ... ).shape
         torch.Size([4, 3])
     """
-    if patches_per_run < 1:
-        raise ValueError(f"patches_per_run is {patches_per_run}; it must be 1 or more")
+    if patches_per_run != "auto" and patches_per_run < 1:
+        raise ValueError(f'patches_per_run is {patches_per_run}; it must be 1 or more, or "auto"')
     tokens = as_tokens(corrupted_tokens).to(model.cfg.device)
     sizes: list[int] | None = None
     if index_df is None:
@@ -111,38 +106,30 @@ def generic_activation_patch(
         if index_axis_names is not None:
             raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
         rows, frame = [[int(i) for i in row] for row in index_df.itertuples(index=False, name=None)], index_df
-    steps = _steps(model, clean_cache, activation_name, rows)
-    runs = PatchedRuns(model, tokens, [step.hook.point.depth for step in steps], attention_mask)
-    results: list[float] = []
+    steps = _steps(model, clean_cache, activation_name, rows, patch_setter)
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
-        for hook, group in itertools.groupby(steps, key=lambda step: step.hook):
-            of_layer = list(group)
-            for at in range(0, len(of_layer), patches_per_run):
-                some = of_layer[at : at + patches_per_run]
-                for logits in runs.logits(hook, [step.patch(patch_setter) for step in some]):
-                    results.append(_number(patching_metric(logits)))
-                bar.update(len(some))
+        results = measure(
+            model,
+            tokens,
+            steps,
+            lambda logits: _number(patching_metric(logits)),
+            attention_mask,
+            patches_per_run,
+            bar.update,
+        )
     measured = torch.tensor(results, dtype=torch.float32, device=model.cfg.device)
     if sizes is not None:
         measured = measured.reshape(sizes)
-    return measured if frame is None or not return_index_df else (measured, frame)
-
-
-class _Step(NamedTuple):
-    """One patch: where, which piece, and what the activation was in the clean run."""
-
-    hook: HookPoint
-    place: list[int]
-    clean: Tensor
-
-    def patch(self, setter: PatchSetter) -> Callable[[Tensor], Tensor | None]:
-        """The function that patches the corrupted activation."""
-        return lambda activation: setter(activation, list(self.place), self.clean)
+    return (measured, frame) if return_index_df else measured
 
 
 def _steps(
-    model: TransformerBridge, clean_cache: Mapping[str, Tensor], activation_name: str, rows: Sequence[list[int]]
-) -> list[_Step]:
+    model: TransformerBridge,
+    clean_cache: Mapping[str, Tensor],
+    activation_name: str,
+    rows: Sequence[list[int]],
+    setter: PatchSetter,
+) -> list[Step]:
     clean: dict[HookPoint, Tensor] = {}  # taken once: a cache may compute what it holds when it is asked
     steps = []
     for row in rows:
@@ -153,7 +140,7 @@ def _steps(
                     f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it by default"
                 )
             clean[hook] = clean_cache[hook.name]
-        steps.append(_Step(hook, row, clean[hook]))
+        steps.append(Step(hook, row, clean[hook], setter))
     return steps
 
 
@@ -169,7 +156,7 @@ def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: 
     return model.cfg.n_kv_heads if "n_key_value_heads" in axes else model.cfg.n_heads
 
 
-def _number(value: Tensor | float) -> float:
+def _number(value: Any) -> float:
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:
@@ -177,7 +164,7 @@ def _number(value: Tensor | float) -> float:
     return float(value.item())
 
 
-def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> IndexTable:
+def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> Any:
     """A data frame of all combinations of indices, the last column running fastest.
 
     Args:

@@ -7,9 +7,13 @@ return it. A clean activation of one row serves every row of the corrupted batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
+
+#: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
+PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
 
 _ALL = slice(None)
 
@@ -174,7 +178,7 @@ def _named(index: Sequence[int], *axes: str) -> Sequence[int]:
     return index
 
 
-def _patch(corrupted: Tensor, clean: Tensor, index: Sequence[int], where: tuple[int | slice, ...]) -> Tensor:
+def _patch(corrupted: Tensor, clean: Tensor, index: Sequence[int], where: tuple[Any, ...]) -> Tensor:
     # A clean activation without batch axis could fit by accident, with its axes mistaken for others.
     if corrupted.ndim == clean.ndim:
         try:

@@ -1,4 +1,4 @@
-"""The usual sweeps of activation patching: `get_act_patch_resid_pre` and its siblings.
+"""Activation patching, ready made: `get_act_patch_resid_pre` and its siblings.
 
 Example:
     >>> from bridge import TransformerBridge
@@ -17,7 +17,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
-from bridge.patching.generic import Metric, PatchSetter, generic_activation_patch
+from bridge.patching.generic import Metric, generic_activation_patch
 from bridge.patching.setters import (
+    PatchSetter,
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
@@ -54,7 +55,7 @@ Raises:
 _GROUPED = "; with grouped keys and values, `head` counts key heads"
 
 
-def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[..., Tensor]:
+def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[..., Any]:
     """A function that patches one kind of activation piece by piece."""
 
     def patch(
@@ -73,17 +74,17 @@ def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[
     return patch
 
 
-def _head_by_pos(name: str, what: str) -> Callable[..., Tensor]:
+def _head_by_pos(name: str, what: str) -> Callable[..., Any]:
     return _patcher(
         name, f"{what} of each head at each position", layer_pos_head_vector_patch_setter, "layer", "pos", "head"
     )
 
 
-def _head_all_pos(name: str, what: str) -> Callable[..., Tensor]:
+def _head_all_pos(name: str, what: str) -> Callable[..., Any]:
     return _patcher(name, f"{what} of each head at all positions", layer_head_vector_patch_setter, "layer", "head")
 
 
-def _stream(name: str, what: str) -> Callable[..., Tensor]:
+def _stream(name: str, what: str) -> Callable[..., Any]:
     return _patcher(name, f"{what} at each position", layer_pos_patch_setter, "layer", "pos")
 
 
@@ -197,7 +198,7 @@ def get_act_patch_block_every(
     return _stacked(patch(model, corrupted_tokens, clean_cache, metric, **options) for patch in patchers)
 
 
-def _stacked(results: Iterable[Tensor]) -> Tensor:
+def _stacked(results: Any) -> Tensor:
     """Results of all kinds along a first axis; fewer key heads than query heads are filled up with zeros."""
     every: Sequence[Tensor] = list(results)
     heads = max(result.shape[-1] for result in every)

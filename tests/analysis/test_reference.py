@@ -28,7 +28,7 @@ METHODS: dict[str, Any] = {
     "get_full_resid_decomposition": lambda c, **more: c.get_full_resid_decomposition(
         expand_neurons=False, apply_ln=True, **more
     ),
-    "logit_attrs": lambda c: c.logit_attrs(c.decompose_resid(), 7, 9),
+    "logit_attrs": lambda c: c.logit_attrs(c.decompose_resid(), 7, 9, norm_weights=False),
     "composition_Q": lambda c: c.model.all_composition_scores("Q"),
     "composition_K": lambda c: c.model.all_composition_scores("K"),
     "composition_V": lambda c: c.model.all_composition_scores("V"),

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from adapters.linear import weight_in_out
 from bridge import ActivationCache, TransformerBridge
 from bridge.analysis.decomposition import stream_at
+from bridge.analysis.logit_lens import head_contributions
 from bridge.analysis.requirements import MissingActivationsError
+from bridge.legacy import HookedTransformer
 from tests.analysis.models import CASES, EXPERTS, bridge_of
 
 GEMMAS = ["gemma2", "gemma3"]
@@ -385,3 +387,25 @@ def test_the_cache_of_a_generation() -> None:
     _, c = bridge.generate(TOKENS, max_new_tokens=3, **more)
     stack = c.get_full_resid_decomposition(apply_ln=True)
     close(stack.sum(0), c["normalized", None, "ln_final"])
+
+
+def test_one_answer_for_attribution_to_logits():
+    """Our two ways agree on a model whose norms are not folded; HookedTransformer's says that it differs."""
+    bridge = bridge_of("llama")
+    tokens = torch.randint(0, 61, (2, 6))
+    answers, wrong = torch.tensor([5, 8]), torch.tensor([9, 2])
+    _, c = bridge.run_with_cache(tokens)
+    heads = c.stack_head_results(pos_slice=-1)
+    right = head_contributions(bridge, tokens, answers, wrong).flatten(1).T.detach()
+    close(c.logit_attrs(heads, answers, wrong, pos_slice=-1), right)
+    old = HookedTransformer(bridge.original_model)
+    _, c = old.run_with_cache(tokens)
+    with pytest.warns(UserWarning, match="leaves out the final norm's weight, as HookedTransformer does"):
+        left_out = c.logit_attrs(heads, answers, wrong, pos_slice=-1)
+    assert (left_out - right).abs().max() > 0.01
+    close(c.logit_attrs(heads, answers, wrong, pos_slice=-1, norm_weights=True), right)
+    old.process_weights()
+    _, c = old.run_with_cache(tokens)
+    heads = c.stack_head_results(pos_slice=-1)
+    counted = c.logit_attrs(heads, answers, wrong, pos_slice=-1, norm_weights=True)
+    close(c.logit_attrs(heads, answers, wrong, pos_slice=-1), counted)

@@ -1,0 +1,154 @@
+"""Edge attribution against forward and backward passes, and circuits of the shipped model and of SmolLM2-135M.
+
+    python benchmarks/circuits.py time                 EAP-IG of all edges of a 12-layer d768 GPT-2, one pair
+    python benchmarks/circuits.py shipped              the shipped model's IOI circuit
+    python benchmarks/circuits.py smollm FOLDER        SmolLM2-135M-Instruct's, from the folder of its GGUF file
+
+Times are alternated with what they are compared with, and given as medians of the ratios.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from bridge import TransformerBridge
+from bridge.circuits import EdgeScores, Graph, edge_attribution, edge_effects, faithfulness_curve, logit_difference
+from bridge.tasks import Pairs, embedded_pairs, ioi
+
+SHARES = (0.02, 0.05, 0.1, 0.2)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def times(rounds: int = 7) -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=12, n_embd=768, n_head=12)).eval()
+    bridge = TransformerBridge(model)
+    graph = Graph.of(bridge)
+    clean, corrupted = torch.randint(0, 50000, (2, 1, 15))
+    metric = logit_difference(torch.tensor([7]), torch.tensor([9]))
+
+    def attribute(method: str = "inputs") -> EdgeScores:
+        return edge_attribution(bridge, clean, corrupted, metric, method, steps=5, graph=graph)
+
+    def training() -> None:
+        model.zero_grad()
+        metric(model(clean).logits).backward()
+
+    def to_the_input() -> None:
+        embedded = model.transformer.wte(clean).detach().requires_grad_()
+        torch.autograd.grad(metric(model(inputs_embeds=embedded).logits), embedded)
+
+    attribute(), training(), to_the_input()
+    ours, plain, light = [], [], []
+    for _ in range(rounds):
+        ours.append(seconds(attribute))
+        plain.append(seconds(training))
+        light.append(seconds(to_the_input))
+    against, against_light = (
+        statistics.median(a / b for a, b in zip(ours, other, strict=True)) for other in (plain, light)
+    )
+    print(f"{graph}, 15 tokens: EAP-IG with 5 steps {statistics.median(ours):.2f} s")
+    print(f"  forward and backward passes with gradients of the weights in that time: {against:.1f}")
+    print(f"  forward and backward passes with gradients of the input alone: {against_light:.1f}")
+    slow = seconds(lambda: attribute("activations"))
+    print(
+        f"  EAP-IG over activations, 5 steps: {slow:.1f} s, {slow / statistics.median(plain):.0f} of the former passes"
+    )
+
+
+def table(bridge: TransformerBridge, pairs: Pairs, held_out: Pairs, scores: EdgeScores) -> None:
+    """Circuits of several sizes, on the prompts that they were found with and on others."""
+    for share in SHARES:
+        circuit = scores.greedy(round(share * scores.graph.n_edges))
+        figures = []
+        for some in (pairs, held_out):
+            found = circuit.evaluate(bridge, some.clean, some.corrupted, some.metric())
+            figures.append(f"{found.faithfulness:6.3f} {found.complement_faithfulness:7.3f}")
+        nodes = len(circuit.pruned().nodes)
+        print(f"  {share:5.0%} {circuit.n_edges:6} edges, {nodes:3} nodes  {'   '.join(figures)}", flush=True)
+
+
+def shipped() -> None:
+    bridge = TransformerBridge.boot_embedded()
+    pairs, held_out = embedded_pairs(bridge, "ioi", 32, seed=0), embedded_pairs(bridge, "ioi", 64, seed=5)
+    metric = pairs.metric()
+    start = time.perf_counter()
+    exact = edge_effects(bridge, pairs.clean, pairs.corrupted, metric, verbose=False)
+    print(f"{exact.graph}; exact patching of all edges, {len(pairs)} pairs: {time.perf_counter() - start:.1f} s")
+    top = exact.values.abs().flatten().topk(20).indices
+    for method in ("gradient", "inputs", "activations"):
+        scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, metric, method)
+        both = torch.stack([scores.flat, exact.flat])
+        ranks = both.argsort(-1).argsort(-1).double()
+        same = (scores.values.flatten()[top].sign() == exact.values.flatten()[top].sign()).sum()
+        print(
+            f"{method:>12}: correlation with exact patching {torch.corrcoef(both)[0, 1]:.4f}, of ranks "
+            f"{torch.corrcoef(ranks)[0, 1]:.3f}; signs of the top 20 edges equal: {same}"
+        )
+    for name, scores in (("exact", exact), ("inputs", edge_attribution(bridge, pairs.clean, pairs.corrupted, metric))):
+        print(f"by {name}: faithfulness and that of the complement, on these prompts and on 64 others")
+        table(bridge, pairs, held_out, scores)
+        smallest = next(
+            n
+            for n in range(1, scores.graph.n_edges)
+            if scores.greedy(n).evaluate(bridge, pairs.clean, pairs.corrupted, metric).faithfulness > 0.85
+        )
+        found = scores.greedy(smallest).evaluate(bridge, held_out.clean, held_out.corrupted, held_out.metric())
+        print(f"  smallest above 0.85: {smallest} edges, {found.share:.1%}; on the others {found.faithfulness:.3f}")
+        for ablation in ("mean", "zero"):
+            one = scores.greedy(round(0.1 * scores.graph.n_edges))
+            found = one.evaluate(bridge, pairs.clean, pairs.corrupted, metric, ablation)
+            print(f"  10 % under {ablation}: {found.faithfulness:.3f}, complement {found.complement_faithfulness:.3f}")
+        curve = faithfulness_curve(
+            scores, bridge, held_out.clean, held_out.corrupted, held_out.metric(), choose="greedy"
+        )
+        print(f"  CPR {curve.cpr:.3f}, CMD {curve.cmd:.3f}")
+
+
+def smollm(folder: Path) -> None:
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
+    model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file).eval()
+    bridge = TransformerBridge(model, tokenizer)
+    model.requires_grad_(False)
+    begin = time.perf_counter()
+    pairs, held_out = ioi(bridge, 8, seed=0), ioi(bridge, 8, seed=5)
+    with torch.no_grad():
+        difference = pairs.metric()(bridge(pairs.clean)).item()
+        print(f"{len(pairs)} pairs of {pairs.clean.shape[1]} tokens; logit difference {difference:.2f}")
+        logits = bridge(held_out.clean)[:, -1]
+        right = (logits.gather(1, held_out.answers[:, None]) > logits.gather(1, held_out.wrong[:, None])).float().mean()
+        print(f"the indirect object is likelier in {right:.0%} of {len(held_out)} others")
+    start = time.perf_counter()
+    scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+    print(f"{scores.graph}: EAP-IG, 5 steps, {len(pairs)} pairs: {time.perf_counter() - start:.0f} s")
+    start = time.perf_counter()
+    print("by EAP-IG: faithfulness and that of the complement, on these prompts and on the others")
+    table(bridge, pairs, held_out, scores)
+    print(f"evaluation: {time.perf_counter() - start:.0f} s; all: {time.perf_counter() - begin:.0f} s")
+    for sender, receiver, score in scores.top(15).edges:
+        print(f"  {sender:>8} -> {receiver:<9} {score:+.3f}")
+
+
+if __name__ == "__main__":
+    what = sys.argv[1] if len(sys.argv) > 1 else ""
+    if what == "time":
+        times()
+    elif what == "shipped":
+        shipped()
+    elif what == "smollm" and len(sys.argv) == 3:
+        smollm(Path(sys.argv[2]))
+    else:
+        sys.exit(__doc__)

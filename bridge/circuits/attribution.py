@@ -1,0 +1,207 @@
+"""Edge attribution: what replacing each edge would do to a metric, estimated from gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.circuits.graph import Graph, Port
+from bridge.circuits.metrics import Metric
+from bridge.circuits.scores import EdgeScores
+from bridge.circuits.senders import written_in_both
+from bridge.hooks.hook_point import HookPoint
+from bridge.patching.corrupted import CorruptedRun
+from bridge.patching.memory import tokens_per_run
+
+METHODS = ("gradient", "inputs", "activations")
+
+
+def edge_attribution(
+    bridge: TransformerBridge,
+    clean: Int[Tensor, "batch pos"],
+    corrupted: Int[Tensor, "batch pos"],
+    metric: Metric,
+    method: str = "inputs",
+    steps: int = 5,
+    graph: Graph | None = None,
+) -> EdgeScores:
+    """Estimates for every edge by how much the metric would change if the edge carried the corrupted run's activation.
+
+    The score of an edge is the difference of what its sender writes in the two runs (corrupted less clean), times the
+    gradient of the metric at its receiver's input, summed over positions and prompts. The gradient is that of
+
+    - ``"gradient"`` (EAP): the clean run (Syed, Rager and Conmy 2023, "Attribution Patching Outperforms Automated
+      Circuit Discovery").
+    - ``"inputs"`` (EAP-IG): the mean over runs of which the k-th enters the first block with
+      ``corrupted + k / steps * (clean - corrupted)``, for k from 1 to `steps` (Hanna, Pezzelle and Belinkov 2024, "Have
+      Faith in Faithfulness").
+    - ``"activations"``: the mean over runs in which what the sender's part writes (the embeddings, a layer's heads
+      together, its MLP) goes the same way, everything before it being the clean run's (EAP-IG-activations of Mueller et
+      al. 2025, "MIB: A Mechanistic Interpretability Benchmark").
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``.
+        metric: from logits ``[batch, pos, d_vocab]`` to one number with a gradient.
+        method: see above.
+        steps: how many runs the mean is of. The steps are one batch where the device's memory allows.
+        graph: the model's graph, if it is there already.
+
+    Returns:
+        A score for every edge.
+
+    Raises:
+        ValueError: an unknown method, fewer steps than one, pairs that do not fit, a model without such a graph, or a
+            metric whose gradient is zero everywhere (a divergence from the clean run, in the clean run); a model in
+            training mode.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.circuits import edge_attribution
+        >>> from bridge.tasks import embedded_pairs
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> pairs = embedded_pairs(bridge, "ioi", 4)
+        >>> edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+        EdgeScores(479 edges of 4 layers)
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}")
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; it must be 1 or more")
+    if bridge.training:
+        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+    graph = graph or Graph.of(bridge)
+    one, other = written_in_both(graph, bridge, clean, corrupted)
+    ends = _Ends(graph, bridge, clean, metric, other.parts - one.parts)
+    if method == "gradient":
+        ends.stream(one.parts[0], one.parts[0], 1)
+    elif method == "inputs":
+        ends.stream(other.parts[0], one.parts[0], steps)
+    else:
+        ends.stream(other.parts[0], one.parts[0], steps, senders=slice(0, 1))
+        for layer, shape in enumerate(graph.layers):
+            first = graph.first_head[layer]
+            if shape.heads:
+                at = slice(first, first + shape.heads)
+                ends.part(f"blocks.{layer}.hook_attn_out", layer, other.attn_out[layer], one.attn_out[layer], steps, at)
+            if shape.mlp:
+                mlp = first + shape.heads
+                parts = other.parts[mlp], one.parts[mlp]
+                ends.part(f"blocks.{layer}.hook_mlp_out", layer, *parts, steps, slice(mlp, mlp + 1))
+    if not ends.scores.any():
+        raise ValueError(
+            "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence from "
+            'the clean run has its minimum there: use method="inputs" with more than one step)'
+        )
+    return EdgeScores(graph, ends.scores)
+
+
+class _Ends:
+    """Gathers gradients at the receivers, and multiplies them with the senders' differences."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        bridge: TransformerBridge,
+        tokens: Int[Tensor, "batch pos"],
+        metric: Metric,
+        change: Float[Tensor, "sender batch pos d_model"],
+    ) -> None:
+        self.graph, self.bridge, self.tokens, self.metric = graph, bridge, tokens, metric
+        self.change = change.flatten(1)
+        self.scores = change.new_zeros(len(graph.receivers), len(graph.senders))
+        self.start: CorruptedRun | None = None
+
+    def stream(
+        self, low: Tensor, high: Tensor, steps: int, senders: slice = slice(None)
+    ) -> None:  # what enters the first block
+        """Gradients of runs that enter the first block on the way from `low` to `high`."""
+        self._along("blocks.0.hook_resid_pre", 0, low, high, steps, senders, None)
+
+    def part(self, name: str, layer: int, low: Tensor, high: Tensor, steps: int, senders: slice) -> None:
+        """Gradients of runs in which one part of the clean run is on the way from `low` to `high`."""
+        if self.start is None:
+            with torch.no_grad():
+                self.start = CorruptedRun(self.bridge, self.tokens, [0])
+        stream = self.start.streams[layer] if self.start.steps else None
+        self._along(name, layer, low, high, steps, senders, stream)
+
+    def _along(
+        self, name: str, layer: int, low: Tensor, high: Tensor, steps: int, senders: slice, stream: Tensor | None
+    ) -> None:
+        size, elements = self.change.element_size(), self.tokens.numel()
+        # The graph of all layers is held for the backward pass.
+        budget = tokens_per_run(
+            self.bridge.cfg, self.change.device, self.tokens.shape[1], size * 2 * len(self.graph.layers)
+        )
+        together = max(1, min(steps, budget // elements))
+        every = [k / steps for k in range(1, steps + 1)]
+        for at in range(0, steps, together):
+            some = every[at : at + together]
+            points = torch.cat([low + share * (high - low) for share in some])
+            self._backward(name, layer, points, len(some), senders, stream, steps)
+
+    def _backward(
+        self, name: str, layer: int, points: Tensor, n: int, senders: slice, stream: Tensor | None, steps: int
+    ) -> None:
+        leaf = points.detach().requires_grad_()
+        options: dict[str, Any] = {} if stream is None else {"start_at_layer": layer}
+        given = (self.tokens if stream is None else stream).repeat(n, *[1] * ((2 if stream is None else 3) - 1))
+        first = range(len(self.graph.senders))[senders].start
+        ports = [port for port in self.graph.ports if port.upstream > first]
+        with torch.enable_grad():
+            logits = self.bridge.run_with_hooks(
+                given,
+                fwd_hooks=[(name, lambda activation, hook: leaf)],
+                bwd_hooks=[(port.name, self._gather(port, n, senders, steps)) for port in ports],
+                **options,
+            )
+            total = torch.stack([self.metric(part) for part in logits.split(len(self.tokens))]).sum()
+            torch.autograd.grad(total, leaf)
+
+    def _gather(self, port: Port, n: int, senders: slice, steps: int) -> Callable[..., None]:
+        """Adds a port's gradient, times the differences of the senders that it reads."""
+        chosen = range(len(self.graph.senders))[senders]
+        chosen = range(chosen.start, min(chosen.stop, port.upstream))
+
+        def gather(gradient: Tensor, hook: HookPoint) -> None:
+            of_steps = gradient.unflatten(0, (n, -1)).sum(0)
+            by_receiver = of_steps.movedim(-2, 0) if port.per_head else of_steps.unsqueeze(0)
+            with torch.no_grad():
+                found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[chosen.start : chosen.stop].T
+                self.scores[port.first : port.first + port.count, chosen.start : chosen.stop] += found / steps
+
+        return gather
+
+
+def mean_scores(scores: Sequence[EdgeScores], weights: Sequence[int | float] | None = None) -> EdgeScores:
+    """The mean of scores from several batches.
+
+    Args:
+        scores: of the same graph.
+        weights: how much each counts, such as its number of prompts; None: all the same.
+
+    Raises:
+        ValueError: there are none, or they are of different graphs.
+
+    Example:
+        >>> import torch
+        >>> from bridge.circuits import EdgeScores, Graph, mean_scores
+        >>> from bridge import TransformerBridge
+        >>> graph = Graph.of(TransformerBridge.boot_embedded())
+        >>> one = EdgeScores(graph, torch.ones(len(graph.receivers), len(graph.senders)))
+        >>> mean_scores([one, one])["embed->logits"]
+        1.0
+    """
+    if not scores or any(some.graph != scores[0].graph for some in scores):
+        raise ValueError("the mean is of one or more scores of the same graph")
+    shares = torch.tensor(list(weights) if weights is not None else [1] * len(scores), dtype=torch.float64)
+    if len(shares) != len(scores):
+        raise ValueError(f"there are {len(scores)} scores and {len(shares)} weights")
+    shares = shares / shares.sum()
+    return EdgeScores(scores[0].graph, sum(share * some.values for share, some in zip(shares, scores, strict=True)))

@@ -1,0 +1,105 @@
+"""`lens`: what each layer of a model would say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.lens.reading import Reading
+from bridge.lens.tuned import TunedLens
+from bridge.run.protocol import Input
+
+KINDS = ("normed", "raw")
+
+
+def lens(
+    bridge: TransformerBridge,
+    input: Input,
+    kind: str | TunedLens = "normed",
+    pos_slice: int | slice | Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    prepend_bos: bool | None = None,
+    attention_mask: Int[Tensor, "batch pos"] | None = None,
+) -> Reading:
+    """Reads the residual stream before each layer, and at the end, as next tokens.
+
+    The kinds are ``"normed"``, through the model's own final norm and unembedding (nostalgebraist 2020, "interpreting
+    GPT: the logit lens"); ``"raw"``, through the unembedding alone; or a `TunedLens`, whose map comes before the final
+    norm. A soft cap on the logits is part of all but ``"raw"``.
+
+    Args:
+        bridge: the bridge.
+        input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``. Shorter texts are padded in
+            front, so that position -1 is the last of each.
+        kind: see above.
+        pos_slice: which positions to read, such as -1; None: all. Only those are kept.
+        layers: streams before which layers, from 0; ``n_layers`` is the end; None: all.
+        prepend_bos: begin texts with BOS; None: as the bridge does.
+        attention_mask: for tokens: 1 for tokens and 0 for padding.
+
+    Returns:
+        A reading, which computes logits when asked.
+
+    Raises:
+        ValueError: an unknown kind or layer; a lens for another model.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.lens import lens
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> reading = lens(bridge, ["The capital of France is", "The capital of Italy is"], pos_slice=-1)
+        >>> top = reading.top(5)
+        >>> top.tokens.shape  # layer batch pos k
+        torch.Size([5, 2, 1, 5])
+        >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, :, 0, 0]]
+        [' Paris', ' Rome']
+    """
+    n = bridge.cfg.n_layers
+    chosen = tuple(range(n + 1)) if layers is None else tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
+    if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):
+        raise ValueError(f"layers are {list(layers or ())}; they must be different ones from 0 to {n}, the end")
+    decode = _decoder(bridge, kind)
+    if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
+        if attention_mask is not None:
+            raise ValueError("attention_mask is for tokens; for texts it is worked out")
+        batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, "left")
+        input, attention_mask = batch.tokens, batch.mask
+    names = {
+        layer: f"blocks.{layer}.hook_resid_pre" if layer < n else f"blocks.{n - 1}.hook_resid_post" for layer in chosen
+    }
+    _, cache = bridge.run_with_cache(
+        input, names_filter=list(names.values()), pos_slice=pos_slice, attention_mask=attention_mask, return_type=None
+    )
+    mask = attention_mask
+    if mask is not None and pos_slice is not None:
+        mask = mask[:, [pos_slice] if isinstance(pos_slice, int) else pos_slice]
+    streams = torch.stack([cache[names[layer]] for layer in chosen])
+    return Reading(streams, chosen, decode, mask, n, _d_vocab(bridge))
+
+
+def _d_vocab(bridge: TransformerBridge) -> int:
+    return int(bridge.core.get_output_embeddings().weight.shape[0])
+
+
+def _decoder(bridge: TransformerBridge, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
+    """From a stream and its layer to logits.
+
+    Raises:
+        ValueError: there is no such kind, or the model has no unembedding to read with.
+    """
+    n = bridge.cfg.n_layers
+    if "unembed.hook_out" not in bridge.hook_dict:
+        raise ValueError(f"{bridge.cfg.model_name} has no unembedding: its stream cannot be read as tokens")
+    if isinstance(kind, TunedLens):
+        kind.check(bridge, unembedding=False)
+        return lambda stream, layer: bridge(kind(stream, layer), start_at_layer=n)
+    if kind == "raw":
+        unembed = bridge.core.get_output_embeddings()
+        return lambda stream, layer: unembed.forward(stream)
+    if kind != "normed":
+        raise ValueError(f"kind is {kind!r}; it must be {', '.join(map(repr, KINDS))} or a TunedLens")
+    return lambda stream, layer: bridge(stream, start_at_layer=n)

@@ -1,0 +1,155 @@
+"""What the corrupted run leaves for the patched ones: the stream of each layer, and keys and values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from bridge.bridge import TransformerBridge
+from bridge.run.model_inputs import accepted_arguments
+
+#: How far logits of the same computation in another batch may be from each other, of the largest of them.
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+class CorruptedRun:
+    """One run of the corrupted prompts, and what later runs take from it.
+
+    Args:
+        model: the bridge.
+        tokens: ``[batch, pos]``.
+        layers: the layers at which patched runs will start, from 0.
+        keep: hook points whose activations are wanted.
+        attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
+
+    Attributes:
+        logits: ``[batch, pos, d_vocab]``.
+        streams: the residual stream before each layer from the lowest of these on, ``[batch, pos, d_model]``.
+        kept: the wanted activations, by name.
+        steps: whether going from layer to layer gives these logits again.
+        positions: whether starting behind the first positions does.
+    """
+
+    def __init__(
+        self,
+        model: TransformerBridge,
+        tokens: Int[Tensor, "batch pos"],
+        layers: Sequence[int],
+        keep: Sequence[str] = (),
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+    ) -> None:
+        self.model, self.tokens, self.attention_mask = model, tokens, attention_mask
+        self.batch, self.length = tokens.shape
+        first, n_layers = min(layers, default=0), model.cfg.n_layers
+        names = {layer: f"blocks.{layer}.hook_resid_pre" for layer in range(first, n_layers)}
+        self.steps = all(name in model.hook_dict for name in names.values())
+        self.positions = False
+        self.streams: dict[int, Tensor] = {}
+        self.kept: dict[str, Tensor] = {}
+        wanted = dict.fromkeys([*(names.values() if self.steps else ()), *keep])
+        options: dict[str, Any] = {"attention_mask": attention_mask}
+        caching = self.length > 1 and _may_cache(model)
+        if caching:
+            options["return_type"] = "logits_and_cache"
+        if wanted:
+            output, cache = model.run_with_cache(tokens, names_filter=list(wanted), **options)
+            self.kept = {name: cache[name] for name in keep}
+            self.streams = {layer: cache[name] for layer, name in names.items()} if self.steps else {}
+        else:
+            output = model(tokens, **options)
+        self.logits: Float[Tensor, "batch pos d_vocab"] = output[0] if caching else output
+        self._past: DynamicCache | None = _plain_cache(output[1], self.length) if caching else None
+        if self.steps:
+            self.steps = self._gives_logits_again(0)
+        if self.steps and self._past is not None:
+            self.positions = self._gives_logits_again(self.length // 2)
+
+    def _gives_logits_again(self, start: int) -> bool:
+        """Whether each layer of the corrupted run alone, from its stream, gives the next, and the last one the logits.
+
+        The last layer comes first, so that a layer that waits for what an earlier one leaves it does not find that.
+        """
+        n_layers = self.model.cfg.n_layers
+        right = self.logits[:, start:]
+        for layer in sorted(self.streams, reverse=True):
+            options = self.options(layer, layer + 1, 1, start)
+            stream = self.streams[layer][:, start:]
+            found = self.model(stream, start_at_layer=layer, stop_at_layer=layer + 1, **options)
+            if layer == n_layers - 1:
+                found = self.logits_of(found)
+            if not _close(found, right):
+                return False
+            right = stream
+        return True
+
+    def logits_of(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
+        """What follows the blocks, at these positions.
+
+        Args:
+            stream: the residual stream after the last block.
+        """
+        return self.model(stream, start_at_layer=self.model.cfg.n_layers)
+
+    def options(self, layer: int, stop: int, repeats: int, start: int) -> dict[str, Any]:
+        """The arguments of a run of some layers from a position on: the mask, and the keys and values before.
+
+        Args:
+            layer, stop: the layers that run.
+            repeats: how many times the prompts are in the batch.
+            start: the first position that runs.
+        """
+        options: dict[str, Any] = {}
+        if self.attention_mask is not None:
+            options["attention_mask"] = self.attention_mask.repeat(repeats, 1)
+        if start:
+            options["past_key_values"] = self._prefix(range(layer, stop), repeats, start)
+        return options
+
+    def _prefix(self, layers: range, repeats: int, start: int) -> DynamicCache:
+        """Keys and values of the first positions; only those of the layers that run are repeated."""
+        assert self._past is not None
+        cache = copy.copy(self._past)
+        cache.layers = []
+        for index, layer in enumerate(self._past.layers):
+            assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+            new = copy.copy(layer)
+            new.keys, new.values = layer.keys[:, :, :start], layer.values[:, :, :start]
+            if index in layers:
+                new.keys, new.values = (x.repeat(repeats, 1, 1, 1) for x in (new.keys, new.values))
+            if isinstance(new, DynamicSlidingWindowLayer):
+                new.cumulative_length = start
+            cache.layers.append(new)
+        return cache
+
+
+def _close(found: Tensor, right: Tensor) -> bool:
+    tolerance = ROUNDING.get(right.dtype, 10 * torch.finfo(right.dtype).eps) * right.abs().max().item()
+    return found.shape == right.shape and torch.allclose(found, right, rtol=0, atol=tolerance)
+
+
+def _may_cache(model: TransformerBridge) -> bool:
+    """Whether the model reads from left to right and takes keys and values of earlier tokens."""
+    known = accepted_arguments(type(model.core).forward)
+    return (
+        model.cfg.attention_dir == "causal"
+        and not model.core.config.is_encoder_decoder
+        and {"past_key_values", "use_cache"} <= known
+    )
+
+
+def _plain_cache(cache: Any, length: int) -> DynamicCache | None:
+    """The cache, if it is the usual kind and holds every position."""
+    if type(cache) is not DynamicCache:
+        return None
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer) or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return None
+        if layer.keys is None or layer.keys.ndim != 4 or layer.keys.shape[-2] != length:
+            return None
+    return cache

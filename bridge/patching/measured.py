@@ -1,0 +1,151 @@
+"""The metric of each patch, by a sweep where that gives what whole runs give, by one run for each where not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.hooks.hook_point import HookPoint
+from bridge.patching.corrupted import CorruptedRun
+from bridge.patching.memory import tokens_per_run
+from bridge.patching.regions import differences, first_change
+from bridge.patching.runs import PatchedRuns, may_start_later
+from bridge.patching.steps import Step
+from bridge.patching.sweep import Job, Patch, Sweep
+
+#: From the logits ``[batch, pos, d_vocab]`` of one patched run to a number.
+Number = Callable[[Float[Tensor, "batch pos d_vocab"]], float]
+#: A sweep needs about two and a half runs before its first patch.
+WORTHWHILE = 4
+
+
+def measure(
+    model: TransformerBridge,
+    tokens: Int[Tensor, "batch pos"],
+    steps: Sequence[Step],
+    metric: Number,
+    attention_mask: Int[Tensor, "batch pos"] | None,
+    patches_per_run: int | Literal["auto"],
+    report: Callable[[int], object],
+) -> list[float]:
+    """The metric of each patch.
+
+    Args:
+        model: the bridge.
+        tokens: the corrupted prompts.
+        steps: the patches.
+        metric: from the logits of one patched run to a number.
+        attention_mask: 1 for tokens and 0 for padding; None: no padding.
+        patches_per_run: how many patches may be one batch.
+        report: called with how many more patches are done.
+    """
+    batched = all(step.hook.point.axes.startswith("batch") and step.hook.point.stack == "blocks" for step in steps)
+    if len(steps) > WORTHWHILE and batched and may_start_later(model):
+        with torch.no_grad():
+            sweep = _Measured(model, tokens, steps, metric, attention_mask, patches_per_run)
+            if sweep.possible:
+                return sweep.results(report)
+    return _one_by_one(model, tokens, steps, metric, attention_mask, patches_per_run, report)
+
+
+def _one_by_one(
+    model: TransformerBridge,
+    tokens: Int[Tensor, "batch pos"],
+    steps: Sequence[Step],
+    metric: Number,
+    attention_mask: Int[Tensor, "batch pos"] | None,
+    patches_per_run: int | Literal["auto"],
+    report: Callable[[int], object],
+) -> list[float]:
+    """Each patch by a run through all positions; with ``"auto"`` alone, as hooks of the user may see batches."""
+    together = 1 if patches_per_run == "auto" else patches_per_run
+    runs = PatchedRuns(model, tokens, [step.hook.point.depth for step in steps], attention_mask)
+    results: list[float] = []
+    for hook, group in itertools.groupby(steps, key=lambda step: step.hook):
+        of_layer = list(group)
+        for at in range(0, len(of_layer), together):
+            some = of_layer[at : at + together]
+            results += [metric(logits) for logits in runs.logits(hook, [step.whole for step in some])]
+            report(len(some))
+    return results
+
+
+class _Measured:
+    """A sweep and its results. `possible` says whether it gives what whole runs give."""
+
+    def __init__(
+        self,
+        model: TransformerBridge,
+        tokens: Int[Tensor, "batch pos"],
+        steps: Sequence[Step],
+        metric: Number,
+        attention_mask: Int[Tensor, "batch pos"] | None,
+        patches_per_run: int | Literal["auto"],
+    ) -> None:
+        self.model, self.steps, self.metric, self.patches_per_run = model, steps, metric, patches_per_run
+        self.hooks = list(dict.fromkeys(step.hook for step in steps))
+        keep = [step.hook.name for step in steps if step.region is not None]
+        layers = [hook.point.depth for hook in self.hooks]
+        self.run = CorruptedRun(model, tokens, layers, list(dict.fromkeys(keep)), attention_mask)
+        self.possible = self.run.steps and self._without_gradients()
+
+    def _without_gradients(self) -> bool:
+        """Whether the metric can do without gradients."""
+        try:
+            self.unpatched = self.metric(self.run.logits.clone())
+        except RuntimeError:
+            return False  # if it is for another reason, the plain way raises it again
+        return True
+
+    def results(self, report: Callable[[int], object]) -> list[float]:
+        """The metric of each patch, in the order of the patches."""
+        found = [self.unpatched] * len(self.steps)
+        jobs = self._jobs()
+        report(len(self.steps) - len(jobs))
+        for job, logits in Sweep(self.run, self._most).logits(jobs):
+            number = self.metric(logits)
+            if math.isnan(number) and not logits.computed:
+                number = self.metric(logits.whole())  # something may have read past what was computed
+            found[job.index] = number
+            report(1)
+        return found
+
+    def _most(self, length: int) -> int:
+        if self.patches_per_run != "auto":
+            return self.patches_per_run
+        size = self.run.logits.element_size()
+        tokens = tokens_per_run(self.model.cfg, self.run.logits.device, self.run.length, size)
+        return max(1, tokens // (self.run.batch * length))
+
+    def _jobs(self) -> list[Job]:
+        """The patches that change anything."""
+        differs: dict[HookPoint, Bool[Tensor, "..."] | None] = {}
+        for step in self.steps:
+            if step.region is not None and step.hook not in differs:
+                differs[step.hook] = differences(step.clean, self.run.kept[step.hook.name])
+        jobs = []
+        for index, step in enumerate(self.steps):
+            start = self._start(step, differs.get(step.hook))
+            if start is not None:
+                jobs.append(Job(index, step.hook, start if self.run.positions else 0, _patch_from(step)))
+        return jobs
+
+    def _start(self, step: Step, differs: Bool[Tensor, "..."] | None) -> int | None:
+        region = step.region
+        if region is None or differs is None:
+            return 0
+        try:
+            return first_change(region, step.place, differs)
+        except (IndexError, ValueError):
+            return 0  # the setter says what does not fit
+
+
+def _patch_from(step: Step) -> Callable[[int], Patch]:
+    return lambda start: lambda activation: step.later(activation, start)

@@ -1,0 +1,97 @@
+"""The greater-than task for any tokenizer that has numbers of one or two digits."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from bridge.tasks.encoder import Encoder, Source
+from bridge.tasks.pairs import NumberPairs
+
+NOUNS = ("war", "siege", "trial", "voyage", "treaty", "reign", "drought", "strike", "feud", "project")
+TEMPLATE = "The {noun} lasted from the year {century}{years} to the year {century}"
+
+
+def greater_than(source: Source, n: int, seed: int = 0, prepend_bos: bool | None = None) -> NumberPairs:
+    """Prompts like "The war lasted from the year 1732 to the year 17", which a later year has to follow.
+
+    The corrupted prompt begins in the year 01 of the century, which every number follows rightly (Hanna, Liu and
+    Variengien 2023, "How does GPT-2 compute greater-than?"). Where two digits are one token, numbers above that of
+    the prompt are right and those up to it wrong. Where each digit is a token, the next digit is compared with the
+    decade; the same digit, which can be right or wrong, counts for neither.
+
+    Args:
+        source: a bridge or a tokenizer.
+        n: how many pairs, all different.
+        seed: which.
+        prepend_bos: begin with BOS; None: as the bridge does, or where the tokenizer has one.
+
+    Raises:
+        ValueError: the tokenizer has no such numbers, or fewer prompts than asked for.
+    """
+    if n < 1:
+        raise ValueError(f"n is {n}; it must be 1 or more")
+    encoder = Encoder(source, prepend_bos)
+    rows: list[tuple[list[int], list[int], int, tuple[str, str]]] = []
+    places = [(noun, century, year) for noun in NOUNS for century in range(11, 19) for year in range(2, 99)]
+    random.Random(seed).shuffle(places)
+    width = _width(encoder)
+    names = [f"{number:0{width}}" for number in range(10**width)]
+    numbers: list[int] | None = None
+    for noun, century, year in places:
+        if len(rows) == n:
+            break
+        if encoder.word(f" {noun}") is None or (width == 1 and not 10 <= year < 90):
+            continue
+        text, other = (TEMPLATE.format(noun=noun, century=century, years=f"{y:02}") for y in (year, 1))
+        ids, corrupted = encoder.prompt(text), encoder.prompt(other)
+        following = [encoder.next_id(text, ids, name) for name in names]
+        if None in following or len(corrupted) != len(ids) or (rows and len(ids) != len(rows[0][0])):
+            continue
+        if numbers is None:
+            numbers = [number for number in following if number is not None]
+        if following != numbers or not _ends_in(encoder, text, ids, width, numbers, year):
+            continue
+        rows.append((ids, corrupted, year if width == 2 else year // 10, (text, other)))
+    if len(rows) < n or numbers is None:
+        raise ValueError(
+            f"n is {n}; this tokenizer splits the years of all but {len(rows)} prompts otherwise than others"
+        )
+    clean, corrupted_ids, years, texts = zip(*rows, strict=True)
+    at, every = torch.tensor(years)[:, None], torch.arange(len(numbers))[None]
+    smaller = every <= at if width == 2 else every < at
+    return NumberPairs(
+        clean=torch.tensor(list(clean), device=encoder.device),
+        corrupted=torch.tensor(list(corrupted_ids), device=encoder.device),
+        answers=torch.tensor([numbers[year + 1] for year in years], device=encoder.device),
+        wrong=torch.tensor([numbers[year - 1] for year in years], device=encoder.device),
+        texts=texts,
+        numbers=torch.tensor(numbers, device=encoder.device),
+        larger=every > at,
+        smaller=smaller,
+    )
+
+
+def _width(encoder: Encoder) -> int:
+    """How many digits a token has: two where that works, else one.
+
+    Raises:
+        ValueError: neither.
+    """
+    text = TEMPLATE.format(noun="war", century=17, years=32)
+    ids = encoder.prompt(text)
+    for width, following in ((2, "45"), (1, "4")):
+        if encoder.next_id(text, ids, following) is not None:
+            return width
+    raise ValueError(f"for this tokenizer neither '45' nor '4' is one token after {text!r}")
+
+
+def _ends_in(encoder: Encoder, text: str, ids: list[int], width: int, numbers: list[int], year: int) -> bool:
+    """Whether the first year ends in the same kind of token that the second is to have."""
+    start = text[: text.index(" to the year")]
+    first = encoder.prompt(start)
+    if ids[: len(first)] != first:
+        return False
+    last = first[-1] if width == 2 else first[-2]
+    return last == numbers[year if width == 2 else year // 10]

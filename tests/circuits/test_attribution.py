@@ -1,0 +1,145 @@
+"""Edge attribution against gradients of a model computed head by head, and against small exact changes."""
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+from bridge import TransformerBridge
+from bridge.circuits import EdgeScores, Graph, edge_attribution, kl_divergence, logit_difference, mean_scores
+from bridge.circuits.edge_run import EdgeRun
+from bridge.circuits.senders import written
+from tests.analysis.models import bridge_of
+from tests.circuits.test_edges import FAMILIES
+from tests.conftest import tiny, torch_hooks
+
+
+def gradients(hand, graph, tokens, metric, **options):
+    """The gradient of the metric at every receiver's input."""
+    d_model = hand.model.config.n_embd
+    bumps = {
+        name: torch.zeros(*tokens.shape, d_model, dtype=torch.float64, requires_grad=True) for name in graph.receivers
+    }
+    loss = metric(hand(tokens, bumps=bumps, **options))
+    return dict(zip(bumps, torch.autograd.grad(loss, list(bumps.values()), allow_unused=True), strict=True))
+
+
+def by_hand(graph, change, gradient, senders=None):
+    found = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    for receiver, sender in graph.exists.nonzero().tolist():
+        at = gradient[graph.receivers[receiver]]
+        if at is not None and (senders is None or graph.senders[sender] in senders):
+            found[receiver, sender] = (change[sender] * at).sum()
+    return found
+
+
+@pytest.fixture
+def change(gpt2, graph, clean, corrupted):
+    return written(graph, gpt2, corrupted).parts - written(graph, gpt2, clean).parts
+
+
+def test_eap(gpt2, graph, hand, clean, corrupted, metric, change):
+    right = by_hand(graph, change, gradients(hand, graph, clean, metric))
+    found = edge_attribution(gpt2, clean, corrupted, metric, "gradient")
+    torch.testing.assert_close(found.values, right, atol=1e-11, rtol=1e-9)
+    assert right.abs().max() > 1e-3
+    assert all(parameter.grad is None for parameter in gpt2.parameters()) and torch_hooks(gpt2.original_model) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("divergence", [False, True])
+def test_eap_ig_over_inputs(gpt2, graph, hand, clean, corrupted, metric, change, steps, divergence):
+    with torch.no_grad():
+        hand(clean)
+        start = hand.wrote["embed"]
+        hand(corrupted)
+        end = hand.wrote["embed"]
+        if divergence:
+            metric = kl_divergence(gpt2(clean))
+    if divergence and steps == 1:
+        with pytest.raises(ValueError, match="gradient of the metric is zero"):
+            # With one step the only point is the clean run, the minimum.
+            edge_attribution(gpt2, clean, corrupted, lambda logits: metric(logits) * 0, steps=1)
+        return
+    right = 0
+    for k in range(1, steps + 1):
+        point = end + k / steps * (start - end)
+        right = right + by_hand(graph, change, gradients(hand, graph, clean, metric, embed=point)) / steps
+    found = edge_attribution(gpt2, clean, corrupted, metric, "inputs", steps)
+    torch.testing.assert_close(found.values, right, atol=1e-11, rtol=1e-9)
+
+
+def test_eap_ig_over_activations(gpt2, graph, hand, clean, corrupted, metric, change):
+    with torch.no_grad():
+        hand(clean)
+        one = dict(hand.wrote)
+        hand(corrupted)
+        other = dict(hand.wrote)
+    steps, right = 3, torch.zeros(graph.exists.shape, dtype=torch.float64)
+    parts = [["embed"]]
+    for layer in range(3):
+        parts += [[f"L{layer}H{head}" for head in range(4)], [f"L{layer}MLP"]]
+    for part in parts:
+        for k in range(1, steps + 1):
+            outputs = {name: other[name] + k / steps * (one[name] - other[name]) for name in part}
+            where = {"embed": outputs["embed"]} if part == ["embed"] else {"outputs": outputs}
+            right += by_hand(graph, change, gradients(hand, graph, clean, metric, **where), part) / steps
+    found = edge_attribution(gpt2, clean, corrupted, metric, "activations", steps)
+    torch.testing.assert_close(found.values, right, atol=1e-11, rtol=1e-9)
+
+
+def test_steps_in_several_batches(gpt2, clean, corrupted, metric, monkeypatch):
+    right = edge_attribution(gpt2, clean, corrupted, metric)
+    monkeypatch.setattr("bridge.circuits.attribution.tokens_per_run", lambda *args: 20)
+    torch.testing.assert_close(edge_attribution(gpt2, clean, corrupted, metric).values, right.values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_by_small_exact_changes(family, clean, corrupted):
+    bridge = bridge_of(family).to(torch.float32 if family == "mixtral" else torch.float64)  # no kernel
+    graph = Graph.of(bridge)
+    metric = logit_difference(torch.tensor([5, 8]), torch.tensor([9, 2]))
+    found = edge_attribution(bridge, clean, corrupted, metric, "gradient").values
+    one, other = written(graph, bridge, clean).parts, written(graph, bridge, corrupted).parts
+    small = 1e-3  # RMS norms compute in float32 whatever they are given
+    largest = found.abs().max().item()
+    edges = found.abs().flatten().topk(6).indices.tolist() + list(range(0, found.numel(), found.numel() // 9))
+    for receiver, sender in {divmod(index, found.shape[1]) for index in edges}:
+        if graph.exists[receiver, sender]:
+            mask = torch.zeros_like(graph.exists)
+            mask[receiver, sender] = True
+            up, down = (
+                metric(EdgeRun(graph, bridge, one + way * small * (other - one), mask[None]).logits(clean)[0])
+                for way in (1, -1)
+            )
+            right = ((up - down) / (2 * small)).item()
+            assert found[receiver, sender].item() == pytest.approx(right, abs=5e-3 * largest, rel=0.02)
+    assert largest > 1e-3
+
+
+def test_mean_of_batches(gpt2, graph, clean, corrupted):
+    metric = lambda logits: logits[:, -1, 3].mean()
+    rows = [edge_attribution(gpt2, clean[i : i + 1], corrupted[i : i + 1], metric) for i in range(2)]
+    torch.testing.assert_close(mean_scores(rows).values, edge_attribution(gpt2, clean, corrupted, metric).values)
+    weighted = mean_scores(rows, [3, 1]).values
+    torch.testing.assert_close(weighted, 0.75 * rows[0].values + 0.25 * rows[1].values)
+    with pytest.raises(ValueError, match="2 scores and 1 weights"):
+        mean_scores(rows, [1])
+    with pytest.raises(ValueError, match="one or more"):
+        mean_scores([])
+
+
+def test_refusals(gpt2, graph, clean, corrupted, metric):
+    with pytest.raises(ValueError, match="method is 'ig'"):
+        edge_attribution(gpt2, clean, corrupted, metric, "ig")
+    with pytest.raises(ValueError, match="steps is 0"):
+        edge_attribution(gpt2, clean, corrupted, metric, steps=0)
+    with pytest.raises((ValueError, TypeCheckError)):  # whichever looks first at the shapes
+        logit_difference(torch.tensor([1, 2]), torch.tensor([1]))
+    with pytest.raises(ValueError, match="1 rows, and there are 2 answers"):
+        edge_attribution(gpt2, clean[:1], corrupted[:1], metric)
+    with pytest.raises(ValueError, match=r"scores have shape \[2, 2\]"):
+        EdgeScores(graph, torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="scores are NaN"):
+        EdgeScores(graph, torch.full(graph.exists.shape, float("nan")))
+    with pytest.raises(ValueError, match="training mode"):
+        edge_attribution(TransformerBridge(tiny("gpt2").train()), clean, corrupted, metric)

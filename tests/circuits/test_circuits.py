@@ -1,0 +1,200 @@
+"""Graphs, choosing circuits, their faithfulness, JSON, pictures."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.circuits import Circuit, Curve, EdgeScores, Graph, LayerShape, faithfulness_curve
+from bridge.circuits.evaluation import Evaluation
+from bridge.circuits.senders import written
+from bridge.tasks import embedded_pairs
+from tests.circuits.by_hand import ByHand
+from tests.conftest import tiny
+
+
+def scores_of(graph, seed=0):
+    return EdgeScores(graph, torch.randn(graph.exists.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_the_graph_of_gpt2_small_has_the_edges_that_papers_count():
+    graph = Graph([LayerShape(12, 12, True, False)] * 12)
+    assert (graph.n_edges, len(graph.senders)) == (32491, 157)
+
+
+def test_grouped_keys_and_parallel_blocks():
+    llama, neox = Graph.of(TransformerBridge(tiny("llama"))), Graph.of(TransformerBridge(tiny("gpt_neox")))
+    assert "L1G1.k" in llama.receivers and "L1H2.k" not in llama.receivers
+    assert [llama.receivers[i] for i in llama.receivers_named("L1H2")] == ["L1H2.q", "L1G1.k", "L1G1.v"]
+    assert [llama.receivers[i] for i in llama.receivers_named("L1H1")] == ["L1H1.q", "L1G0.k", "L1G0.v"]
+    llama.edge("L1H0->L1MLP")
+    with pytest.raises(ValueError, match="L1H0 writes after L1MLP has read"):
+        neox.edge("L1H0->L1MLP")
+    assert neox.exists.sum() < Graph.of(TransformerBridge(tiny("gpt2"))).exists.sum()
+
+
+def test_threshold_top_and_greedy(graph):
+    scores = scores_of(graph)
+    ranked = scores.values.abs()[graph.exists].sort(descending=True).values
+    top = scores.top(40)
+    assert top.n_edges == 40 and [abs(edge[2]) for edge in top.edges] == pytest.approx(ranked[:40].tolist())
+    assert scores.threshold(float(ranked[39])) == top
+    worst = scores.top(7, absolute=False)
+    assert [edge[2] for edge in worst.edges] == pytest.approx(scores.flat.sort().values[:7].tolist())
+    assert scores.top(graph.n_edges).n_edges == graph.n_edges == scores.greedy(graph.n_edges).n_edges
+    assert scores.top(0).n_edges == 0
+    greedy = scores.greedy(40)
+    # By hand: the best edge into what is reached, again and again.
+    reached, chosen = {"logits"}, set()
+    for _ in range(40):
+        options = [
+            (float(scores.values[r, s].abs()), graph.senders[s], graph.receivers[r])
+            for r, s in graph.exists.nonzero().tolist()
+            if graph.receivers[r] in reached and (graph.senders[s], graph.receivers[r]) not in chosen
+        ]
+        _, sender, receiver = max(options)
+        chosen.add((sender, receiver))
+        if sender != "embed":
+            reached |= {graph.receivers[i] for i in graph.receivers_named(sender)}
+    assert {edge[:2] for edge in greedy.edges} == chosen
+    with pytest.raises(ValueError, match=f"n is 99999; there are {graph.n_edges} edges"):
+        scores.greedy(99999)
+
+
+def test_scores_by_name(graph):
+    scores = scores_of(graph)
+    assert scores["embed->L1H2.k"] == scores.values[graph.receivers.index("L1H2.k"), 0]
+
+
+def test_pruning(graph):
+    ways = ["embed->L0H1.v", "L0H1->L1MLP", "L1MLP->L2H0.q", "L2H0->logits"]
+    dead = ["embed->L1H1.q", "L0H2->L1MLP", "L1H3->logits", "L1H1->L2H2.v"]
+    found = Circuit.of_edges(graph, ways + dead).pruned()
+    assert found == Circuit.of_edges(graph, ways)
+    assert found.nodes == ["embed", "L0H1", "L1MLP", "L2H0", "logits"]
+    assert Circuit.of_edges(graph, dead).pruned().n_edges == 0
+
+
+def test_faithfulness_by_hand(gpt2, graph, clean, corrupted, metric):
+    circuit = scores_of(graph).top(graph.n_edges // 2)
+    hand = ByHand(gpt2.original_model, graph)
+    mask = {(receiver, sender) for sender, receiver, _ in circuit.edges}
+    every = {(graph.receivers[r], graph.senders[s]) for r, s in graph.exists.nonzero().tolist()}
+    with torch.no_grad():
+        hand(corrupted)
+        wrote = dict(hand.wrote)
+        sources = {
+            "resample": wrote,
+            "mean": {name: value.mean(0, keepdim=True).expand_as(value) for name, value in wrote.items()},
+            "zero": {name: torch.zeros_like(value) for name, value in wrote.items()},
+        }
+        model = metric(hand(clean)).item()
+        for ablation, other in sources.items():
+            parts = [every, every - mask, mask]
+            ablated, alone, without = (metric(hand(clean, replaced=part, other=other)).item() for part in parts)
+            found = circuit.evaluate(gpt2, clean, corrupted, metric, ablation)
+            assert (found.model, found.ablated) == pytest.approx((model, ablated))
+            assert (found.circuit, found.complement) == pytest.approx((alone, without))
+            assert found.faithfulness == pytest.approx((alone - ablated) / (model - ablated))
+            assert found.complement_faithfulness == pytest.approx((without - ablated) / (model - ablated))
+    assert found.share == circuit.n_edges / graph.n_edges
+    assert circuit.evaluate(gpt2, clean, corrupted, metric).ablated == pytest.approx(metric(gpt2(corrupted)).item())
+
+
+def test_the_mean_over_other_prompts(gpt2, graph, clean, corrupted, metric):
+    reference = torch.randint(0, 61, (5, 5), generator=torch.Generator().manual_seed(9))
+    none = Circuit.of_edges(graph, [])
+    found = none.evaluate(gpt2, clean, corrupted, metric, "mean", reference)
+    end = written(graph, gpt2, reference).parts[:, :, :].mean(1).sum(0)
+    hand = ByHand(gpt2.original_model, graph)
+    with torch.no_grad():
+        biases = sum(block.attn.c_proj.bias for block in gpt2.original_model.transformer.h)
+        logits = hand.model.lm_head(hand.model.transformer.ln_f(end + biases)).expand(2, -1, -1)
+    assert found.ablated == pytest.approx(metric(logits).item())
+    assert found.circuit == found.ablated
+
+
+def test_curves():
+    curve = Curve((0.0, 0.1, 0.5, 1.0), (0.0, 0.5, 1.5, 1.0))
+    assert curve.cpr == pytest.approx(0.1 * 0.25 + 0.4 * 1.0 + 0.5 * 1.25)
+    assert curve.cmd == pytest.approx(0.1 * 0.75 + 0.4 * 0.5 + 0.5 * 0.25)
+
+
+def test_the_curve_of_scores(gpt2, graph, clean, corrupted, metric):
+    scores = scores_of(graph)
+    found = faithfulness_curve(scores, gpt2, clean, corrupted, metric, shares=(0.1, 0.5, 1.0), choose="greedy")
+    right = [
+        scores.greedy(round(share * graph.n_edges)).evaluate(gpt2, clean, corrupted, metric).faithfulness
+        for share in (0.1, 0.5, 1.0)
+    ]
+    assert found.faithfulness == pytest.approx(right) and right[-1] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="they must grow"):
+        faithfulness_curve(scores, gpt2, clean, corrupted, metric, shares=(0.5, 0.1))
+    with pytest.raises(ValueError, match="choose is 'best'"):
+        faithfulness_curve(scores, gpt2, clean, corrupted, metric, choose="best")
+
+
+def test_evaluation_refuses(gpt2, graph, clean, corrupted, metric):
+    circuit = scores_of(graph).top(5)
+    with pytest.raises(ValueError, match="ablation is 'noise'"):
+        circuit.evaluate(gpt2, clean, corrupted, metric, "noise")
+    with pytest.raises(ValueError, match="reference prompts are for the mean"):
+        circuit.evaluate(gpt2, clean, corrupted, metric, "zero", clean)
+    with pytest.raises(ValueError, match="reference prompts have 4 tokens"):
+        circuit.evaluate(gpt2, clean, corrupted, metric, "mean", clean[:, :4])
+    with pytest.raises(ValueError, match="and this model is"):
+        circuit.evaluate(TransformerBridge(tiny("llama")), clean, corrupted, metric)
+    with pytest.raises(ValueError, match="nothing for a circuit to keep"):
+        _ = Evaluation(1.0, 1.0, 1.0, 1.0, 0.5).faithfulness
+    with pytest.raises(ValueError, match="there is no edge L0H0->L0H0"):
+        Circuit(graph, torch.ones_like(graph.exists))
+
+
+def test_json(graph, tmp_path):
+    circuit = scores_of(graph).top(30)
+    path = tmp_path / "circuit.json"
+    circuit.save(path)
+    again = Circuit.load(path)
+    assert again == circuit and again.edges == circuit.edges and again.graph == graph
+    content = json.loads(path.read_text())
+    content["edges"][0][1] = "L9MLP"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="no receiver 'L9MLP'"):
+        Circuit.load(path)
+    path.write_text(json.dumps(content | {"version": 99}))
+    with pytest.raises(ValueError, match="version 99"):
+        Circuit.load(path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="holds no circuit"):
+        Circuit.load(path)
+
+
+def test_drawing(graph, monkeypatch):
+    circuit = scores_of(graph).top(3)
+    monkeypatch.setitem(
+        sys.modules, "bridge.pictures", types.SimpleNamespace(circuit=lambda edges, **options: (edges, options))
+    )
+    assert circuit.draw(width=4) == (circuit.edges, {"width": 4})
+    monkeypatch.setitem(sys.modules, "bridge.pictures", None)
+    with pytest.raises(ImportError, match="needs the extra `pictures`"):
+        circuit.draw()
+
+
+def test_the_shipped_models_circuit(embedded):
+    """The figures that docs/circuits.md states, with room for another machine's rounding."""
+    from bridge.circuits import edge_attribution, edge_effects
+
+    pairs = embedded_pairs(embedded, "ioi", 8)
+    metric = pairs.metric()
+    exact = edge_effects(embedded, pairs.clean, pairs.corrupted, metric, verbose=False)
+    scores = edge_attribution(embedded, pairs.clean, pairs.corrupted, metric)
+    assert torch.corrcoef(torch.stack([scores.flat, exact.flat]))[0, 1] > 0.97
+    top = exact.values.abs().flatten().topk(20).indices
+    assert torch.equal(scores.values.flatten()[top].sign(), exact.values.flatten()[top].sign())
+    found = scores.greedy(48).evaluate(embedded, pairs.clean, pairs.corrupted, metric)
+    assert found.faithfulness > 0.85 and abs(found.complement_faithfulness) < 0.05
+    other = scores_of(exact.graph).greedy(48).evaluate(embedded, pairs.clean, pairs.corrupted, metric)
+    assert other.faithfulness < 0.3
