@@ -32,16 +32,20 @@ MAY_USE = {
         "bridge.cache", "bridge.generation", "bridge.native", "bridge.embedded", "bridge.loading",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
-    "bridge.patching": {"bridge.bridge", "bridge.hooks", "bridge.run"},
+    "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},
     "bridge": {"bridge.version", "bridge.cli"},
     "bridge.version": set(),
 }  # fmt: skip
 #: What stands on top, and may use every room but these.
-ON_TOP = ("bridge.cli", "bridge.legacy", "bridge.trace", "bridge.export", "bridge.harvest", "bridge.pictures")
+ON_TOP = (
+    "bridge.cli", "bridge.legacy", "bridge.trace", "bridge.export", "bridge.harvest", "bridge.pictures",
+    "bridge.circuits", "bridge.lens", "bridge.tasks",
+)  # fmt: skip
 
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.
 INSIDE_FUNCTIONS = {
     "bridge/cli/main.py": "`python -m bridge --help` need not load torch",
+    "bridge/cli/harvest.py": "likewise, and harvest is an extra",
 }
 #: Files of more than 400 lines, with the reason.
 LONG: dict[str, str] = {}

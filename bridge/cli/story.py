@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bridge import pictures
 from bridge.analysis.logit_lens import head_contributions, logit_lens
+from bridge.bridge import TransformerBridge
 from bridge.cli.demo import ANSWERS, PROMPT, ablated, name, strongest
 from bridge.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_block_every
 from bridge.pictures.labels import visible
@@ -30,7 +31,6 @@ def story(model: str | None = None, prompt: str | None = None) -> str:
         >>> story(prompt="The capital of France is").startswith("<!doctype html>")
         True
     """
-    from bridge import TransformerBridge
 
     bridge = TransformerBridge.boot_transformers(model) if model else TransformerBridge.boot_embedded()
     bridge.eval()

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from bridge.bridge import TransformerBridge
+from bridge.embedded import MODEL_DIR
 from bridge.harvest.errors import HarvestError
 from bridge.harvest.fingerprint import of_value
 from bridge.harvest.packing import Tokens
@@ -197,8 +198,6 @@ class ModelSource:
     def path(self) -> str | None:
         """The folder or hub name; None for a bridge."""
         if self.name == "embedded":
-            from bridge.embedded import MODEL_DIR
-
             return str(MODEL_DIR)
         return self.name
 

@@ -165,9 +165,7 @@ class RowMaker:
             if made.num_rows:
                 yield made
 
-    def _batch(
-        self, shard: ShardInput, chosen: np.ndarray[Any, np.dtype[Any]], starts: np.ndarray[Any, Any]
-    ) -> pa.RecordBatch:
+    def _batch(self, shard: ShardInput, chosen: np.ndarray[Any, np.dtype[Any]], starts: np.ndarray) -> pa.RecordBatch:
         lengths = shard.lengths[chosen]
         longest = int(lengths.max())
         # Where each token of each input stands in the shard; what pads an input stands at its first token.

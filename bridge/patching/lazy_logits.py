@@ -14,12 +14,7 @@ LogitsAt = Callable[[list[int]], Tensor]
 #: What says nothing about the values.
 _FACTS = frozenset(
     [
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.device.__get__,  # type: ignore[attr-defined]
-        Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")),
         Tensor.size,
         Tensor.dim,
         Tensor.ndimension,

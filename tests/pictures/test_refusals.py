@@ -63,6 +63,7 @@ def test_values(case):
         call()
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("call", "message"),
     [
