@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from transformers import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from adapters.paths import core_path
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.criteria import Steps
 from bridge.generation.options import Options, check_generates, prepared
@@ -25,7 +26,8 @@ from bridge.generation.prompt import (
 )
 from bridge.generation.recorder import StepRecorder
 from bridge.hooks.context import Generation, forward_pass
-from bridge.run.compiled import as_written
+from bridge.hooks.modules import Finder
+from bridge.run.compiled import as_written, kept_as_written
 from bridge.run.protocol import Input
 
 #: Options of the model's `generate` with which it processes tokens that do not stay in the sequence.
@@ -107,7 +109,8 @@ def generating(bridge: Generates, generation: Generation) -> Iterator[None]:
     """A generation: a run of its own, whose steps `generation` counts from 0."""
     if bridge.wiring.listening:
         bridge.wiring.check_in_place()
-    with forward_pass(generation) as run:
+    find = Finder(bridge.original_model, core_path(bridge.original_model))
+    with forward_pass(generation) as run, kept_as_written(find) if bridge.wiring.listening else nullcontext():
         run.gradients = False
         yield
 

@@ -48,8 +48,8 @@ class StepRecorder:
             if scope in CURRENT.get().visible:
                 self._begin(args, kwargs)
 
-        handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         wiring.listen(self.points, listener)
+        handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         try:
             with of_the_next_run(scope):
                 yield

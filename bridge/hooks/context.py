@@ -68,14 +68,14 @@ class ForwardPass:
         start_at: the first block that runs; points before it stay silent.
         skipped: the blocks that are passed over.
         entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
-        gradients: gradients were on when it began.
+        gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
     """
 
     __slots__ = ("entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at", "written")
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
         self.opened_by = opened_by
-        self.gradients = torch.is_grad_enabled()
+        self.gradients = opened_by is not None or torch.is_grad_enabled()
         self.start_at: int | None = None
         self.skipped: frozenset[nn.Module] = frozenset()
         self.sources: dict[SourceSite, tuple[nn.Module, Tensor]] = {}

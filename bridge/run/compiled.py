@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from bridge.hooks.modules import Finder
 
@@ -108,6 +108,35 @@ class AsWritten:
         return as_written(self._module, self.original, args, kwargs)
 
 
+@contextmanager
+def kept_as_written(find: Finder) -> Iterator[None]:
+    """Keeps compiled code from running in place of a model inside a ``with`` statement.
+
+    Args:
+        find: finds the model.
+    """
+    stands = AsWritten(find)
+    stands.attach()
+    try:
+        yield
+    finally:
+        stands.detach()
+
+
+def refuse_inside_compiled() -> None:
+    """Refuses to attach hooks from within code that `torch.compile` runs.
+
+    Raises:
+        RuntimeError: this is such code.
+    """
+    if torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False):
+        raise RuntimeError(
+            "hooks and caches cannot be attached inside a function that torch.compile runs: compiled code does not "
+            "know them. Compile the model (torch.compile(hf_model)), or what you do with the results, and call "
+            "run_with_hooks, run_with_cache and hooks outside"
+        )
+
+
 def nothing(*args: Any, **kwargs: Any) -> Any:
     """What stands for a forward where there is none."""
     raise RuntimeError("no forward stands here")
@@ -123,17 +152,13 @@ def as_written(model: nn.Module, function: Callable[..., Any], args: tuple[Any, 
     """
     if "torch._dynamo" not in sys.modules:  # nothing was ever compiled
         return function(*args, **kwargs)
-    return _disabled()(model, function, args, kwargs)
+    disabled: Callable[..., Any] = torch.compiler.disable(_call)
+    return disabled(model, function, args, kwargs)
 
 
 as_written._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-@functools.cache
-def _disabled() -> Callable[..., Any]:
-    def call(model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with uncompiled(model):
-            return function(*args, **kwargs)
-
-    disabled: Callable[..., Any] = torch.compiler.disable(call)
-    return disabled
+def _call(model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with uncompiled(model):
+        return function(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bridge.hooks.context import ForwardPass, forward_pass
+from bridge.hooks.recomputed import with_its_hooks
 from bridge.run import layer_range
 from bridge.run.compiled import as_written
 from bridge.run.hooked import check_hooks_run
@@ -64,7 +65,7 @@ def run_model(
             return _stopped(bridge, run, inputs, stop)
         model = bridge.original_model
         if bridge.wiring.listening or start is not None:
-            output = as_written(model, model, (), inputs.kwargs)
+            output = as_written(model, with_its_hooks, (model, (), inputs.kwargs), {})
         else:
             output = model(**inputs.kwargs)
     return _result(bridge, output, inputs, return_type, loss_per_token)
@@ -136,7 +137,8 @@ def _stopped(bridge: Runs, run: ForwardPass, inputs: Inputs, stop: int) -> Tenso
     last = stop == bridge.cfg.n_layers
     block = bridge.original_model.get_submodule(bridge.block_paths[stop - last])
     with layer_range.stopping(run, block, last, bridge.block_output[0]) as found:
-        as_written(bridge.original_model, bridge.original_model, (), inputs.kwargs)
+        model = bridge.original_model
+        as_written(model, with_its_hooks, (model, (), inputs.kwargs), {})
     return found[0]
 
 

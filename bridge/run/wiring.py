@@ -17,7 +17,7 @@ from bridge.hooks.listener import Listener
 from bridge.hooks.modules import Finder
 from bridge.run.boundary import PassBoundary
 from bridge.run.checkpointing import CheckpointedBlocks
-from bridge.run.compiled import AsWritten
+from bridge.run.compiled import AsWritten, refuse_inside_compiled
 from bridge.run.separate_reads import SeparateReading
 from bridge.run.site import SiteHook
 from bridge.taps.tap import Tap
@@ -116,6 +116,7 @@ class Wiring:
         Raises:
             ValueError: see `_check`; nothing is attached then.
         """
+        refuse_inside_compiled()
         with self._lock:
             if listener.kind != "read":
                 self._check(point, listener)
@@ -153,6 +154,7 @@ class Wiring:
             members: the hook points and their listeners.
             scope: what the listeners belong to.
         """
+        refuse_inside_compiled()
         scope.members.extend(members)
         self.attach_scope(scope)
         try:
@@ -185,6 +187,7 @@ class Wiring:
 
     def listen(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Attaches a listener that only looks to many points."""
+        refuse_inside_compiled()
         with self._lock:
             for point in points:
                 if not point.listeners:
