@@ -11,7 +11,7 @@ from adapters.attention import Attention, attention_points, qk_norm_points
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
 from adapters.norms import Norm, SharedNormInput, norm_points
-from adapters.paths import base_path, has_module, join, path_from
+from adapters.paths import base_path, has_module, join, members_of, path_from
 from adapters.points import Group, Point, PointList, Site
 from adapters.views import Branch, Composed, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
 
@@ -33,7 +33,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         if stack.embed:
             embed = Site(join(base, stack.embed), "output")
             PointList("", -1, "", stack.pos, points).add(f"{stack.name}_embed.hook_out", embed, group="extra")
-        n = len(list(model.get_submodule(blocks).children()))
+        n = len(members_of(model.get_submodule(blocks)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n).build()
         if stack.final_norm:

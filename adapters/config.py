@@ -15,7 +15,7 @@ from adapters.architecture import Architecture, Mixer
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import eps_of
-from adapters.paths import has_module
+from adapters.paths import has_module, members_of
 
 
 @dataclass(repr=False)
@@ -199,7 +199,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     n_heads = given.pop("n_heads", None) or hf.num_attention_heads
     n_kv = first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = given.pop("d_model", None) or hf.hidden_size
-    layers = list(root.get_submodule(stack.path).children())
+    layers = members_of(root.get_submodule(stack.path))
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
         "original_architecture": type(model).__name__,

@@ -19,6 +19,11 @@ def has_module(model: nn.Module, path: str) -> bool:
     return True
 
 
+def members_of(modules: nn.Module) -> list[nn.Module]:
+    """The modules in a list of modules; one that stands at two places is there twice, as `children` does not say."""
+    return [module for module in modules._modules.values() if module is not None]
+
+
 def core_path(model: nn.Module) -> str:
     """The path of the Hugging Face model inside what wraps it (PEFT, `torch.compile`), "" where nothing does."""
     path = ""

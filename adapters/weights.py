@@ -21,7 +21,7 @@ from adapters.experts import ExpertPart, expert_bias, expert_weight
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import weight_in_out
 from adapters.norms import Norm
-from adapters.paths import base_path, core_path, has_module, join
+from adapters.paths import base_path, core_path, has_module, join, members_of
 from adapters.views import Call, Heads, View
 
 Get = Callable[[], Tensor]
@@ -129,7 +129,7 @@ class Weights:
         return get
 
     def _add_stack(self, stack: Stack) -> None:
-        for index in range(len(list(self.module(stack.path).children()))):
+        for index in range(len(members_of(self.module(stack.path)))):
             path = join(stack.path, str(index))
             for named in stack.block_at(index).named:
                 self._add_step(f"{stack.name}.{index}", path, named)

@@ -126,6 +126,14 @@ class WrappedModel(nn.Module):
                 return model.training
         return super().__getattribute__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("original_model", "core") and "wiring" in self.__dict__ and value is not getattr(self, name):
+            raise AttributeError(
+                "a bridge keeps the model that it was made around: its hook points and its cfg are that model's. "
+                f"Make another for this one: {type(self).__name__}(model, tokenizer)"
+            )
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

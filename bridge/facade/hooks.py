@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from bridge.facade.base import WrappedModel
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Handle, HookFunction
 from bridge.hooks.names import NamesFilter
+from bridge.run.positions import PosSlice
 from bridge.run.recorder import caching_functions
 
 
@@ -22,8 +22,9 @@ class HookMethods(WrappedModel):
         """The hook points that a filter chooses, in the order of the computation.
 
         Args:
-            names: a name, an alias, a list of them, a function of the name, a hook point; None: all but the heavy
-                ones that are not switched on by the ``set_use_*`` methods.
+            names: a name, an alias, a list of them, a hook point; a function, which is asked about every name and
+                every alias that there is, and chooses a point when it accepts any of its names; None: all but the
+                heavy ones that are not switched on by the ``set_use_*`` methods, and the extra ones.
 
         Raises:
             UnknownHookError: a name that no hook point has.
@@ -32,8 +33,8 @@ class HookMethods(WrappedModel):
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
-            >>> [hook.name for hook in bridge.select_hooks(lambda name: name.startswith("blocks.0.ln1"))]
-            ['blocks.0.ln1.hook_scale', 'blocks.0.ln1.hook_normalized']
+            >>> [hook.name for hook in bridge.select_hooks(lambda name: name.endswith("ln1.hook_scale"))][:2]
+            ['blocks.0.ln1.hook_scale', 'blocks.1.ln1.hook_scale']
         """
         if isinstance(names, HookPoint):
             if self.hook_dict.get(names.name) is not names:
@@ -113,7 +114,7 @@ class HookMethods(WrappedModel):
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         cache: dict[str, Tensor] | None = None,
-        pos_slice: int | slice | Sequence[int] | None = None,
+        pos_slice: PosSlice = None,
     ) -> tuple[dict[str, Tensor], list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:
         """Hooks that fill a dictionary with activations, for `run_with_hooks` or `hooks`.
 
@@ -140,7 +141,7 @@ class HookMethods(WrappedModel):
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         cache: dict[str, Tensor] | None = None,
-        pos_slice: int | slice | Sequence[int] | None = None,
+        pos_slice: PosSlice = None,
     ) -> dict[str, Tensor]:
         """Adds hooks that fill a dictionary with the activations of every run until `reset_hooks`.
 

@@ -103,7 +103,8 @@ class RunMethods(HookMethods, TokenMethods):
                 heavy ones that are not switched on by the ``set_use_*`` methods.
             incl_bwd: also run the loss (``return_type="loss"``) backward and keep gradients, under name + ``_grad``.
                 No parameter's ``.grad`` is touched.
-            pos_slice: which positions to keep (of the queries, for scores and patterns): an index, a slice, or indices.
+            pos_slice: which positions to keep (of the queries, for scores and patterns): an index, a slice, a tuple
+                ``(start, stop)``, which means the same, or a list of indices.
             device: where to keep them; None: where they are. The model does not wait for the copies.
             reset_hooks_end: False leaves the caching hooks: later runs fill the same cache, until `reset_hooks`.
             clear_contexts: empty every hook point's `ctx` afterwards.

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
 from tqdm.auto import tqdm
 from transformers import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from adapters.paths import core_path
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.criteria import Steps
 from bridge.generation.options import Options, check_generates, prepared
@@ -26,8 +26,15 @@ from bridge.generation.prompt import (
 )
 from bridge.generation.recorder import StepRecorder
 from bridge.hooks.context import Generation, forward_pass
-from bridge.run.compiled import uncompiled
+from bridge.hooks.modules import Finder
+from bridge.run.compiled import as_written, kept_as_written
 from bridge.run.protocol import Input
+
+#: Options of the model's `generate` with which it processes tokens that do not stay in the sequence.
+_OTHER_RUNS = (
+    "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers",
+    "custom_generate", "use_mtp",
+)  # fmt: skip
 
 
 def generate(bridge: Generates, input: Input, options: Options) -> Any:
@@ -50,7 +57,7 @@ def generate(bridge: Generates, input: Input, options: Options) -> Any:
     arguments["stopping_criteria"].append(Steps(bar, generation))
     recording = recorder.attached(bridge.wiring, bridge.core) if recorder else nullcontext()
     with bar, recording, generating(bridge, generation):
-        made = run_generate(bridge.original_model, prompt, arguments)
+        made = run_generate(bridge, prompt, arguments)
     sequences = made["sequences"] if isinstance(made, ModelOutput) else made
     result: Any = None
     if options.output_logits:
@@ -60,7 +67,12 @@ def generate(bridge: Generates, input: Input, options: Options) -> Any:
         result = texts_of(bridge, rows, prompt) if as_text else aligned(rows, sequences, prompt)
     extras: list[Any] = []
     if recorder is not None:
-        extras.append(ActivationCache(recorder.finish(), bridge))
+        before = 0 if prompt.tokens is not None or recorder.pos != "pos" else prompt.kwargs["inputs_embeds"].shape[1]
+        values = recorder.finish(before + sequences.shape[1] - 1)
+        if result is not None and not as_text and not options.output_logits and prompt.to_the_right:
+            copies = options.num_return_sequences
+            values = recorder.behind(values, [prompt.padding[i // copies] for i in range(len(sequences))])
+        extras.append(ActivationCache(values, bridge))
     if options.return_input_tokens:
         extras.append(prompt.tokens)
     return (result, *extras) if extras else result
@@ -80,31 +92,48 @@ def hf_generate(bridge: Generates, input: Input, prepend_bos: bool | None, argum
     generation = Generation()
     with generating(bridge, generation):
         arguments["stopping_criteria"] = [*criteria, Steps(tqdm(disable=True), generation)]
-        return run_generate(bridge.original_model, prompt, arguments)
+        return run_generate(bridge, prompt, arguments)
 
 
-def run_generate(model: nn.Module, prompt: Prompt, arguments: dict[str, Any]) -> Any:
+def run_generate(bridge: Generates, prompt: Prompt, arguments: dict[str, Any]) -> Any:
     """Calls the model's own `generate`."""
+    model = bridge.original_model
     generate: Any = model.generate  # nn.Module knows nothing of it
+    if bridge.wiring.listening:
+        return as_written(model, generate, (), {**prompt.kwargs, **arguments})
     return generate(**prompt.kwargs, **arguments)
 
 
 @contextmanager
 def generating(bridge: Generates, generation: Generation) -> Iterator[None]:
     """A generation: a run of its own, whose steps `generation` counts from 0."""
-    with forward_pass(generation), uncompiled(bridge.original_model) if bridge.wiring.listening else nullcontext():
+    if bridge.wiring.listening:
+        bridge.wiring.check_in_place()
+    find = Finder(bridge.original_model, core_path(bridge.original_model))
+    with forward_pass(generation) as run, kept_as_written(find) if bridge.wiring.listening else nullcontext():
+        run.gradients = False
         yield
 
 
 def _step_recorder(bridge: Generates, options: Options, arguments: dict[str, Any]) -> StepRecorder:
-    refused = [name for name in ("assistant_model", "prompt_lookup_num_tokens") if arguments.get(name)]
-    if (arguments.get("num_beams") or 1) > 1:
-        refused.append("num_beams")
+    own = bridge.core.generation_config
+
+    def chosen(name: str) -> Any:
+        """An argument of the model's `generate`: as it was given, or else as the model's own configuration says."""
+        return arguments[name] if name in arguments else getattr(own, name, None)
+
+    refused = [name for name in _OTHER_RUNS if chosen(name)]
+    refused += [name for name in ("num_beams", "guidance_scale") if (chosen(name) or 1) != 1]
     if refused:
         raise ValueError(
             f"return_cache cannot be had with {', '.join(refused)}: tokens are processed there that do not stay in "
             "the sequence. Use run_with_cache on the finished sequence."
         )
+    if arguments.get("past_key_values") is not None:
+        raise ValueError(
+            "return_cache cannot be had with past_key_values: what was computed before is not seen again. Generate "
+            "from the whole prompt, or use run_with_cache on the finished sequence."
+        )
     points = bridge.select_hooks(options.names_filter)
     encoder_decoder = bridge.core.config.is_encoder_decoder
-    return StepRecorder(points, options.device, options.use_past_kv_cache, encoder_decoder)
+    return StepRecorder(points, options.device, chosen("use_cache") is not False, encoder_decoder)

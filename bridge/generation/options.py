@@ -79,6 +79,7 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
     check_generates(bridge)
     more = dict(options.more)
     _check_known(bridge, more)
+    _check_used(options, more)
     prompt = prompt_of(bridge, input, options.prepend_bos, options.padding_side, more.pop("attention_mask", None))
     if prompt.tokens is not None and "attention_mask" not in prompt.kwargs:
         prompt.kwargs["attention_mask"] = _inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
@@ -106,16 +107,24 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
 def _inferred_mask(
     bridge: Generates, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Arguments
 ) -> Tensor:
-    """What `generate` takes for padding in tokens without a mask: padding tokens, unless they also end a text.
+    """The mask of tokens that are given without one: all of them count, as in a forward pass.
 
     It is said here because not stopping at EOS, which hides EOS from `generate`, must not make padding of it.
+
+    Raises:
+        ValueError: there are such tokens: a forward pass reads them as tokens, and `generate` would not.
     """
     own = bridge.core.generation_config
     pad = more.get("pad_token_id", own.pad_token_id)
     eos = own.eos_token_id if eos_token_id is None else eos_token_id
     endings = set(eos) if isinstance(eos, Sequence) else {eos}
     padded = pad is not None and pad not in endings
-    return (tokens != pad).long() if padded else torch.ones_like(tokens)
+    if padded and bool((tokens == pad).any()):
+        raise ValueError(
+            f"the tokens hold the padding token {pad}, and nothing says whether it is padding: pass attention_mask "
+            "[batch, pos], 1 for tokens and 0 for padding"
+        )
+    return torch.ones_like(tokens)
 
 
 def _ending(bridge: Generates, options: Options, more: Arguments) -> Arguments:
@@ -146,6 +155,30 @@ def _check_known(bridge: Generates, more: Arguments) -> None:
                 f"{name!r} is an argument of neither generate nor GenerationConfig nor "
                 f"{type(bridge.core).__name__}.{suggestion(name, (*ours, *known))}"
             )
+
+
+def _check_used(options: Options, more: Mapping[str, Any]) -> None:
+    """Refuses arguments that would be taken and have no effect.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if more.get("max_length") is not None:
+        raise ValueError(
+            f"max_length={more['max_length']} would have no effect beside max_new_tokens={options.max_new_tokens}: "
+            "say with max_new_tokens how many tokens to make"
+        )
+    for name in ("return_dict_in_generate", "output_scores", "output_attentions", "output_hidden_states"):
+        if more.get(name) and not options.output_logits:
+            raise ValueError(
+                f"{name}=True is of transformers' own result: use output_logits=True, which returns it, or hf_generate"
+            )
+    if not options.return_cache:
+        for name in ("names_filter", "device"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"{name} is of the cache of activations, and none was asked for: add return_cache=True"
+                )
 
 
 def _check_room(bridge: Generates, prompt: Prompt, max_new_tokens: int) -> None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.analysis.requirements import AnalysedModel
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
-from bridge.run.model_inputs import as_tokens, input_device
+from bridge.run.model_inputs import as_tokens, check_zero_or_one, input_device
 from bridge.run.protocol import Input
 from bridge.run.tokenization import HasTokenizer, batch_of
 from bridge.run.wiring import Wiring
@@ -65,7 +65,7 @@ def prompt_of(
     input: Input,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
-    mask: Int[Tensor, "batch pos"] | None = None,
+    mask: Shaped[Tensor, "batch pos"] | None = None,
 ) -> Prompt:
     """The prompt with padding in front, where generation needs it.
 
@@ -78,6 +78,9 @@ def prompt_of(
         ValueError: an unknown side; a mask that does not fit; no tokens.
     """
     where = input_device(bridge.core)
+    if mask is not None:
+        check_zero_or_one("attention_mask", mask)
+        mask = mask.long()
     if padding_side not in (None, "left", "right"):
         raise ValueError(f'padding_side is {padding_side!r}; it must be "left" or "right"')
     if isinstance(input, Tensor) and input.is_floating_point():

@@ -36,6 +36,7 @@ class StepRecorder:
         self.seen = 0  # tokens before the present step
         self.new = 0  # tokens of the present step
         self._parts: dict[HookPoint, list[Tensor]] = {}
+        self._versions: list[tuple[HookPoint, Tensor, int]] = []
 
     @contextmanager
     def attached(self, wiring: Wiring, core: nn.Module) -> Iterator[None]:
@@ -47,8 +48,8 @@ class StepRecorder:
             if scope in CURRENT.get().visible:
                 self._begin(args, kwargs)
 
-        handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         wiring.listen(self.points, listener)
+        handle = core.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         try:
             with of_the_next_run(scope):
                 yield
@@ -64,6 +65,7 @@ class StepRecorder:
         self.new = tokens.shape[1]
         if not self.caching:
             self._parts.clear()  # this step processes everything again
+            self._versions.clear()
 
     def _read(self, act: Tensor, hook: HookPoint) -> None:
         axes = hook.point.axes.split()
@@ -79,16 +81,58 @@ class StepRecorder:
                 act = act.narrow(axis, 0, total)
             elif keys < total:  # a window that has moved on
                 act = self._widen(act, axis, (total - keys, 0), hook)
-        self._parts.setdefault(hook, []).append(act if self.device is None else act.to(self.device))
+        kept = act if self.device is None else act.to(self.device)
+        if kept.is_inference():  # nothing counts what is written to it later
+            kept = kept.clone()
+        else:
+            self._versions.append((hook, kept, kept._version))
+        self._parts.setdefault(hook, []).append(kept)
 
     def _widen(self, act: Tensor, axis: int, by: tuple[int, int], hook: HookPoint) -> Tensor:
         """Adds keys that no query of this step attends to."""
         nothing = float("-inf") if hook.name.endswith("hook_attn_scores") else 0.0
         return pad(act, (0, 0) * (act.ndim - 1 - axis) + by, value=nothing)
 
-    def finish(self) -> dict[str, Tensor]:
-        """The activations of every token that was processed, by canonical name."""
+    def behind(self, values: dict[str, Tensor], padding: Sequence[int]) -> dict[str, Tensor]:
+        """The activations with the padding in front of each row moved behind it, as in the tokens that are returned.
+
+        Args:
+            values: by canonical name.
+            padding: how many tokens of padding stand in front of each row.
+        """
+        moved = dict(values)
+        for hook in self.points:
+            axes = hook.point.axes.split()
+            grows = [axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes]
+            if hook.name in values and grows and axes[0] == "batch":
+                rows = [
+                    row.roll([-by] * len(grows), [axis - 1 for axis in grows])
+                    for row, by in zip(values[hook.name], padding, strict=True)
+                ]
+                moved[hook.name] = torch.stack(rows)
+        return moved
+
+    def finish(self, processed: int) -> dict[str, Tensor]:
+        """The activations of every token that was processed, by canonical name.
+
+        Args:
+            processed: how many tokens of each row the model must have processed.
+
+        Raises:
+            RuntimeError: they were others; or an activation was changed in place after it was recorded.
+        """
         total = self.seen + self.new
+        if total != processed:
+            raise RuntimeError(
+                f"the steps of this generation processed {total} tokens, and its sequence has {processed} that should "
+                "have been: use run_with_cache on the finished sequence"
+            )
+        for hook, value, version in self._versions:
+            if value._version != version:
+                raise RuntimeError(
+                    f"{hook.name} was changed in place after it was recorded, by the model or by a hook; "
+                    "its adapter has to declare that it is to be copied"
+                )
         done: dict[str, Tensor] = {}
         for hook in self.points:
             parts = self._parts.get(hook)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from adapters.points import Site
@@ -67,12 +68,14 @@ class ForwardPass:
         start_at: the first block that runs; points before it stay silent.
         skipped: the blocks that are passed over.
         entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
+        gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
     """
 
-    __slots__ = ("entering", "opened_by", "separate", "skipped", "sources", "start_at", "written")
+    __slots__ = ("entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at", "written")
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
         self.opened_by = opened_by
+        self.gradients = opened_by is not None or torch.is_grad_enabled()
         self.start_at: int | None = None
         self.skipped: frozenset[nn.Module] = frozenset()
         self.sources: dict[SourceSite, tuple[nn.Module, Tensor]] = {}
@@ -100,12 +103,13 @@ class RunContext:
         own: the scopes of the present run alone, such as its cache; outside of a run, of the next one.
         run: what the present forward pass remembers; None outside of any.
         generation: the generation that this is part of.
+        inherited: in a user's hook function, those scopes that were open for the run that called it.
 
     Attributes:
         visible: `shared` and `own`.
     """
 
-    __slots__ = ("_outside", "generation", "own", "run", "shared", "visible")
+    __slots__ = ("_outside", "generation", "inherited", "own", "run", "shared", "visible")
 
     def __init__(
         self,
@@ -113,7 +117,9 @@ class RunContext:
         own: frozenset[Scope | None] = frozenset(),
         run: ForwardPass | None = None,
         generation: Generation | None = None,
+        inherited: frozenset[Scope | None] = frozenset(),
     ) -> None:
+        self.inherited = inherited
         self.shared, self.own, self.run, self.generation = shared, own, run, generation
         self.visible = shared | own if own else shared
         self._outside: RunContext | None = None
@@ -123,7 +129,7 @@ class RunContext:
         if self.run is None and not self.own:
             return self
         if self._outside is None:
-            self._outside = RunContext(self.shared, generation=self.generation)
+            self._outside = RunContext(self.shared, generation=self.generation, inherited=self.shared)
         return self._outside
 
 
@@ -151,21 +157,22 @@ def without_hooks() -> AbstractContextManager[RunContext]:
 def open_scope(scope: Scope) -> Iterator[Scope]:
     """Lets every run inside a ``with`` statement see the hooks of a scope."""
     before = CURRENT.get()
-    CURRENT.set(RunContext(before.shared | {scope}, before.own, before.run, before.generation))
+    CURRENT.set(RunContext(before.shared | {scope}, before.own, before.run, before.generation, before.inherited))
     try:
         yield scope
     finally:
         # Not simply what was there before: several may be open, and end in any order.
         now = CURRENT.get()
         if scope in now.shared:
-            CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation))
+            CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation, now.inherited))
 
 
 @contextmanager
 def of_the_next_run(scope: Scope) -> Iterator[Scope]:
     """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
     before = CURRENT.get()
-    with in_context(RunContext(before.shared, frozenset[Scope | None]({scope}), None, before.generation)):
+    own = frozenset[Scope | None]({scope})
+    with in_context(RunContext(before.shared, own, None, before.generation, before.inherited)):
         yield scope
 
 

@@ -24,6 +24,7 @@ from bridge.hooks.listener import (
     version_of,
     wants_gradients,
 )
+from bridge.hooks.recomputed import refuse_unknown_recomputation
 
 
 class HookPoint:
@@ -245,6 +246,7 @@ class HookPoint:
             return x
         if all(listener.kind == "read" for listener in mine):
             return self._read(x, call, copy, view)
+        self._check_recomputation()
         act, changed = self._edited(mine, self._own_copy(view.get(x, call), copy, view), view)
         if changed:
             x = view.put(x, act, call)
@@ -258,6 +260,7 @@ class HookPoint:
         if not wants_gradients(mine):
             return self._edit(x, call, copy, view)
         act, changed = self._edited(mine, self._own_copy(view.get(x, call), copy, view), view)
+        self._check_recomputation()
         backward = (
             [listener for listener in mine if listener.kind in ("bwd", "edge")] if act.is_floating_point() else []
         )
@@ -273,6 +276,11 @@ class HookPoint:
         for listener in backward:
             listen_backward(listener, x if view.identity else act, self)
         return x
+
+    def _check_recomputation(self) -> None:
+        run = CURRENT.get().run
+        if run is not None and run.gradients:
+            refuse_unknown_recomputation(self)
 
     @staticmethod
     def _own_copy(act: Tensor, copy: bool, view: View) -> Tensor:

@@ -30,10 +30,11 @@ class Listener:
         scope: the scope that it belongs to; None: every run sees it.
         permanent, level: what `reset_hooks` asks for.
         in_run: the function is a part of the run: hooks and caches see what it computes with the model.
+        named: its hook point was chosen by name, not by a filter.
         deferrable: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
     """
 
-    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "permanent", "scope")
+    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "named", "permanent", "scope")
 
     def __init__(
         self,
@@ -44,8 +45,9 @@ class Listener:
         level: int | None = None,
         deferrable: bool = False,
         in_run: bool = False,
+        named: bool = False,
     ) -> None:
-        self.in_run = in_run
+        self.in_run, self.named = in_run, named
         self.kind, self.fn, self.scope = kind, fn, scope
         self.permanent, self.level, self.deferrable = permanent, level, deferrable
 
@@ -120,6 +122,7 @@ def checked(new: Any, old: Tensor, listener: Listener, point: HookPoint) -> Tens
     Raises:
         TypeError: it is no tensor.
         ValueError: it has another shape, or is on another device.
+        TypeError: it is of whole numbers where the activation is not, or the reverse.
     """
     name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
     hook, what = ("hook", "activation") if listener.kind in ("fwd", "follow") else ("backward hook", "gradient")
@@ -136,7 +139,21 @@ def checked(new: Any, old: Tensor, listener: Listener, point: HookPoint) -> Tens
         raise ValueError(
             f"the {hook} {name} at {point.name} returned a tensor on {new.device}; the {what} is on {old.device}"
         )
-    return new if new.dtype == old.dtype else new.to(old.dtype)
+    if new.dtype == old.dtype:
+        return new
+    if _kind_of_number(new) != _kind_of_number(old):
+        raise TypeError(
+            f"the {hook} {name} at {point.name} returned {new.dtype}; the {what} is {old.dtype}. "
+            f"If that is meant, return .to({old.dtype}) of it"
+        )
+    return new.to(old.dtype)
+
+
+def _kind_of_number(x: Tensor) -> str:
+    """Between numbers of one kind a conversion loses digits at most."""
+    if x.dtype == torch.bool:
+        return "truth"
+    return "complex" if x.is_complex() else "float" if x.is_floating_point() else "integer"
 
 
 def changed_in_place(given: Tensor, version: int | None) -> bool:

@@ -88,8 +88,8 @@ class Names:
         """The hook points that a filter chooses, in the order of the computation.
 
         Args:
-            names: see `NamesFilter`. A function chooses among the points that an absent filter includes; only where it
-                accepts none of them is it asked about all others, and then about aliases.
+            names: see `NamesFilter`. A function is asked about every canonical name and every alias: a point is chosen
+                when it accepts any of its names.
             include_heavy: which of the heavy hook points an absent filter includes.
 
         Raises:
@@ -106,17 +106,13 @@ class Names:
         if isinstance(names, str):
             return [self.find(names)]
         if callable(names):
-            chosen = [hook for hook in self.select(None, include_heavy) if names(hook.name)]
-            if not chosen:
-                chosen = [hook for name, hook in self.points.items() if names(name)]
-            if not chosen:
-                chosen = [self.points[name] for alias, name in self.aliases.items() if names(alias)]
+            chosen = [hook for hook in self.points.values() if names(hook.name) or any(map(names, hook.point.aliases))]
             if not chosen:
                 raise ValueError(
                     f"the filter {getattr(names, '__name__', names)!r} matches none of the {len(self.points)} "
                     f"hook points, such as {', '.join(list(self.points)[:3])}"
                 )
-            return sorted(dict.fromkeys(chosen), key=lambda hook: hook.order)
+            return chosen
         if isinstance(names, Sequence):
             for name in names:
                 if not isinstance(name, str):

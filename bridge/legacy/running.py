@@ -233,8 +233,15 @@ class RunsAsBefore(TransformerBridge):
         return output
 
     def points_of_run(self, names: NamesFilter | HookPoint, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
-        """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
-        return points_that_run(self, self.select_hooks(names), forward_kwargs)
+        """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer.
+
+        Nor do those that are not switched on, where a function chooses.
+        """
+        points = self.select_hooks(names)
+        if callable(names):
+            on = set(self.select_hooks(None))
+            points = [point for point in points if point in on] or points
+        return points_that_run(self, points, forward_kwargs)
 
     def loss_fn(
         self,

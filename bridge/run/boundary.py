@@ -6,7 +6,7 @@ direct call the model's own call does, through two torch hooks that are there wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext
 from bridge.hooks.modules import Finder
 from bridge.run.checkpointing import CheckpointedBlocks
+from bridge.run.compiled import AsWritten
 
 
 class PassBoundary:
@@ -23,10 +24,19 @@ class PassBoundary:
     Args:
         modules: finds the modules whose call is a pass: the base model, and each stack of an encoder-decoder model.
         blocks: what carries hooks into the blocks that backward computes again.
+        as_written: keeps compiled code from running in place of the model.
+        check: called when a pass begins that is no run of the bridge.
     """
 
-    def __init__(self, modules: Sequence[Finder], blocks: CheckpointedBlocks) -> None:
+    def __init__(
+        self,
+        modules: Sequence[Finder],
+        blocks: CheckpointedBlocks,
+        as_written: AsWritten | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self._modules = modules
+        self._as_written, self._check = as_written, check
         self._blocks = blocks
         self._handles: list[RemovableHandle] = []
 
@@ -43,18 +53,24 @@ class PassBoundary:
             module = finder.module
             self._handles.append(module.register_forward_pre_hook(self.begin, prepend=True))
             self._handles.append(module.register_forward_hook(self.end, always_call=True))
+        if self._as_written is not None:
+            self._as_written.attach()
 
     def detach(self) -> None:
         """Ends it."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._as_written is not None:
+            self._as_written.detach()
         self._blocks.release()
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """The forward pre-hook. A pass that this module opened before was left by an interrupt: it is over."""
         context = CURRENT.get()
         if self._handles and (context.run is None or context.run.opened_by is module):
+            if self._check is not None:
+                self._check()
             CURRENT.set(RunContext(context.shared, context.own, ForwardPass(module), context.generation))
         self._blocks.prepare()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext, Scope, SourceSite
 from bridge.hooks.modules import Finder
+from bridge.hooks.recomputed import with_its_hooks
 
 _NAME = "_gradient_checkpointing_func"
 
@@ -107,7 +108,7 @@ class _WithItsHooks:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._ran:
             self._ran = True
-            return self._function(*args, **kwargs)
+            return with_its_hooks(self._function, args, kwargs)
         if self._changes != self._attaches.changes:
             raise RuntimeError(
                 f"backward computes {self._path} again (activation checkpointing), and hooks were added or removed "
@@ -120,7 +121,7 @@ class _WithItsHooks:
         CURRENT.set(RunContext(self._shared, run=run))
         try:
             with self._attached():
-                return self._function(*args, **kwargs)
+                return with_its_hooks(self._function, args, kwargs)
         finally:
             run.end()
             CURRENT.set(before)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import sys
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from bridge.hooks.modules import Finder
 
 
 @contextmanager
@@ -26,8 +33,132 @@ def is_compiled(model: nn.Module) -> bool:
             inside = fields["_modules"]
             if "_compiled_call_impl" in fields or "forward" in fields or "_orig_mod" in inside:
                 compiled = module._compiled_call_impl is not None or "_orig_mod" in inside
-                if compiled or hasattr(fields.get("forward"), "_torchdynamo_orig_callable"):
+                forward = fields.get("forward")
+                forward = forward.original if isinstance(forward, AsWritten) else forward
+                if compiled or hasattr(forward, "_torchdynamo_orig_callable"):
                     return True
             if inside:
                 left.extend(inside.values())
     return False
+
+
+class AsWritten:
+    """Stands before a model's forward while hooks are attached, so that no compiled code runs in its place.
+
+    Code that ``torch.compile`` made of the model before checks that the model's forward is where it was; what is
+    compiled meanwhile leaves the compiled code at this point, and comes back after it.
+
+    Args:
+        find: finds the model.
+    """
+
+    def __init__(self, find: Finder | None = None) -> None:
+        self._find = find
+        self.original: Callable[..., Any] = nothing
+        self._own: Callable[..., Any] | None = None
+        self._module: nn.Module | None = None
+        self._shares: AsWritten | None = None
+        self._users = 0
+
+    # A copy of the model that is made meanwhile has the model's own forward.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        assert self._module is not None
+        return types.MethodType(type(self._module).forward, copy.deepcopy(self._module, memo))
+
+    def attach(self) -> None:
+        """Puts it there, unless that of another bridge around the model is there already."""
+        assert self._find is not None
+        module = self._find.module
+        there = module.__dict__.get("forward")
+        self._shares = there if isinstance(there, AsWritten) else self
+        self._shares._users += 1
+        if self._shares is not self:
+            return
+        self._module = module
+        self._own, self.original = module.__dict__.get("forward"), module.forward
+        self.__wrapped__ = self.original  # whose signature this has
+        module.__dict__["forward"] = self
+
+    def detach(self) -> None:
+        """Takes it away, when no bridge needs it any more."""
+        shares, self._shares = self._shares, None
+        if shares is not None:
+            shares._leave()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if self._users:
+            return
+        module, self._module = self._module, None
+        assert module is not None
+        if self._own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self._own
+        self._own, self.original = None, nothing
+        del self.__wrapped__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._module is not None
+        return as_written(self._module, self.original, args, kwargs)
+
+
+@contextmanager
+def kept_as_written(find: Finder) -> Iterator[None]:
+    """Keeps compiled code from running in place of a model inside a ``with`` statement.
+
+    Args:
+        find: finds the model.
+    """
+    stands = AsWritten(find)
+    stands.attach()
+    try:
+        yield
+    finally:
+        stands.detach()
+
+
+def refuse_inside_compiled() -> None:
+    """Refuses to attach hooks from within code that `torch.compile` runs.
+
+    Raises:
+        RuntimeError: this is such code.
+    """
+    if torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False):
+        raise RuntimeError(
+            "hooks and caches cannot be attached inside a function that torch.compile runs: compiled code does not "
+            "know them. Compile the model (torch.compile(hf_model)), or what you do with the results, and call "
+            "run_with_hooks, run_with_cache and hooks outside"
+        )
+
+
+def nothing(*args: Any, **kwargs: Any) -> Any:
+    """What stands for a forward where there is none."""
+    raise RuntimeError("no forward stands here")
+
+
+def as_written(model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of a model with nothing compiled, also from within compiled code.
+
+    Args:
+        model: the model.
+        function: what to call.
+        args, kwargs: with what.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled
+        return function(*args, **kwargs)
+    disabled: Callable[..., Any] = torch.compiler.disable(_call)
+    return disabled(model, function, args, kwargs)
+
+
+as_written._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _call(model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with uncompiled(model):
+        return function(*args, **kwargs)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from bridge.hooks.context import ForwardPass, forward_pass
+from bridge.hooks.recomputed import with_its_hooks
 from bridge.run import layer_range
-from bridge.run.compiled import uncompiled
-from bridge.run.loss import lm_loss
+from bridge.run.compiled import as_written
+from bridge.run.hooked import check_hooks_run
+from bridge.run.loss import check_counted, lm_loss
 from bridge.run.model_inputs import Inputs, check_arguments, prepare
 from bridge.run.protocol import Input, Runs
 
@@ -45,27 +47,47 @@ def run_model(
     start, stop = layer_range.check_layers(start_at_layer, stop_at_layer, bridge.cfg.n_layers)
     if bridge.no_layer_runs and (start is not None or stop is not None):
         raise ValueError(f"{bridge.cfg.model_name} cannot start or stop at a layer: {bridge.no_layer_runs}")
+    if start is not None or stop is not None:
+        check_hooks_run(bridge, start, stop)
+    if bridge.wiring.listening:
+        bridge.wiring.check_in_place()
     if stop is None:
-        _check_result(bridge, return_type, start is not None, input, model_kwargs)
+        _check_result(bridge, return_type, loss_per_token, start is not None, input, model_kwargs)
     with ExitStack() as stack:
         run = stack.enter_context(forward_pass())
         if start is not None:
             input = stack.enter_context(_starting(bridge, run, input, start))
             model_kwargs.setdefault("use_cache", False)
         inputs = prepare(bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs)
-        if bridge.wiring.listening or start is not None or stop is not None:
-            stack.enter_context(uncompiled(bridge.original_model))
+        if stop is None and return_type in ("loss", "both") and "labels" not in model_kwargs:
+            _check_loss(bridge, inputs)
         if stop is not None:
             return _stopped(bridge, run, inputs, stop)
-        output = bridge.original_model(**inputs.kwargs)
+        model = bridge.original_model
+        if bridge.wiring.listening or start is not None:
+            output = as_written(model, with_its_hooks, (model, (), inputs.kwargs), {})
+        else:
+            output = model(**inputs.kwargs)
     return _result(bridge, output, inputs, return_type, loss_per_token)
 
 
 def _check_result(
-    bridge: Runs, return_type: str | None, residual: bool, input: Input, model_kwargs: Mapping[str, Any]
+    bridge: Runs,
+    return_type: str | None,
+    loss_per_token: bool,
+    residual: bool,
+    input: Input,
+    model_kwargs: Mapping[str, Any],
 ) -> None:
     """Refuses what the run could not give, before it runs."""
-    if return_type not in ("loss", "both", "predictions") or "labels" in model_kwargs:
+    if return_type not in ("loss", "both", "predictions"):
+        return
+    if "labels" in model_kwargs:
+        if loss_per_token and return_type != "predictions":
+            raise ValueError(
+                "loss_per_token and labels cannot be had together: with labels the model computes the loss itself, and "
+                "gives its mean; leave labels out, or take the logits"
+            )
         return
     if "unembed.hook_out" not in bridge.wiring.points:
         raise ValueError(
@@ -77,6 +99,21 @@ def _check_result(
         raise ValueError("a loss needs tokens: embeddings or a residual stream do not say what comes next")
     if bridge.cfg.attention_dir == "bidirectional" and not bridge.core.config.is_encoder_decoder:
         raise ValueError("a model that reads in both directions has no next-token loss; pass labels")
+
+
+def _check_loss(bridge: Runs, inputs: Inputs) -> None:
+    """Refuses a loss that would be of nothing, or of padding, before the model runs."""
+    assert inputs.tokens is not None
+    check_counted(inputs.tokens, inputs.mask)
+    config = bridge.core.config
+    if not config.is_encoder_decoder or inputs.mask is not None:
+        return
+    pad = config.pad_token_id
+    if pad is not None and pad != config.eos_token_id and bool((inputs.tokens[:, 1:] == pad).any()):
+        raise ValueError(
+            f"decoder_input_ids hold the padding token {pad}, and nothing says whether it counts: pass "
+            "decoder_attention_mask, with 0 for padding"
+        )
 
 
 @contextmanager
@@ -100,7 +137,8 @@ def _stopped(bridge: Runs, run: ForwardPass, inputs: Inputs, stop: int) -> Tenso
     last = stop == bridge.cfg.n_layers
     block = bridge.original_model.get_submodule(bridge.block_paths[stop - last])
     with layer_range.stopping(run, block, last, bridge.block_output[0]) as found:
-        bridge.original_model(**inputs.kwargs)
+        model = bridge.original_model
+        as_written(model, with_its_hooks, (model, (), inputs.kwargs), {})
     return found[0]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bridge.hooks.context import Scope
+from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import HookFunction, Kind, Listener
 from bridge.hooks.names import NamesFilter
@@ -58,23 +58,51 @@ def hooked(
     clear_contexts: bool,
 ) -> Iterator[None]:
     """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
-    chosen: list[tuple[HookPoint, HookFunction, Kind]] = []
+    chosen: list[tuple[HookPoint, HookFunction, Kind, bool]] = []
     for names, fn in fwd_hooks:
-        chosen += [(hook, checked_function(hook, fn), "fwd") for hook in bridge.select_hooks(names)]
+        named = not callable(names)
+        chosen += [(hook, checked_function(hook, fn), "fwd", named) for hook in bridge.select_hooks(names)]
     for names, fn in bwd_hooks:
-        chosen += [(hook, checked_function(hook, fn), "bwd") for hook in bridge.select_hooks(names)]
+        named = not callable(names)
+        chosen += [(hook, checked_function(hook, fn), "bwd", named) for hook in bridge.select_hooks(names)]
     try:
         if reset_hooks_end:
             scope = Scope()
-            members = [(hook, Listener(kind, fn, scope)) for hook, fn, kind in chosen]
+            members = [(hook, Listener(kind, fn, scope, named=named)) for hook, fn, kind, named in chosen]
             with bridge.wiring.scoped(members, scope):
                 yield
         else:
-            add_all(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind in chosen])
+            add_all(bridge, [(hook, Listener(kind, fn)) for hook, fn, kind, _ in chosen])
             yield
     finally:
         if clear_contexts:
             clear_all_contexts(bridge)
+
+
+def check_hooks_run(bridge: Runs, start: int | None, stop: int | None) -> None:
+    """Refuses a run of some layers where a hook that was opened for it, by name, would never be called.
+
+    Args:
+        bridge: the bridge.
+        start, stop: the layers, counted from the front.
+
+    Raises:
+        ValueError: there is such a hook. (One that was added stays silent in the runs that leave its layer out.)
+    """
+    context = CURRENT.get()
+    opened = context.shared - context.inherited - {None}
+    if not opened:
+        return
+    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
+    for hook in bridge.wiring.points.values():
+        if hook.listeners and not first <= hook.point.depth < last:
+            for listener in hook.listeners:
+                if listener.named and listener.scope in opened:
+                    raise ValueError(
+                        f"{hook.name} has a hook of a `with` statement, and does not run with start_at_layer={start}, "
+                        f"stop_at_layer={stop}: the hook would never be called. Open it around other runs, or choose "
+                        "its points with a function"
+                    )
 
 
 def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +25,20 @@ class StopRun(BaseException):
 _LOCK = threading.RLock()
 
 
+_CALL = "_compiled_call_impl"
+
+
 class _Bypass:
-    """Stands in for a block's forward: for the runs that skip the block, it hands the residual stream on."""
+    """Stands before a call of a block, its torch hooks included: for the runs that skip the block, it hands the
+    residual stream on.
+
+    It stands where ``block.compile()`` puts compiled code, which torch leaves out of every copy of a module.
+    """
 
     def __init__(self, block: nn.Module, key: int | None, length: int) -> None:
         self.block, self.key, self.length = block, key, length
-        self.own = block.__dict__.get("forward")
-        self.original = block.forward
+        self.own = block.__dict__.get(_CALL)
+        self.original: Callable[..., Any] = block._call_impl if self.own is None else self.own
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +68,10 @@ def skipping(
     """
     with _LOCK:
         for block in blocks:
-            bypass = block.__dict__.get("forward")
+            bypass = block.__dict__.get(_CALL)
             if not isinstance(bypass, _Bypass):
                 bypass = _Bypass(block, key, length)
-                block.forward = bypass  # type: ignore[assignment, method-assign]
+                block.__dict__[_CALL] = bypass
             bypass.users += 1
     run.skipped = frozenset(blocks)
     run.entering = {blocks[-1]: residual}
@@ -73,13 +80,13 @@ def skipping(
     finally:
         with _LOCK:
             for block in blocks:
-                bypass = block.__dict__["forward"]
+                bypass = block.__dict__[_CALL]
                 bypass.users -= 1
                 if not bypass.users:
                     if bypass.own is None:
-                        del block.__dict__["forward"]
+                        del block.__dict__[_CALL]
                     else:
-                        block.forward = bypass.own
+                        block.__dict__[_CALL] = bypass.own
 
 
 @contextmanager

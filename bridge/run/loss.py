@@ -23,7 +23,7 @@ def lm_loss(
         per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
 
     Raises:
-        ValueError: there is one token only.
+        ValueError: there is one token only, or no two tokens beside each other that are no padding.
 
     Returns:
         The mean in nats, or ``[batch, pos-1]``.
@@ -34,8 +34,7 @@ def lm_loss(
         >>> lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
         tensor(4.)
     """
-    if tokens.shape[1] < 2:
-        raise ValueError("the loss of a next token needs two tokens at least, and the input has one")
+    check_counted(tokens, mask)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     losses = cross_entropy(wide[:, :-1].transpose(1, 2), tokens[:, 1:].to(logits.device), reduction="none")
     if mask is not None:
@@ -43,3 +42,18 @@ def lm_loss(
         losses = losses * counted
         return losses if per_token else losses.sum() / counted.sum()
     return losses if per_token else losses.mean()
+
+
+def check_counted(tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"] | None = None) -> None:
+    """Refuses tokens in which nothing is predicted: a mean over nothing is no number.
+
+    Args:
+        tokens, mask: as for `lm_loss`.
+
+    Raises:
+        ValueError: there is one token only, or no two tokens beside each other that are no padding.
+    """
+    if tokens.shape[1] < 2:
+        raise ValueError("the loss of a next token needs two tokens at least, and the input has one")
+    if mask is not None and not bool((mask[:, :-1].bool() & mask[:, 1:].bool()).any()):
+        raise ValueError("the attention mask leaves no two tokens beside each other, so there is no loss to take")

@@ -107,6 +107,8 @@ def prepare(
         kwargs["input_ids"] = tokens
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     _check_length(bridge, length, kwargs.get("past_key_values"))
+    if kwargs.get("decoder_attention_mask") is not None:
+        check_zero_or_one("decoder_attention_mask", kwargs["decoder_attention_mask"])
     if mask is not None:
         mask = _checked_mask(mask, kwargs, length)
         if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
@@ -119,7 +121,7 @@ def prepare(
         mask = kwargs["attention_mask"] = mask.to(device)
         mask = mask[:, -length:]
     if bridge.core.config.is_encoder_decoder:
-        return Inputs(kwargs, _decoder_tokens(bridge, kwargs), None)
+        return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))
     return Inputs(kwargs, tokens, mask)
 
 
@@ -152,7 +154,29 @@ def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
     wanted = [given.shape[0], length + (past.get_seq_length() if past is not None else 0)]
     if list(mask.shape) != wanted:
         raise ValueError(f"attention_mask has shape {list(mask.shape)}; it must have {wanted}, for every token so far")
+    check_zero_or_one("attention_mask", mask)
     return mask.long()
+
+
+def check_zero_or_one(name: str, mask: Tensor) -> None:
+    """Refuses a mask of tokens that holds anything but 0 and 1.
+
+    Whole numbers in the memory of an accelerator are not looked at: that would wait for everything under way there.
+
+    Args:
+        name: of the argument.
+        mask: ``[batch, pos]``.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if mask.ndim != 2 or mask.dtype == torch.bool or not (mask.device.type == "cpu" or mask.is_floating_point()):
+        return
+    strange = mask[(mask != 0) & (mask != 1)]
+    if strange.numel():
+        raise ValueError(
+            f"{name} holds {strange[0].item()}; it must be 1 for tokens and 0 for padding, nothing between"
+        )
 
 
 def _decoder_tokens(bridge: Runs, kwargs: dict[str, Any]) -> Tensor | None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bridge.hooks.hook_point import HookPoint
 
-PosSlice = int | slice | Sequence[int] | None
+#: A tuple is a range, ``(start, stop)`` or ``(start, stop, step)``, as in the methods of a cache; a list holds indices.
+PosSlice = int | slice | tuple[int | None, ...] | Sequence[int] | None
 _AXES = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
 
 
@@ -24,7 +25,7 @@ def picked_positions(x: Tensor, pos_slice: PosSlice, hook: HookPoint) -> Tensor:
 
     Args:
         x: the activation.
-        pos_slice: an index (the axis stays), a slice, or a list of indices; None: all.
+        pos_slice: an index (the axis stays), a slice, a tuple ``(start, stop)``, or a list of indices; None: all.
         hook: its hook point.
 
     Raises:
@@ -34,6 +35,8 @@ def picked_positions(x: Tensor, pos_slice: PosSlice, hook: HookPoint) -> Tensor:
     if axis is None or pos_slice is None:
         return x
     length = x.shape[axis]
+    if isinstance(pos_slice, tuple):
+        pos_slice = slice(*pos_slice)
     if isinstance(pos_slice, slice):
         index: slice | Tensor = pos_slice
     else:

@@ -75,9 +75,11 @@ class Recorder:
         if isinstance(act, Deferred):
             self.values[hook.name] = act
             return
+        if act.is_inference():  # nothing counts what is written to it later
+            self.values[hook.name] = act.clone()
+            return
         self.values[hook.name] = act.detach() if act.requires_grad else act
-        if not act.is_inference():
-            self._versions.append((hook.name, act, act._version))
+        self._versions.append((hook.name, act, act._version))
 
     def _keep_lean(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation, and nothing larger that it could be computed from."""

@@ -29,10 +29,11 @@ class SiteHook:
     Attributes:
         points: the hook points that have listeners here, in the order of their declaration.
         watchers: how many points elsewhere need the tensor seen here.
+        attached_to: the module that the torch hook is on now.
         readers: the hook points behind this site that may be given a copy of their own (see `Point.branches`).
     """
 
-    __slots__ = ("_find", "_handle", "_last_writer", "points", "readers", "site", "watchers")
+    __slots__ = ("_find", "_handle", "_last_writer", "attached_to", "points", "readers", "site", "watchers")
 
     def __init__(self, site: Site, find: Finder | None = None) -> None:
         self.site = site
@@ -41,6 +42,7 @@ class SiteHook:
         self.readers: tuple[HookPoint, ...] = ()
         self._find = find
         self._handle: RemovableHandle | None = None
+        self.attached_to: nn.Module | None = None
         self._last_writer = -1
 
     # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
@@ -71,9 +73,9 @@ class SiteHook:
         if not (self.points or self.watchers or self.readers):
             if self._handle is not None:
                 self._handle.remove()
-            self._handle = None
+            self._handle = self.attached_to = None
         elif self._handle is None and self._find is not None:
-            module = self._find.module
+            module = self.attached_to = self._find.module
             if self.site.kind == "input":
                 self._handle = module.register_forward_pre_hook(self.on_input, with_kwargs=True)
             else:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from adapters.paths import base_path
+from adapters.paths import base_path, core_path
 from adapters.points import Follower, Point, Site
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Scope, open_scope
@@ -17,6 +17,7 @@ from bridge.hooks.listener import Listener
 from bridge.hooks.modules import Finder
 from bridge.run.boundary import PassBoundary
 from bridge.run.checkpointing import CheckpointedBlocks
+from bridge.run.compiled import AsWritten, refuse_inside_compiled
 from bridge.run.separate_reads import SeparateReading
 from bridge.run.site import SiteHook
 from bridge.taps.tap import Tap
@@ -56,7 +57,11 @@ class Wiring:
         self._boundary = PassBoundary(
             [Finder(model, path) for path in stacks],
             CheckpointedBlocks([Finder(model, path) for path in (*stacks, *blocks)], self),
+            AsWritten(Finder(model, core_path(model))),
+            self.check_in_place,
         )
+        self._blocks = [Finder(model, path) for path in blocks]
+        self._check_places(Finder(model, site.path) for site in dict.fromkeys(_inside_blocks(self.points.values())))
 
     def place(self, hook: HookPoint) -> None:
         """Takes in a hook point, and finds its sites, as its `point` says."""
@@ -70,6 +75,36 @@ class Wiring:
         """Says where the module of a site is that has no path in the model."""
         self._sites[site] = SiteHook(site, find)
 
+    def check_in_place(self) -> None:
+        """Looks whether what hooks are attached to is still what stands there.
+
+        Raises:
+            RuntimeError: a module was replaced while hooks were on it.
+            ValueError: one module stands at two places in the list of blocks.
+        """
+        self._check_places(self._blocks)
+        if not self._editors:
+            return  # what only looks is attached for one run, a moment before
+        attached = [(hook.site.path, hook.attached_to) for hook in self._sites.values() if hook.attached_to is not None]
+        attached += [(point.point.site.path, tap.module) for point, tap in self._taps.items()]
+        for path, module in attached:
+            if Finder(self.model, path).module is not module:
+                raise RuntimeError(
+                    f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
+                    "modules first, and attach hooks then"
+                )
+
+    def _check_places(self, finders: Iterable[Finder]) -> None:
+        places: dict[int, str] = {}
+        for finder in finders:
+            path = ".".join(finder.parts)
+            other = places.setdefault(id(finder.module), path)
+            if other != path:
+                raise ValueError(
+                    f"one module stands at {other!r} and at {path!r}: a hook at one place would act at both. Give each "
+                    "place a module of its own (copy.deepcopy; parameters may be shared)"
+                )
+
     @property
     def listening(self) -> bool:
         """Whether anyone listens to anything."""
@@ -81,6 +116,7 @@ class Wiring:
         Raises:
             ValueError: see `_check`; nothing is attached then.
         """
+        refuse_inside_compiled()
         with self._lock:
             if listener.kind != "read":
                 self._check(point, listener)
@@ -118,6 +154,7 @@ class Wiring:
             members: the hook points and their listeners.
             scope: what the listeners belong to.
         """
+        refuse_inside_compiled()
         scope.members.extend(members)
         self.attach_scope(scope)
         try:
@@ -150,6 +187,7 @@ class Wiring:
 
     def listen(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Attaches a listener that only looks to many points."""
+        refuse_inside_compiled()
         with self._lock:
             for point in points:
                 if not point.listeners:
@@ -261,7 +299,8 @@ class Wiring:
                 raise ValueError(
                     f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
                     "input of its own, and then the gradient at the other, which all heads share, means nothing. "
-                    "Use two runs (for a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off)."
+                    "Use two runs. (A filter is asked about every hook point: let it leave out names with attn_in and "
+                    "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
                 )
 
     def _in_block_of(self, point: HookPoint) -> list[HookPoint]:
@@ -280,6 +319,13 @@ class _Following:
     def remove(self) -> None:
         """Removes it."""
         self._wiring.remove(self._point, (self._listener,))
+
+
+def _inside_blocks(points: Iterable[HookPoint]) -> Iterator[Site]:
+    """The sites inside blocks, one for each module."""
+    for point in points:
+        if point.point.stack and point.point.site.path:
+            yield Site(point.point.site.path, "input")
 
 
 def _take_over(leader: HookPoint, follower: Follower) -> Callable[..., Tensor | None]:

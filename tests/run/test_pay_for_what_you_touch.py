@@ -19,7 +19,7 @@ def test_wrapping_attaches_nothing(hf):
 
 
 def test_one_name_attaches_one_torch_hook(bridge):
-    ends = 2  # the torch hooks that say where a pass begins and ends
+    ends = 3  # the torch hooks that say where a pass begins and ends, and what keeps compiled code away
     handle = bridge.blocks[1].hook_resid_pre.add_hook(lambda x, hook: None)
     assert torch_hooks(bridge.original_model) == 1 + ends
     bridge.blocks[1].hook_resid_pre.add_hook(lambda x, hook: None)

@@ -1,0 +1,53 @@
+"""Parts of a model that backward computes again: hooks there must be known to come along."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from bridge.hooks.hook_point import HookPoint
+
+
+def with_its_hooks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function that has its hooks with it whenever it is called again: a whole run, a block that brings them.
+
+    Args:
+        function: the function.
+        args, kwargs: with what.
+    """
+    return function(*args, **kwargs)
+
+
+def refuse_unknown_recomputation(point: HookPoint) -> None:
+    """Refuses to change an activation, or to listen to its gradient, in a part of the model that is checkpointed.
+
+    What backward computes again there would be computed without the hook, when its run is over.
+
+    Args:
+        point: where.
+
+    Raises:
+        RuntimeError: it lies within `torch.utils.checkpoint.checkpoint` that is not the model's own.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _KNOWN:
+            return
+        if code is _CHECKPOINT:
+            raise RuntimeError(
+                f"{point.name} lies in a part of the model that torch.utils.checkpoint computes again in backward, and "
+                "nothing would bring its hook along: the gradients would be those of another function. Checkpoint with "
+                "the model's own gradient_checkpointing_enable(), or switch checkpointing off in runs with hooks"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_KNOWN: CodeType = inspect.unwrap(with_its_hooks).__code__
+_CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
