@@ -16,7 +16,7 @@ from bridge.hooks.act_names import act_name
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.patching.runs import PatchedRuns
-from bridge.run.model_inputs import as_tokens
+from bridge.run.checks import as_tokens
 
 #: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
 PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]

@@ -29,16 +29,21 @@ def picked_positions(x: Tensor, pos_slice: PosSlice, hook: HookPoint) -> Tensor:
 
     Raises:
         IndexError: there is no such position.
+        TypeError: it is no index, slice or list of indices.
     """
     axis = position_axis(hook)
     if axis is None or pos_slice is None:
         return x
     length = x.shape[axis]
     if isinstance(pos_slice, slice):
+        if not range(length)[pos_slice]:
+            raise IndexError(f"pos_slice is {pos_slice}, which is none of the {length} positions of {hook.name}")
         index: slice | Tensor = pos_slice
     else:
         wanted = [pos_slice] if isinstance(pos_slice, int) else list(pos_slice)
         for position in wanted:
+            if isinstance(position, bool) or not isinstance(position, int):
+                raise TypeError(f"pos_slice is {pos_slice!r}; it must be an index, a slice, or a list of indices")
             if not -length <= position < length:
                 raise IndexError(f"pos_slice is {pos_slice}; {hook.name} has {length} positions")
         if isinstance(pos_slice, int):

@@ -51,11 +51,8 @@ class TokenizerFacts:
         self.tokenizer = tokenizer
         bos = tokenizer.bos_token_id
         self.bos: int | None = bos if bos is not None else getattr(tokenizer, "cls_token_id", None)
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        dressed = tokenizer("a", add_special_tokens=True)["input_ids"]
-        start = next(i for i in range(len(dressed) - len(plain) + 1) if dressed[i : i + len(plain)] == plain)
-        self.adds_bos = self.bos is not None and self.bos in dressed[:start]
-        self.ending: list[int] = dressed[start + len(plain) :]
+        before, self.ending = _added_by(tokenizer)
+        self.adds_bos = self.bos is not None and self.bos in before
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad: int = next(pad for pad in pads if pad is not None)
 
@@ -93,6 +90,28 @@ class TokenizerFacts:
         uneven = any(len(row) != longest for row in rows)
         tokens = torch.tensor(padded, dtype=torch.long).reshape(len(rows), longest)
         return Batch(tokens, torch.tensor(masks, dtype=torch.long) if uneven else None)
+
+
+def _added_by(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and behind a text by itself.
+
+    Raises:
+        TokenError: it cannot be told.
+    """
+    for text in _PROBES:
+        plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        dressed: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
+        for start in range(len(dressed) - len(plain) + 1) if plain else ():
+            if dressed[start : start + len(plain)] == plain:
+                return dressed[:start], dressed[start + len(plain) :]
+    raise TokenError(
+        f"{type(tokenizer).__name__} makes other tokens of each of {', '.join(map(repr, _PROBES))} when it adds special "
+        "tokens, so what it adds cannot be told; give tokens in place of text"
+    )
+
+
+#: Texts of which at least one has tokens that stay the same beside special ones.
+_PROBES = ("a", "A", "0", ".", " a", "the", "a b")
 
 
 class HasTokenizer(Protocol):
