@@ -110,25 +110,18 @@ def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
             yield from places(node)
 
 
-def mutants_of(path: str) -> list[Mutant]:
-    """All mutants of a file."""
-    text = (ROOT / path).read_text()
-    found, same = [], ast.unparse(ast.parse(text))
-    for index in range(sum(1 for _ in places(ast.parse(text)))):
-        tree = ast.parse(text)
-        parent, field, at, node = list(places(tree))[index]
-        new = ast.copy_location(changed(node) or node, node)
-        before = ast.unparse(node).splitlines()[0]
-        if at is None:
-            setattr(parent, field, new)
-        else:
-            getattr(parent, field)[at] = new
-        ast.fix_missing_locations(tree)
-        after = ast.unparse(new).splitlines()[0]
-        if ast.unparse(tree) == same:
-            continue
-        found.append(Mutant(path, index, getattr(node, "lineno", 0), before, after, ast.unparse(tree)))
-    return found
+def mutant_of(path: str, index: int) -> Mutant:
+    """The mutant of a file that changes this one of its places."""
+    tree = ast.parse((ROOT / path).read_text())
+    parent, field, at, node = list(places(tree))[index]
+    new = ast.copy_location(changed(node) or node, node)
+    before, after = (ast.unparse(x).splitlines()[0] for x in (node, new))
+    if at is None:
+        setattr(parent, field, new)
+    else:
+        getattr(parent, field)[at] = new
+    ast.fix_missing_locations(tree)
+    return Mutant(path, index, getattr(node, "lineno", 0), before, after, ast.unparse(tree))
 
 
 def files(only: str) -> list[str]:
@@ -138,13 +131,13 @@ def files(only: str) -> list[str]:
 
 
 def chosen(n: int, seed: int, only: str) -> list[Mutant]:
-    """Random mutants: files by their length, then a place of it."""
-    rng = random.Random(seed)
-    names = files(only)
-    counts = {name: sum(1 for _ in places(ast.parse((ROOT / name).read_text()))) for name in names}
-    picks = rng.choices(names, [counts[name] for name in names], k=n)
-    made: dict[str, list[Mutant]] = {name: mutants_of(name) for name in set(picks)}
-    return [rng.choice(made[name]) for name in picks]
+    """Random mutants: every place of every file is as likely."""
+    every = [
+        (name, index)
+        for name in files(only)
+        for index in range(sum(1 for _ in places(ast.parse((ROOT / name).read_text()))))
+    ]
+    return [mutant_of(*place) for place in random.Random(seed).sample(every, min(n, len(every)))]
 
 
 def tests_for(path: str) -> list[str]:

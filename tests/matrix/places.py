@@ -90,7 +90,8 @@ def name_of(key: str, layer: int) -> str:
 
 def keys_of(case: str) -> list[str]:
     """What is compared in this family."""
-    return ["resid_pre", "resid_post", *PLACES[case][1]]
+    # HookedTransformer's encoder has `hook_resid_post` before the norm that ends the block.
+    return ["resid_pre", *([] if case == "bert" else ["resid_post"]), *PLACES[case][1]]
 
 
 @dataclass

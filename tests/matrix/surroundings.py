@@ -158,8 +158,8 @@ def checkpointed(case: str) -> Setting:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # dropout is drawn anew in each run
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in list(vars(module).items()):
+            if name.endswith("dropout") and isinstance(value, float):
                 setattr(module, name, 0.0)
     model.activation_checkpointing_enable({"use_reentrant": False})
     return setting(model.train())
