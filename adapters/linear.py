@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 from adapters.offloaded import held
 from adapters.views import Call, View
 
-
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def held(module: nn.Module, name: str) -> Any:
     """A module's parameter, or what else it has under the name; None where it has nothing.
 
-    Where `accelerate` has put the values elsewhere (``device_map``, ``cpu_offload``), they are fetched from there: those
-    on the CPU are the model's own, so that an edit of them is an edit of the model; those on disk are read anew.
+    Where `accelerate` has put the values elsewhere (``device_map``, ``cpu_offload``), they are fetched from there:
+    those on the CPU are the model's own, so that an edit of them is an edit of the model; those on disk are read anew.
     """
     found = getattr(module, name, None)
     if isinstance(found, Tensor) and found.is_meta:

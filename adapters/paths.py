@@ -22,8 +22,8 @@ def has_module(model: nn.Module, path: str) -> bool:
 def gone(path: str) -> str:
     """What to say of a module that is not where it was when the bridge was made."""
     return (
-        f"the model has no module {path} any more, which it had when the bridge was made: make a new bridge of the changed "
-        "model, TransformerBridge(model)"
+        f"the model has no module {path} any more, which it had when the bridge was made: make a new bridge of the "
+        "changed model, TransformerBridge(model)"
     )
 
 

@@ -88,10 +88,7 @@ class Weights:
         module = self.module(path)
         weight = weight_in_out(module)
         if weight is None:
-            raise TypeError(
-                f"{path} is a {type(module).__name__}, whose weight is not a plain matrix; "
-                f"{_DEQUANTISE}"
-            )
+            raise TypeError(f"{path} is a {type(module).__name__}, whose weight is not a plain matrix; {_DEQUANTISE}")
         return weight
 
     def bias(self, path: str, shape: Callable[[], tuple[int, ...]], part: View | None = None) -> Get:
@@ -100,7 +97,9 @@ class Weights:
         def get() -> Tensor:
             bias = held(self.module(path), "bias")
             if bias is not None and not isinstance(bias, Tensor):
-                raise TypeError(f"{path} is a {type(self.module(path)).__name__}, which has no plain bias; {_DEQUANTISE}")
+                raise TypeError(
+                    f"{path} is a {type(self.module(path)).__name__}, which has no plain bias; {_DEQUANTISE}"
+                )
             if bias is None:
                 return torch.zeros(shape(), dtype=self.cfg.dtype, device=self.cfg.device)
             return bias if part is None else part.get(bias, _NO_CALL)

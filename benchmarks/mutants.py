@@ -4,8 +4,8 @@
     python benchmarks/mutants.py --n 20 --seed 7 --only bridge/hooks
 
 Each mutant is one change of one place: a comparison turned around, `and` for `or`, a condition negated, a number one
-higher, `+` for `-`, a True for a False, a statement left out, a returned value dropped. They are made on the syntax tree,
-in a copy of the checkout, and the same seed makes the same mutants. Nothing is changed in docstrings, annotations,
+higher, `+` for `-`, a True for a False, a statement left out, a returned value dropped. They are made on the syntax
+tree, in a copy of the checkout, and the same seed makes the same mutants. Nothing is changed in docstrings, annotations,
 imports and the words of errors. Whether one that nobody noticed is equivalent (an
 optimisation left out, say) is for a reader to judge: each is shown as a line before and after.
 """
@@ -186,7 +186,7 @@ def main() -> int:
         for number, mutant in enumerate(mutants, 1):
             where = f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
             by = "listed" if arguments.list else noticed(mutant, checkout, arguments.limit)
-            print(f"{number:4} {'NOT NOTICED' if not by else by:36} {where}", flush=True)
+            print(f"{number:4} {by if by else 'NOT NOTICED':36} {where}", flush=True)
             if not by:
                 missed.append(where)
     if not arguments.list:

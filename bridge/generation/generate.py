@@ -92,7 +92,10 @@ def run_generate(model: nn.Module, prompt: Prompt, arguments: dict[str, Any]) ->
 @contextmanager
 def generating(bridge: Generates, generation: Generation, prompt: Prompt) -> Iterator[None]:
     """A generation from a prompt: a run of its own, whose steps `generation` counts from 0."""
-    with forward_pass(generation) as run, uncompiled(bridge.original_model) if bridge.wiring.listening else nullcontext():
+    with (
+        forward_pass(generation) as run,
+        uncompiled(bridge.original_model) if bridge.wiring.listening else nullcontext(),
+    ):
         run.take_embeddings(bridge.core, prompt.kwargs)
         yield
 

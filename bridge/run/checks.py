@@ -36,7 +36,9 @@ def as_tokens(input: Any) -> Tensor:
         raise ValueError(f"tokens must be [pos] or [batch, pos], not {list(input.shape)}")
     tokens = input.long() if input.ndim == 2 else input.long().unsqueeze(0)
     if not tokens.numel():
-        raise ValueError(f"the input has no {'rows' if not tokens.shape[0] else 'tokens'}: its shape is {[*input.shape]}")
+        raise ValueError(
+            f"the input has no {'rows' if not tokens.shape[0] else 'tokens'}: its shape is {[*input.shape]}"
+        )
     return tokens
 
 
@@ -75,15 +77,40 @@ def _check_ids(row: Sequence[Any], where: str) -> None:
             raise TypeError(f"{where} holds {entry!r}; tokens must be whole numbers")
 
 
-def check_texts(texts: Sequence[Any]) -> None:
-    """Refuses a list of texts that holds something else.
+def check_texts(texts: Any) -> None:
+    """Refuses what is no list of texts.
 
     Raises:
-        TypeError: it does.
+        TypeError: it is none, or holds something else.
     """
+    if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
+        raise TypeError(f"the input is {texts!r}; it must be a text or a list of texts")
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"text {index} is {text!r}, which is no string")
+
+
+def as_ids(tokens: Any) -> Tensor:
+    """Token ids of any number of axes, from a tensor, an id, or lists of ids.
+
+    Raises:
+        TypeError: they are no whole numbers.
+        ValueError: an id below zero, or more than a tokenizer can have.
+    """
+    ids = tokens
+    if not isinstance(tokens, Tensor):
+        if not isinstance(tokens, list | tuple):
+            _check_ids([tokens], "the input")
+        one = not isinstance(tokens, list | tuple)
+        ids = torch.tensor(tokens) if one else as_tokens(tokens) if tokens else torch.zeros(0, dtype=torch.long)
+        if not one and tokens and not isinstance(tokens[0], Sequence | Tensor):
+            ids = ids[0]
+    if ids.dtype not in _INTEGERS and ids.numel():
+        raise TypeError(f"tokens must be whole numbers, not {ids.dtype}")
+    ids = ids.long()
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < 2**32):
+        raise ValueError(f"token ids are from 0 on, and these go from {int(ids.min())} to {int(ids.max())}")
+    return ids
 
 
 def check_ids(core: PreTrainedModel, cfg: ModelConfig, tokens: Tensor, name: str = "the input") -> None:
@@ -107,7 +134,9 @@ def check_ids(core: PreTrainedModel, cfg: ModelConfig, tokens: Tensor, name: str
     if low < 0 or high >= rows:
         bad = low if low < 0 else high
         place = (tokens == bad).nonzero()[0].tolist()
-        raise ValueError(f"{name} has token id {bad} at {place}; {cfg.model_name} has ids from 0 to d_vocab - 1 = {rows - 1}")
+        raise ValueError(
+            f"{name} has token id {bad} at {place}; {cfg.model_name} has ids from 0 to d_vocab - 1 = {rows - 1}"
+        )
 
 
 def check_embeddings(core: PreTrainedModel, input: Tensor) -> None:

@@ -90,7 +90,9 @@ def _starting(bridge: Runs, run: ForwardPass, input: Input, start: int) -> Itera
     check_residual(bridge.core, input, bridge.cfg.d_model)
     assert isinstance(input, Tensor)
     if learns_prompt(bridge.original_model):
-        raise ValueError("start_at_layer cannot be had with a learned prompt (PEFT), which is put before the embeddings")
+        raise ValueError(
+            "start_at_layer cannot be had with a learned prompt (PEFT), which is put before the embeddings"
+        )
     blocks = [Finder(bridge.original_model, path).module for path in bridge.block_paths]
     run.start_at = start
     if start:

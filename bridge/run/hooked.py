@@ -58,6 +58,8 @@ def hooked(
     clear_contexts: bool,
 ) -> Iterator[None]:
     """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
+    check_specs("fwd_hooks", fwd_hooks)
+    check_specs("bwd_hooks", bwd_hooks)
     chosen: list[tuple[HookPoint, HookFunction, Kind]] = []
     for names, fn in fwd_hooks:
         chosen += [(hook, checked_function(hook, fn), "fwd") for hook in bridge.select_hooks(names)]
@@ -75,6 +77,19 @@ def hooked(
     finally:
         if clear_contexts:
             clear_all_contexts(bridge)
+
+
+def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
+    """Refuses what is no list of hook points and functions.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(specs, list | tuple):
+        raise TypeError(f"{argument} is {specs!r}; it must be a list of pairs (hook point, function)")
+    for index, spec in enumerate(specs):
+        if not isinstance(spec, list | tuple) or len(spec) != 2:
+            raise TypeError(f"{argument}[{index}] is {spec!r}; it must be a pair (hook point, function)")
 
 
 def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:

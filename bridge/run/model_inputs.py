@@ -160,11 +160,16 @@ def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
     """
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}; it must be a tensor [batch, pos]")
-    if mask.ndim == 4:
-        return mask
     given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
     past = kwargs.get("past_key_values")
     wanted = [given.shape[0], length + (past.get_seq_length() if past is not None else 0)]
+    if mask.ndim == 4:
+        if mask.shape[0] not in (1, wanted[0]) or mask.shape[2] not in (1, length) or mask.shape[3] < wanted[1]:
+            raise ValueError(
+                f"attention_mask has shape {list(mask.shape)}; with four axes it must be [batch={wanted[0]}, 1, "
+                f"pos={length}, key_pos={wanted[1]}]"
+            )
+        return mask
     if list(mask.shape) != wanted:
         raise ValueError(f"attention_mask has shape {list(mask.shape)}; it must have {wanted}, for every token so far")
     return mask.long()

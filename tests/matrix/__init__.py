@@ -1,1 +1,1 @@
-"""Every family in every surrounding under every operation, compared with plain torch hooks on the Hugging Face modules."""
+"""Families, surroundings and operations, all with all, compared with plain torch hooks on the Hugging Face modules."""

@@ -60,7 +60,8 @@ PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     "phi3-gqa": ("model.layers", but(LLAMA, *FUSED)),
     "bert": ("bert.encoder.layer", {
         "z": ("attention.output.dense", "input"), "attn_out": ("attention.output.dense", "output"),
-        "q": ("attention.self.query", "output"), "post": ("output.dense", "input"), "mlp_out": ("output.dense", "output"),
+        "q": ("attention.self.query", "output"), "post": ("output.dense", "input"),
+        "mlp_out": ("output.dense", "output"),
     }),
     "gemma2-gqa": ("model.layers", GEMMA2),
     "gemma3-gqa": ("model.layers", GEMMA2),
@@ -68,13 +69,10 @@ PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     "gpt_oss-gqa": ("model.layers", MIXTURE),
     "qwen2_moe-gqa": ("model.layers", MIXTURE),
     "qwen3_moe-gqa": ("model.layers", MIXTURE),
-} | {
-    case: ("model.layers", LLAMA)
-    for case in (
-        "llama-gqa", "mistral-gqa-window", "qwen2-gqa", "qwen3-gqa", "gemma-mqa", "cwm-gqa", "ministral-gqa",
-        "seed_oss-gqa", "smollm3-gqa", "helium-gqa", "ernie4_5-gqa",
-    )
-}  # fmt: skip
+} | dict.fromkeys((
+    "llama-gqa", "mistral-gqa-window", "qwen2-gqa", "qwen3-gqa", "gemma-mqa", "cwm-gqa", "ministral-gqa", "seed_oss-gqa",
+    "smollm3-gqa", "helium-gqa", "ernie4_5-gqa",
+), ("model.layers", LLAMA))  # fmt: skip
 
 #: The canonical name of each, in a block.
 NAMES = {

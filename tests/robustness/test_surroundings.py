@@ -60,9 +60,7 @@ def test_embeddings_for_tokens(case):
     for name in positions:
         assert cache[name].shape == full[name].shape
         spec = [(name, halve)]
-        assert torch.equal(
-            bridge.run_with_hooks(given, fwd_hooks=spec), bridge.run_with_hooks(TOKENS, fwd_hooks=spec)
-        )
+        assert torch.equal(bridge.run_with_hooks(given, fwd_hooks=spec), bridge.run_with_hooks(TOKENS, fwd_hooks=spec))
         with bridge.hooks(spec):  # and when the Hugging Face model is called itself
             direct = bridge.original_model(inputs_embeds=given).logits
         assert torch.equal(direct, bridge.run_with_hooks(TOKENS, fwd_hooks=spec))
@@ -99,7 +97,19 @@ class OnlyLinear(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        allowed = ("linear", "addmm", "addmm_", "detach", "numel", "data_ptr", "__get__", "size", "dim", "requires_grad_", "__set__")
+        allowed = (
+            "linear",
+            "addmm",
+            "addmm_",
+            "detach",
+            "numel",
+            "data_ptr",
+            "__get__",
+            "size",
+            "dim",
+            "requires_grad_",
+            "__set__",
+        )
         name = getattr(func, "__name__", str(func))
         shape = "T.__get__" in str(func) or "mT.__get__" in str(func)
         if name not in allowed or shape or (name == "__get__" and "_T" in str(func)):
@@ -145,7 +155,7 @@ def test_dynamically_quantised_models(case):
             atol=0.1, rtol=0,
         )  # fmt: skip
     for name in ("W_Q", "W_U", "b_Q", "b_U", "W_in"):
-        with pytest.raises(TypeError, match="plain (matrix|bias); merge adapters .* or dequantise"):
+        with pytest.raises(TypeError, match=r"plain (matrix|bias); merge adapters .* or dequantise"):
             getattr(bridge, name)
     before = model(TOKENS).logits
     bridge.process_weights()
@@ -214,7 +224,9 @@ def test_an_expert_that_adds_by_name(monkeypatch: pytest.MonkeyPatch):
         chosen = nn.functional.one_hot(router_indices, self.num_experts).permute(2, 1, 0)
         for e in (chosen.sum((-1, -2)) > 0).nonzero().flatten().tolist():
             rank, token = torch.where(chosen[e])
-            both = torch.add(torch.matmul(hidden_states[token], other=self.gate_up_proj[e]), other=self.gate_up_proj_bias[e])
+            both = torch.add(
+                torch.matmul(hidden_states[token], other=self.gate_up_proj[e]), other=self.gate_up_proj_bias[e]
+            )
             made = torch.matmul(input=self._apply_gate(both), other=self.down_proj[e])
             made = torch.add(input=made, other=self.down_proj_bias[e])
             out.index_add_(0, token, made * routing_weights[token, rank, None])

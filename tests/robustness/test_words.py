@@ -28,7 +28,11 @@ WRONG_INPUT = {
     "id-too-high": (torch.tensor([[1, 2], [3, 61]]), ValueError, r"token id 61 at \[1, 1\]; \w+ has ids .* = 60"),
     "id-far-too-high": ([[1, 2**40]], ValueError, r"token id 1099511627776 at \[0, 1\]"),
     "id-below-zero": (torch.tensor([[1, -1]]), ValueError, r"token id -1 at \[0, 1\]"),
-    "float-tokens": (TOKENS.float(), ValueError, r"d_model=32.*tokens must be whole numbers, and this is torch.float32"),
+    "float-tokens": (
+        TOKENS.float(),
+        ValueError,
+        r"d_model=32.*tokens must be whole numbers, and this is torch.float32",
+    ),
     "float-list": ([[1.0, 2.0]], TypeError, "row 0 holds 1.0; tokens must be whole numbers"),
     "bool-list": ([True, False], TypeError, "the input holds True"),
     "bool-tensor": (torch.tensor([True, False]), TypeError, "whole numbers, not torch.bool"),
@@ -55,7 +59,7 @@ def test_wrong_input(bridge, case):
     wrong, error, words = WRONG_INPUT[case]
     before = {name: p.clone() for name, p in bridge.original_model.named_parameters()}
     calls = [lambda: bridge(wrong), lambda: bridge.run_with_cache(wrong)]
-    calls.append(lambda: bridge.run_with_hooks(wrong, fwd_hooks=[(list(bridge.hook_dict)[0], lambda x, hook: x)]))
+    calls.append(lambda: bridge.run_with_hooks(wrong, fwd_hooks=[(next(iter(bridge.hook_dict)), lambda x, hook: x)]))
     if bridge.core.can_generate():
         calls += [lambda: bridge.generate(wrong, verbose=False), lambda: bridge.hf_generate(wrong)]
         calls.append(lambda: list(bridge.generate_stream(wrong, verbose=False)))
@@ -114,8 +118,8 @@ def test_an_index_of_the_blocks_is_a_number(index):
 @pytest.mark.unchecked
 @pytest.mark.parametrize("pos_slice", [7, -8, [0, 7], slice(7, 9), slice(3, 3)])
 def test_positions_out_of_range(bridge, pos_slice):
-    name = list(bridge.hook_dict)[0]
-    with pytest.raises(IndexError, match="pos_slice is .* 7 positions"):
+    name = next(iter(bridge.hook_dict))
+    with pytest.raises(IndexError, match=r"pos_slice is .* 7 positions"):
         bridge.run_with_cache(TOKENS, names_filter=name, pos_slice=pos_slice)
     assert torch_hooks(bridge.original_model) == 0
     for wrong in ("last", [0.5], [True]):
@@ -157,7 +161,9 @@ def test_a_block_that_was_deleted(case):
 
 def test_data_parallel():
     for wrapper in (nn.DataParallel,):
-        with pytest.raises(UnsupportedModelError, match=r"hooks do not reach: wrap the GPT2LMHeadModel in its \.module"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"hooks do not reach: wrap the GPT2LMHeadModel in its \.module"
+        ):
             TransformerBridge(wrapper(tiny("gpt2")))
 
 
