@@ -5,9 +5,9 @@
 
 Each mutant is one change of one place: a comparison turned around, `and` for `or`, a condition negated, a number one
 higher, `+` for `-`, a True for a False, a statement left out, a returned value dropped. They are made on the syntax
-tree, in a copy of the checkout, and the same seed makes the same mutants. Nothing is changed in docstrings, annotations,
-imports and the words of errors. Whether one that nobody noticed is equivalent (an
-optimisation left out, say) is for a reader to judge: each is shown as a line before and after.
+tree, in a copy of the checkout, and the same seed makes the same mutants. Nothing is changed in docstrings,
+annotations, imports and the words of errors. Whether one that nobody noticed is equivalent (an optimisation left out,
+say) is for a reader to judge: each is shown as a line before and after.
 """
 
 from __future__ import annotations

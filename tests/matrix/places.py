@@ -70,7 +70,8 @@ PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     "qwen2_moe-gqa": ("model.layers", MIXTURE),
     "qwen3_moe-gqa": ("model.layers", MIXTURE),
 } | dict.fromkeys((
-    "llama-gqa", "mistral-gqa-window", "qwen2-gqa", "qwen3-gqa", "gemma-mqa", "cwm-gqa", "ministral-gqa", "seed_oss-gqa",
+    "llama-gqa", "mistral-gqa-window", "qwen2-gqa", "qwen3-gqa", "gemma-mqa", "cwm-gqa", "ministral-gqa",
+    "seed_oss-gqa",
     "smollm3-gqa", "helium-gqa", "ernie4_5-gqa",
 ), ("model.layers", LLAMA))  # fmt: skip
 

@@ -10,7 +10,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -128,7 +128,7 @@ def test_nothing_outlives_the_model(kind):
     gone = [weakref.ref(bridge), weakref.ref(bridge.wiring)]
     gone += [weakref.ref(module) for module in bridge.original_model.modules()]
     gone += [weakref.ref(parameter) for parameter in bridge.original_model.parameters()]
-    if isinstance(result, tuple) and hasattr(result[1], "values"):
+    if isinstance(result, tuple) and isinstance(result[1], Mapping):
         gone += [weakref.ref(value) for value in result[1].values()]
     del bridge, result
     gc.collect()
