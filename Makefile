@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow gpu check docs pages format benchmarks clean
+.PHONY: demo test real slow gpu check docs pages format benchmarks mutants clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -50,6 +50,13 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/patching.py
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/circuits.py time
+
+# Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks`.
+N ?= 100
+SEED ?= 0
+ONLY ?=
+mutants: $(STAMP)
+	$(BIN)/python benchmarks/mutants.py --n $(N) --seed $(SEED) --only '$(ONLY)'
 
 # For a machine with an accelerator, whose own Python has torch for it: what else is needed is installed beside that, from
 # the wheels in $(WHEELS) where there are some (no network is asked for then), else from the package index. Then the tests

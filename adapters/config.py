@@ -15,6 +15,7 @@ from adapters.architecture import Architecture, Mixer
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import eps_of
+from adapters.offloaded import input_device
 from adapters.paths import has_module, members_of
 
 
@@ -109,8 +110,10 @@ class ModelConfig:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter is."""
-        return next(self._parameters()).device
+        """Where the model's first parameter is, or where accelerate brings it when it is needed."""
+        self._parameters()
+        assert self._model is not None
+        return input_device(self._model)
 
     @property
     def dtype(self) -> torch.dtype:

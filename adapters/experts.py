@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from adapters.offloaded import held
+
 #: The projections of an expert, by HookedTransformer's names: before the activation function, beside it, after it.
 ExpertPart = Literal["W_gate", "W_in", "W_out"]
 
@@ -22,7 +24,7 @@ def _held(experts: nn.Module, name: str) -> Tensor:
     Raises:
         TypeError: it holds no such tensor.
     """
-    found = getattr(experts, name, None)
+    found = held(experts, name)
     if not isinstance(found, Tensor):
         raise TypeError(f"{type(experts).__name__} does not keep its experts as transformers does: it has no {name}")
     return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from adapters.offloaded import held
 from adapters.points import PointList, Site
 from adapters.views import Call, Composed, Derived, View
 
@@ -37,7 +38,7 @@ class NormKind:
 
     def weight(self, module: nn.Module) -> Tensor | None:
         """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
-        weight = getattr(module, "weight", None)
+        weight: Tensor | None = held(module, "weight")
         return weight + self.offset if weight is not None and self.offset else weight
 
 
@@ -139,7 +140,7 @@ class NormNormalized(_NormView):
 
 def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm makes of a value that has been centred and divided by the scale."""
-    weight, bias = kind.weight(module), getattr(module, "bias", None)
+    weight, bias = kind.weight(module), held(module, "bias")
     if weight is not None:
         normalized = normalized * weight
     if bias is not None:

@@ -24,17 +24,32 @@ def members_of(modules: nn.Module) -> list[nn.Module]:
     return [module for module in modules._modules.values() if module is not None]
 
 
+def gone(path: str) -> str:
+    """What to say of a module that is not where it was when the bridge was made."""
+    return (
+        f"the model has no module {path} any more, which it had when the bridge was made: make a new bridge of the "
+        "changed model, TransformerBridge(model)"
+    )
+
+
 def core_path(model: nn.Module) -> str:
     """The path of the Hugging Face model inside what wraps it (PEFT, `torch.compile`), "" where nothing does."""
     path = ""
     while True:
         if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
-            step, model = "base_model.model", model.get_base_model()  # type: ignore[operator]
+            inner = model.get_base_model()  # type: ignore[operator]
+            step = "base_model" if model._modules.get("base_model") is inner else "base_model.model"
+            model = inner
         elif "_orig_mod" in model._modules:
             step, model = "_orig_mod", model.get_submodule("_orig_mod")
         else:
             return path
         path = join(path, step)
+
+
+def learns_prompt(model: nn.Module) -> bool:
+    """Whether PEFT puts learned tokens, or keys and values, before what the model is given."""
+    return hasattr(model, "get_base_model") and bool(getattr(model.active_peft_config, "is_prompt_learning", False))
 
 
 def base_path(model: nn.Module) -> str:

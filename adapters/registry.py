@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
+import transformers
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapters.architecture import Architecture
 from adapters.config import config_of
@@ -81,15 +82,33 @@ def declaration_for(model: nn.Module) -> Architecture:
     _load()
     for cls in type(model).__mro__:
         declare = _REGISTRY.get(cls.__name__)
-        if declare is not None:
+        if declare is not None and not _is_namesake(cls, declare):
             return declare(config_of(model))
     name = type(model).__name__
+    if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{name} runs copies of the model, or in other processes, where hooks do not reach: "
+            f"wrap the {type(inner).__name__} in its .module"
+        )
+    namesakes = [cls for cls in type(model).__mro__ if cls.__name__ in _REGISTRY]
+    if namesakes:
+        cls = namesakes[0]
+        raise UnsupportedModelError(
+            f"{name} is not transformers' own: its {cls.__name__} is from {cls.__module__}, and may compute anything. "
+            "docs/adapters.md shows how to declare what it computes: a declaration of yours, registered for the name."
+        )
     near = difflib.get_close_matches(name, _REGISTRY, n=3, cutoff=0.5)
     hint = f" The nearest are {', '.join(near)}." if near else ""
     raise UnsupportedModelError(
         f"there is no adapter for {name}.{hint} Adapters exist for: {', '.join(sorted(_REGISTRY))}. "
         "docs/adapters.md shows how to write one."
     )
+
+
+def _is_namesake(cls: type, declare: Declare) -> bool:
+    """Whether a class (of remote code) only has the name of the one that our declaration is for."""
+    ours = declare.__module__.startswith("adapters.families.") and hasattr(transformers, cls.__name__)
+    return ours and cls.__module__.split(".")[0] != "transformers"
 
 
 def _load() -> None:

@@ -21,10 +21,13 @@ from adapters.experts import ExpertPart, expert_bias, expert_weight
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import weight_in_out
 from adapters.norms import Norm
-from adapters.paths import base_path, core_path, has_module, join, members_of
+from adapters.offloaded import held
+from adapters.paths import base_path, core_path, gone, has_module, join, members_of
 from adapters.views import Call, Heads, View
 
 Get = Callable[[], Tensor]
+
+_DEQUANTISE = "merge adapters (merge_and_unload) or dequantise the model first"
 
 
 class Weights:
@@ -58,7 +61,11 @@ class Weights:
 
     def module(self, path: str) -> nn.Module:
         """The module at a path from the base model; a path that begins with a dot is from the model itself."""
-        return self.model.get_submodule(self.full_path(path))
+        at = self.full_path(path)
+        try:
+            return self.model.get_submodule(at)
+        except AttributeError:
+            raise RuntimeError(gone(at)) from None
 
     def has(self, path: str) -> bool:
         """Whether there is a module at such a path."""
@@ -70,7 +77,7 @@ class Weights:
 
     def parameter(self, path: str, name: str = "weight") -> Get:
         """A module's own parameter."""
-        return lambda: getattr(self.module(path), name)
+        return lambda: held(self.module(path), name)
 
     def matrix(self, path: str) -> Tensor:
         """The weight of a linear layer, ``[d_in, d_out]``.
@@ -81,17 +88,18 @@ class Weights:
         module = self.module(path)
         weight = weight_in_out(module)
         if weight is None:
-            raise TypeError(
-                f"{path} is a {type(module).__name__}, whose weight is not a plain matrix; "
-                "merge adapters (merge_and_unload) or dequantise the model first"
-            )
+            raise TypeError(f"{path} is a {type(module).__name__}, whose weight is not a plain matrix; {_DEQUANTISE}")
         return weight
 
     def bias(self, path: str, shape: Callable[[], tuple[int, ...]], part: View | None = None) -> Get:
         """A bias, seen through `part`, or zeros of this shape."""
 
         def get() -> Tensor:
-            bias = getattr(self.module(path), "bias", None)
+            bias = held(self.module(path), "bias")
+            if bias is not None and not isinstance(bias, Tensor):
+                raise TypeError(
+                    f"{path} is a {type(self.module(path)).__name__}, which has no plain bias; {_DEQUANTISE}"
+                )
             if bias is None:
                 return torch.zeros(shape(), dtype=self.cfg.dtype, device=self.cfg.device)
             return bias if part is None else part.get(bias, _NO_CALL)
@@ -113,7 +121,7 @@ class Weights:
         def get() -> Tensor:
             module = self.module(path)
             scale = getattr(module, "scalar_embed_scale", 1.0)
-            weight = module.weight
+            weight = held(module, "weight")
             assert isinstance(weight, Tensor)
             return weight if scale == 1.0 else weight * scale
 
@@ -122,14 +130,17 @@ class Weights:
     def _position_embedding(self, path: str) -> Get:
         def get() -> Tensor:
             module = self.module(path)
-            weight = module.weight
+            weight = held(module, "weight")
             assert isinstance(weight, Tensor)
             return weight[getattr(module, "offset", 0) :]  # OPT keeps two rows before those of its positions
 
         return get
 
     def _add_stack(self, stack: Stack) -> None:
-        for index in range(len(members_of(self.module(stack.path)))):
+        count = len(members_of(self.module(stack.path)))
+        if stack is self.architecture.stack:
+            count = max(count, self.cfg.n_layers)  # one that was deleted is missed by name
+        for index in range(count):
             path = join(stack.path, str(index))
             for named in stack.block_at(index).named:
                 self._add_step(f"{stack.name}.{index}", path, named)

@@ -38,6 +38,11 @@ class WrappedModel(nn.Module):
                 f"hf_model is {hf_model!r}, which is no model; "
                 "TransformerBridge.boot_transformers(name_or_path) loads one by name"
             )
+        if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise TypeError(
+                f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
+                "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
+            )
         found = map_model(hf_model)
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
@@ -142,7 +147,7 @@ class WrappedModel(nn.Module):
                 raise
         if isinstance(getattr(type(self), name, None), property):
             return object.__getattribute__(self, name)  # it is there, and says itself what it lacks
-        return self.__dict__["_tree"].get("", name)
+        return self.__dict__["_tree"].get("", name, [own for own in dir(type(self)) if own[0] != "_"])
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._tree.children[""]]

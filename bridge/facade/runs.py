@@ -15,7 +15,7 @@ from bridge.facade.tokens import TokenMethods
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.run.forward import run_model
-from bridge.run.hooked import clear_all_contexts, hooked, points_of_run, runs_some_layers
+from bridge.run.hooked import check_specs, clear_all_contexts, hooked, points_of_run, runs_some_layers
 from bridge.run.positions import PosSlice
 from bridge.run.protocol import HookSpec, Input
 from bridge.run.recorder import Recorder, watching
@@ -218,6 +218,8 @@ class RunMethods(HookMethods, TokenMethods):
             >>> bridge = TransformerBridge.boot_embedded()
             >>> off = bridge.run_with_hooks("Mary", fwd_hooks=[("blocks.0.hook_mlp_out", lambda x, hook: x * 0)])
         """
+        check_specs("fwd_hooks", fwd_hooks)
+        check_specs("bwd_hooks", bwd_hooks)
         for names, _ in (*fwd_hooks, *bwd_hooks):
             self.points_of_run(names, forward_kwargs)
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):

@@ -56,7 +56,7 @@ def generate(bridge: Generates, input: Input, options: Options) -> Any:
     generation = Generation()
     arguments["stopping_criteria"].append(Steps(bar, generation))
     recording = recorder.attached(bridge.wiring, bridge.core) if recorder else nullcontext()
-    with bar, recording, generating(bridge, generation):
+    with bar, recording, generating(bridge, generation, prompt):
         made = run_generate(bridge, prompt, arguments)
     sequences = made["sequences"] if isinstance(made, ModelOutput) else made
     result: Any = None
@@ -90,7 +90,7 @@ def hf_generate(bridge: Generates, input: Input, prepend_bos: bool | None, argum
     prompt = prompt_of(bridge, input, prepend_bos, None, arguments.pop("attention_mask", None))
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
     generation = Generation()
-    with generating(bridge, generation):
+    with generating(bridge, generation, prompt):
         arguments["stopping_criteria"] = [*criteria, Steps(tqdm(disable=True), generation)]
         return run_generate(bridge, prompt, arguments)
 
@@ -105,13 +105,14 @@ def run_generate(bridge: Generates, prompt: Prompt, arguments: dict[str, Any]) -
 
 
 @contextmanager
-def generating(bridge: Generates, generation: Generation) -> Iterator[None]:
-    """A generation: a run of its own, whose steps `generation` counts from 0."""
+def generating(bridge: Generates, generation: Generation, prompt: Prompt) -> Iterator[None]:
+    """A generation from a prompt: a run of its own, whose steps `generation` counts from 0."""
     if bridge.wiring.listening:
         bridge.wiring.check_in_place()
     find = Finder(bridge.original_model, core_path(bridge.original_model))
     with forward_pass(generation) as run, kept_as_written(find) if bridge.wiring.listening else nullcontext():
         run.gradients = False
+        run.take_embeddings(bridge.core, prompt.kwargs)
         yield
 
 

@@ -11,10 +11,12 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from adapters.offloaded import input_device
 from bridge.analysis.requirements import AnalysedModel
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
-from bridge.run.model_inputs import as_tokens, check_zero_or_one, input_device
+from bridge.run.checks import as_tokens, check_embeddings, check_ids, check_texts
+from bridge.run.model_inputs import check_zero_or_one
 from bridge.run.protocol import Input
 from bridge.run.tokenization import HasTokenizer, batch_of
 from bridge.run.wiring import Wiring
@@ -84,11 +86,14 @@ def prompt_of(
     if padding_side not in (None, "left", "right"):
         raise ValueError(f'padding_side is {padding_side!r}; it must be "left" or "right"')
     if isinstance(input, Tensor) and input.is_floating_point():
+        check_embeddings(bridge.core, input)
         embeddings = {"inputs_embeds": (input if input.ndim == 3 else input[None]).to(where)}
         mask_too = {} if mask is None else {"attention_mask": mask.to(where)}
         return Prompt(embeddings | mask_too, None, [0] * input.shape[0], False, "tokens")
     if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
         kind = "str" if isinstance(input, str) else "list"
+        if not isinstance(input, str):
+            check_texts(input)
         batch = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, "left")
         tokens, mask = batch.tokens, batch.mask
         if mask is None and len(tokens):
@@ -99,8 +104,7 @@ def prompt_of(
         if padding_side is None and mask is not None and bool((mask[:, -1] == 0).any()):
             padding_side = "right"
         tokens, mask = to_the_left(tokens, mask)
-    if tokens.shape[1] == 0:
-        raise ValueError("the prompt has no tokens")
+    check_ids(bridge.core, bridge.cfg, tokens, "the prompt")
     kwargs = {"input_ids": tokens.to(where)}
     if mask is not None:
         kwargs["attention_mask"] = mask.to(where)

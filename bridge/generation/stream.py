@@ -104,7 +104,7 @@ def _stream(
 
     def work() -> None:
         try:
-            with generating(bridge, generation), torch.autocast(*autocast[0]) if autocast else nullcontext():
+            with generating(bridge, generation, prompt), torch.autocast(*autocast[0]) if autocast else nullcontext():
                 run_generate(bridge, prompt, {**arguments, "streamer": streamer})
         except BaseException as error:  # noqa: BLE001
             streamer.queue.put(error)  # it is raised again where the pieces are asked for

@@ -7,10 +7,10 @@ variable, so other threads, asyncio tasks and greenlets do not see them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,10 @@ class SourceSite(Protocol):
     @property
     def site(self) -> Site:
         """Where it is."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that it stands on; None where it stands on none any more."""
 
 
 class Scope:
@@ -67,11 +71,14 @@ class ForwardPass:
         separate: for each reader of a norm that is given a copy of its own, that copy (see `Point.branches`).
         start_at: the first block that runs; points before it stay silent.
         skipped: the blocks that are passed over.
+        embeddings: the module of the token embeddings, and what was given in place of its output; None: it runs.
         entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
         gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
     """
 
-    __slots__ = ("entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at", "written")
+    __slots__ = (
+        "embeddings", "entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at", "written",
+    )  # fmt: skip
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
         self.opened_by = opened_by
@@ -82,12 +89,31 @@ class ForwardPass:
         self.written: dict[HookPoint, Tensor] = {}
         self.separate: dict[str, Tensor] = {}
         self.entering: dict[nn.Module, Tensor] = {}
+        self.embeddings: tuple[nn.Module, Tensor] | None = None
 
     def end(self) -> None:
         """Lets go of every tensor."""
         for kept in (self.sources, self.written, self.separate, self.entering):
             kept.clear()
         self.skipped = frozenset()
+        self.embeddings = None
+
+    def take_embeddings(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """Notes what a model is given in place of the output of its token embeddings, if it is."""
+        given = kwargs.get("inputs_embeds")
+        if isinstance(given, Tensor):
+            find: Callable[[], nn.Module] = model.get_input_embeddings  # type: ignore[assignment]
+            self.embeddings = find(), given
+
+    def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
+        """What passed a site: the module called there, and the tensor; None where nothing did.
+
+        Embeddings that were given in place of tokens passed where the model's own would have.
+        """
+        seen = self.sources.get(source)
+        if seen is None and self.embeddings is not None and source.site.kind == "output":
+            return self.embeddings if source.module is self.embeddings[0] else None
+        return seen
 
 
 #: What is seen where no scope is open: the hooks that were added.

@@ -206,7 +206,8 @@ class HookPoint:
             RuntimeError: the pass did not come past them.
         """
         run = CURRENT.get().run
-        found = [] if run is None else [run.sources[source] for source in self.sources if source in run.sources]
+        seen = [] if run is None else [run.seen_at(source) for source in self.sources]
+        found = [source for source in seen if source is not None]
         if len(found) < len(self.sources):
             where = ", ".join(source.site.path for source in self.sources)
             raise RuntimeError(

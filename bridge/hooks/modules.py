@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from adapters.paths import gone
+
 
 @functools.cache
 def first_parameter(forward: Callable[..., Any]) -> str:
@@ -33,11 +35,17 @@ class Finder:
 
     @property
     def module(self) -> nn.Module:
-        """The module that stands there now."""
+        """The module that stands there now.
+
+        Raises:
+            RuntimeError: there is none any more.
+        """
         found: Any = self.root
         for part in self.parts:
             child = found._modules.get(part)
-            found = getattr(found, part) if child is None else child
+            found = getattr(found, part, None) if child is None else child
+            if found is None:
+                raise RuntimeError(gone(".".join(self.parts)))
         return found
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.legacy.HookedEncoder import HookedEncoder
-from bridge.run.model_inputs import as_tokens
+from bridge.run.checks import as_tokens
 
 _HEAD = "nsp_head.hook_nsp_out"
 _ANSWERS = ("The sentences are sequential", "The sentences are NOT sequential")

@@ -15,7 +15,7 @@ from bridge.hooks.context import forward_pass
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
-from bridge.run.model_inputs import as_tokens
+from bridge.run.checks import as_tokens
 from bridge.run.protocol import Input
 
 _NAMES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,11 +66,11 @@ class EditableTree(Tree):
         super().__init__(names, weights)
         self.bridge = bridge
 
-    def get(self, prefix: str, name: str) -> Any:
+    def get(self, prefix: str, name: str, others: Iterable[str] = ()) -> Any:
         point = self.names.points.get(self.children.get(prefix, {}).get(name, ""))
         if point is not None:
             return point  # also where a module with hook points of its own stands at it
-        found = super().get(prefix, name)
+        found = super().get(prefix, name, others)
         if isinstance(found, Component):
             return EditableComponent(self, found.name)
         return EditableList(self, found.name) if isinstance(found, ComponentList) else found

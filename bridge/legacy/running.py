@@ -22,9 +22,10 @@ from bridge.legacy.tokens import (
     lm_cross_entropy_loss,
     position_embeddings,
 )
+from bridge.run.checks import as_tokens
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import check_layers
-from bridge.run.model_inputs import accepted_arguments, as_tokens
+from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 
 

@@ -18,7 +18,7 @@ from bridge.hooks.names import suggestion
 from bridge.patching.measured import measure
 from bridge.patching.setters import PatchSetter
 from bridge.patching.steps import Step
-from bridge.run.model_inputs import as_tokens
+from bridge.run.checks import as_tokens
 
 #: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number.
 Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]

@@ -51,7 +51,7 @@ class PassBoundary:
         """Begins to watch."""
         for finder in self._modules:
             module = finder.module
-            self._handles.append(module.register_forward_pre_hook(self.begin, prepend=True))
+            self._handles.append(module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self.end, always_call=True))
         if self._as_written is not None:
             self._as_written.attach()
@@ -65,13 +65,15 @@ class PassBoundary:
             self._as_written.detach()
         self._blocks.release()
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook. A pass that this module opened before was left by an interrupt: it is over."""
         context = CURRENT.get()
         if self._handles and (context.run is None or context.run.opened_by is module):
             if self._check is not None:
                 self._check()
-            CURRENT.set(RunContext(context.shared, context.own, ForwardPass(module), context.generation))
+            run = ForwardPass(module)
+            run.take_embeddings(module, kwargs)
+            CURRENT.set(RunContext(context.shared, context.own, run, context.generation))
         self._blocks.prepare()
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.paths import learns_prompt
 from bridge.hooks.context import ForwardPass, forward_pass
+from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
 from bridge.run import layer_range
+from bridge.run.checks import check_residual, check_whole_logits
 from bridge.run.compiled import as_written
 from bridge.run.hooked import check_hooks_run
 from bridge.run.loss import check_counted, lm_loss
@@ -52,6 +55,7 @@ def run_model(
     if bridge.wiring.listening:
         bridge.wiring.check_in_place()
     if stop is None:
+        check_whole_logits(return_type, model_kwargs)
         _check_result(bridge, return_type, loss_per_token, start is not None, input, model_kwargs)
     with ExitStack() as stack:
         run = stack.enter_context(forward_pass())
@@ -59,6 +63,7 @@ def run_model(
             input = stack.enter_context(_starting(bridge, run, input, start))
             model_kwargs.setdefault("use_cache", False)
         inputs = prepare(bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs)
+        run.take_embeddings(bridge.core, inputs.kwargs)
         if stop is None and return_type in ("loss", "both") and "labels" not in model_kwargs:
             _check_loss(bridge, inputs)
         if stop is not None:
@@ -119,11 +124,13 @@ def _check_loss(bridge: Runs, inputs: Inputs) -> None:
 @contextmanager
 def _starting(bridge: Runs, run: ForwardPass, input: Input, start: int) -> Iterator[Tensor]:
     """A run from a layer on; what the model is given as embeddings."""
-    d_model = bridge.cfg.d_model
-    if not isinstance(input, Tensor) or input.ndim != 3 or input.shape[-1] != d_model:
-        shape = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
-        raise ValueError(f"with start_at_layer the input is the residual stream, [batch, pos, {d_model}], not {shape}")
-    blocks = [bridge.original_model.get_submodule(path) for path in bridge.block_paths]
+    check_residual(bridge.core, input, bridge.cfg.d_model)
+    assert isinstance(input, Tensor)
+    if learns_prompt(bridge.original_model):
+        raise ValueError(
+            "start_at_layer cannot be had with a learned prompt (PEFT), which is put before the embeddings"
+        )
+    blocks = [Finder(bridge.original_model, path).module for path in bridge.block_paths]
     run.start_at = start
     if start:
         begins = layer_range.skipping(run, blocks[:start], input, *bridge.block_output)
@@ -135,7 +142,7 @@ def _starting(bridge: Runs, run: ForwardPass, input: Input, start: int) -> Itera
 
 def _stopped(bridge: Runs, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:
     last = stop == bridge.cfg.n_layers
-    block = bridge.original_model.get_submodule(bridge.block_paths[stop - last])
+    block = Finder(bridge.original_model, bridge.block_paths[stop - last]).module
     with layer_range.stopping(run, block, last, bridge.block_output[0]) as found:
         model = bridge.original_model
         as_written(model, with_its_hooks, (model, (), inputs.kwargs), {})
@@ -156,11 +163,13 @@ def _result(bridge: Runs, output: Any, inputs: Inputs, return_type: str | None, 
         loss = output.loss
     else:
         assert inputs.tokens is not None
-        loss = lm_loss(logits, inputs.tokens, inputs.mask, loss_per_token)
+        loss = lm_loss(logits[:, -inputs.tokens.shape[1] :], inputs.tokens, inputs.mask, loss_per_token)
     return loss if return_type == "loss" else (logits, loss)
 
 
 def _predictions(bridge: Runs, logits: Tensor, inputs: Inputs) -> str | list[str]:
+    if inputs.tokens is not None:
+        logits = logits[:, -inputs.tokens.shape[1] :]  # a learned prompt (PEFT) stands before the tokens
     if inputs.mask is None:
         last = torch.full((logits.shape[0],), logits.shape[1] - 1, device=logits.device)
     else:

@@ -58,6 +58,8 @@ def hooked(
     clear_contexts: bool,
 ) -> Iterator[None]:
     """Hooks for the runs inside a ``with`` statement: see `TransformerBridge.hooks`."""
+    check_specs("fwd_hooks", fwd_hooks)
+    check_specs("bwd_hooks", bwd_hooks)
     chosen: list[tuple[HookPoint, HookFunction, Kind, bool]] = []
     for names, fn in fwd_hooks:
         named = not callable(names)
@@ -103,6 +105,19 @@ def check_hooks_run(bridge: Runs, start: int | None, stop: int | None) -> None:
                         f"stop_at_layer={stop}: the hook would never be called. Open it around other runs, or choose "
                         "its points with a function"
                     )
+
+
+def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
+    """Refuses what is no list of hook points and functions.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(specs, list | tuple):
+        raise TypeError(f"{argument} is {specs!r}; it must be a list of pairs (hook point, function)")
+    for index, spec in enumerate(specs):
+        if not isinstance(spec, list | tuple) or len(spec) != 2:
+            raise TypeError(f"{argument}[{index}] is {spec!r}; it must be a pair (hook point, function)")
 
 
 def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:

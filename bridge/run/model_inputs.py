@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adapters.offloaded import input_device
+from adapters.paths import learns_prompt
+from bridge.hooks.context import CURRENT
 from bridge.hooks.names import suggestion
+from bridge.run.checks import as_tokens, check_embeddings, check_ids, check_texts
 from bridge.run.protocol import Input, Runs
 
 
@@ -92,19 +96,25 @@ def prepare(
     if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
         if "position_ids" in extra:
             raise ValueError("position_ids are worked out for text; give tokens to set them yourself")
+        if not isinstance(input, str):
+            check_texts(input)
         batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side)
+        check_ids(bridge.core, bridge.cfg, batch.tokens)
         tokens = batch.tokens.to(device)
         mask = batch.mask if mask is None else mask
     elif isinstance(input, Tensor) and input.is_floating_point():
-        if input.ndim not in (2, 3):
-            raise ValueError(f"embeddings must be [pos, d_model] or [batch, pos, d_model], not {list(input.shape)}")
+        run = CURRENT.get().run
+        if run is None or run.start_at is None:  # else it stands in for the residual stream, which was checked
+            check_embeddings(bridge.core, input)
         kwargs["inputs_embeds"] = input if input.ndim == 3 else input.unsqueeze(0)
     else:
-        tokens = as_tokens(input).to(device)
+        tokens = as_tokens(input)
+        check_ids(bridge.core, bridge.cfg, tokens)
+        tokens = tokens.to(device)
     if tokens is not None:
-        if tokens.shape[1] == 0:
-            raise ValueError("the input has no tokens")
         kwargs["input_ids"] = tokens
+    if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():
+        check_ids(bridge.core, bridge.cfg, decoder, "decoder_input_ids")
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     _check_length(bridge, length, kwargs.get("past_key_values"))
     if kwargs.get("decoder_attention_mask") is not None:
@@ -117,6 +127,11 @@ def prepare(
         if "position_ids" not in kwargs and "position_ids" in accepted_arguments(type(bridge.core).forward):
             positions = _positions(mask)
             if positions is not None:
+                if learns_prompt(bridge.original_model):
+                    raise ValueError(
+                        "padding before a token cannot be had with a learned prompt: PEFT does not pass position_ids "
+                        'on; use padding_side="right"'
+                    )
                 kwargs["position_ids"] = positions[:, -length:].to(device)
         mask = kwargs["attention_mask"] = mask.to(device)
         mask = mask[:, -length:]
@@ -147,11 +162,16 @@ def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:
     """
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}; it must be a tensor [batch, pos]")
-    if mask.ndim == 4:
-        return mask
     given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
     past = kwargs.get("past_key_values")
     wanted = [given.shape[0], length + (past.get_seq_length() if past is not None else 0)]
+    if mask.ndim == 4:
+        if mask.shape[0] not in (1, wanted[0]) or mask.shape[2] not in (1, length) or mask.shape[3] < wanted[1]:
+            raise ValueError(
+                f"attention_mask has shape {list(mask.shape)}; with four axes it must be [batch={wanted[0]}, 1, "
+                f"pos={length}, key_pos={wanted[1]}]"
+            )
+        return mask
     if list(mask.shape) != wanted:
         raise ValueError(f"attention_mask has shape {list(mask.shape)}; it must have {wanted}, for every token so far")
     check_zero_or_one("attention_mask", mask)
@@ -190,38 +210,6 @@ def _decoder_tokens(bridge: Runs, kwargs: dict[str, Any]) -> Tensor | None:
         given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
         kwargs["decoder_input_ids"] = torch.full((given.shape[0], 1), start, device=given.device)
     return kwargs["decoder_input_ids"]
-
-
-def input_device(model: nn.Module) -> torch.device:
-    """Where a model's input goes: where its weights are, or where accelerate brings them when they are needed."""
-    device = next(model.parameters()).device
-    if device.type == "meta":
-        for module in model.modules():
-            execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-            if execution is not None:
-                return torch.device(execution)
-    return device
-
-
-def as_tokens(input: Any) -> Tensor:
-    """Tokens ``[batch, pos]`` from a tensor or lists of ids.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: it has another number of axes.
-    """
-    if isinstance(input, list | tuple) and input:
-        input = torch.tensor(input)
-    if not isinstance(input, Tensor):
-        raise TypeError(
-            f"the input is {type(input).__name__}; it must be a text, a list of texts, tokens [pos] or [batch, pos], "
-            "or embeddings [batch, pos, d_model]"
-        )
-    if input.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
-        raise TypeError(f"tokens must be whole numbers, not {input.dtype}")
-    if input.ndim not in (1, 2):
-        raise ValueError(f"tokens must be [pos] or [batch, pos], not {list(input.shape)}")
-    return input if input.ndim == 2 else input.unsqueeze(0)
 
 
 def _check_length(bridge: Runs, length: int, past: Any) -> None:

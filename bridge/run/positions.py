@@ -14,6 +14,20 @@ PosSlice = int | slice | tuple[int | None, ...] | Sequence[int] | None
 _AXES = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
 
 
+def check_pos_slice(pos_slice: PosSlice) -> None:
+    """Refuses what chooses no positions.
+
+    Raises:
+        TypeError: it is no index, slice or list of indices.
+    """
+    if pos_slice is None or isinstance(pos_slice, slice):
+        return
+    wanted = pos_slice if isinstance(pos_slice, list | tuple | range) else [pos_slice]
+    for position in wanted:
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise TypeError(f"pos_slice is {pos_slice!r}; it must be an index, a slice, or a list of indices")
+
+
 def position_axis(hook: HookPoint) -> int | None:
     """Which axis of the activation counts positions (of queries), or None."""
     axes = hook.point.axes.split()
@@ -30,7 +44,9 @@ def picked_positions(x: Tensor, pos_slice: PosSlice, hook: HookPoint) -> Tensor:
 
     Raises:
         IndexError: there is no such position.
+        TypeError: it is no index, slice or list of indices.
     """
+    check_pos_slice(pos_slice)
     axis = position_axis(hook)
     if axis is None or pos_slice is None:
         return x
@@ -38,6 +54,8 @@ def picked_positions(x: Tensor, pos_slice: PosSlice, hook: HookPoint) -> Tensor:
     if isinstance(pos_slice, tuple):
         pos_slice = slice(*pos_slice)
     if isinstance(pos_slice, slice):
+        if not range(length)[pos_slice]:
+            raise IndexError(f"pos_slice is {pos_slice}, which is none of the {length} positions of {hook.name}")
         index: slice | Tensor = pos_slice
     else:
         wanted = [pos_slice] if isinstance(pos_slice, int) else list(pos_slice)

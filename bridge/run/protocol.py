@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,7 +17,7 @@ from bridge.run.wiring import Wiring
 
 #: What a run takes: a text, texts, tokens ``[pos]`` or ``[batch, pos]`` (a tensor, or lists of ids), or embeddings
 #: ``[batch, pos, d_model]``.
-Input = str | Sequence[Any] | Int[Tensor, "..."] | Float[Tensor, "..."]
+Input = str | Sequence[Any] | Integer[Tensor, "..."] | Float[Tensor, "..."]
 #: Which hook point (a name, an alias, a function of the name) gets which function.
 HookSpec = tuple[NamesFilter | HookPoint, HookFunction]
 

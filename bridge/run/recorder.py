@@ -14,7 +14,7 @@ from adapters.views import Deferred
 from bridge.hooks.context import Scope, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
-from bridge.run.positions import PosSlice, picked_positions
+from bridge.run.positions import PosSlice, check_pos_slice, picked_positions
 from bridge.run.wiring import Wiring
 
 
@@ -40,6 +40,7 @@ class Recorder:
         check: bool = True,
         everything: bool = False,
     ) -> None:
+        check_pos_slice(pos_slice)
         self.points = points
         self.pos_slice = pos_slice
         self.device = torch.device(device) if device is not None else None
@@ -158,6 +159,8 @@ def watching(
         points: the hook points.
         callback: called as ``callback(activation, point)``; the activation is the model's own, detached.
     """
+    if not callable(callback):
+        raise TypeError(f"callback is {callback!r}, which cannot be called")
     scope = Scope()
 
     def read(act: Tensor, hook: HookPoint) -> None:

@@ -52,6 +52,11 @@ class SiteHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
         return SiteHook(self.site)
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that it stands on; None in a copy."""
+        return None if self._find is None else self._find.module
+
     def add(self, point: HookPoint) -> None:
         """Lets a hook point see what passes here."""
         if not self.points or self.points[-1].order < point.order:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
+from bridge.run.checks import as_ids, check_texts
 
 #: Tokens in a tensor, or as ids in lists.
 Tokens = Int[Tensor, "..."] | Sequence[int] | Sequence[Sequence[int]]
@@ -51,11 +52,8 @@ class TokenizerFacts:
         self.tokenizer = tokenizer
         bos = tokenizer.bos_token_id
         self.bos: int | None = bos if bos is not None else getattr(tokenizer, "cls_token_id", None)
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        dressed = tokenizer("a", add_special_tokens=True)["input_ids"]
-        start = next(i for i in range(len(dressed) - len(plain) + 1) if dressed[i : i + len(plain)] == plain)
-        self.adds_bos = self.bos is not None and self.bos in dressed[:start]
-        self.ending: list[int] = dressed[start + len(plain) :]
+        before, self.ending = _added_by(tokenizer)
+        self.adds_bos = self.bos is not None and self.bos in before
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad: int = next(pad for pad in pads if pad is not None)
 
@@ -95,6 +93,28 @@ class TokenizerFacts:
         return Batch(tokens, torch.tensor(masks, dtype=torch.long) if uneven else None)
 
 
+def _added_by(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and behind a text by itself.
+
+    Raises:
+        TokenError: it cannot be told.
+    """
+    for text in _PROBES:
+        plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        dressed: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
+        for start in range(len(dressed) - len(plain) + 1) if plain else ():
+            if dressed[start : start + len(plain)] == plain:
+                return dressed[:start], dressed[start + len(plain) :]
+    raise TokenError(
+        f"{type(tokenizer).__name__} makes other tokens of each of {', '.join(map(repr, _PROBES))} when it adds "
+        "special tokens, so what it adds cannot be told; give tokens in place of text"
+    )
+
+
+#: Texts of which at least one has tokens that stay the same beside special ones.
+_PROBES = ("a", "A", "0", ".", " a", "the", "a b")
+
+
 class HasTokenizer(Protocol):
     """What turning text into tokens needs of a bridge.
 
@@ -122,6 +142,7 @@ def batch_of(
     See `TransformerBridge.batch_of`.
     """
     facts = bridge.tokenizer_facts
+    check_texts(texts)
     if not texts:
         raise ValueError("there are no texts: the list is empty")
     if prepend_bos is None:
@@ -159,7 +180,7 @@ def to_tokens(
 def to_string(bridge: HasTokenizer, tokens: Int[Tensor, "..."] | Sequence[int] | int) -> str | list[str]:
     """Tokens as text: one string for one row, a list for a batch. See `TransformerBridge.to_string`."""
     tokenizer = bridge.tokenizer_facts.tokenizer
-    ids = torch.as_tensor(tokens)
+    ids = as_ids(tokens)
     if ids.ndim == 2:
         return [str(tokenizer.decode(row, clean_up_tokenization_spaces=False)) for row in ids.tolist()]
     return str(tokenizer.decode(ids.reshape(-1).tolist(), clean_up_tokenization_spaces=False))
@@ -179,7 +200,7 @@ def to_str_tokens(
         return _pieces(bridge, batch_of(bridge, [input], prepend_bos, padding_side).tokens[0])
     if _are_texts(input):
         return [_pieces(bridge, batch_of(bridge, [text], prepend_bos, padding_side).tokens[0]) for text in input]
-    ids = torch.as_tensor(input)
+    ids = as_ids(input)
     rows = [_pieces(bridge, row) for row in (ids.reshape(1, -1) if ids.ndim < 2 else ids)]
     return rows[0] if len(rows) == 1 else rows
 

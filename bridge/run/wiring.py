@@ -188,11 +188,17 @@ class Wiring:
     def listen(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Attaches a listener that only looks to many points."""
         refuse_inside_compiled()
+        attached: list[HookPoint] = []
         with self._lock:
-            for point in points:
-                if not point.listeners:
-                    self._connect(point)
-                point.set_listeners((*point.listeners, listener))
+            try:
+                for point in points:
+                    if not point.listeners:
+                        self._connect(point)
+                    point.set_listeners((*point.listeners, listener))
+                    attached.append(point)
+            except BaseException:
+                self.stop_listening(attached, listener)
+                raise
 
     def stop_listening(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Removes what `listen` attached."""

@@ -61,13 +61,14 @@ class _ExpertsWatch(Watch):
         """Shows what enters and leaves the projections."""
         if func not in _PRODUCTS and func not in _SUMS:
             return func(*args, **kwargs)
-        x, other, *rest = args
+        x, other = _operands(args, kwargs)
         module: Any = self._tap.module
         if func in _PRODUCTS:
             expert = _which(other, module.down_proj)
             if expert is not None:
-                return func(self._show(expert, "post", x), other, *rest, **kwargs)
-        made = func(x, other, *rest, **kwargs)
+                shown = self._show(expert, "post", x)
+                return func(shown, *args[1:], **kwargs) if args else func(**{**kwargs, "input": shown})
+        made = func(*args, **kwargs)
         # Gate and up are complete when their biases, where there are any, are added to the product.
         last = module.gate_up_proj_bias if module.has_bias else module.gate_up_proj
         expert = _which(other, last) if (func in _SUMS) == module.has_bias else None
@@ -124,6 +125,13 @@ class _Choice(Watch):
 _PRODUCTS = {torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__}
 _CHOICES = {torch.topk, Tensor.topk}
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The two tensors of a product or a sum, however they are named."""
+    first = args[0] if args else kwargs.get("input")
+    names = ("other", "weight", "mat2")
+    return first, args[1] if len(args) > 1 else next((kwargs[name] for name in names if name in kwargs), None)
 
 
 def _which(weight: Any, everyone: Tensor) -> int | None:

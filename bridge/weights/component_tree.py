@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -45,8 +45,15 @@ class Tree:
         """Forgets what may follow a prefix: names have come or gone."""
         self._children = None
 
-    def get(self, prefix: str, name: str) -> HookPoint | Component | ComponentList | Tensor | FactoredMatrix:
+    def get(
+        self, prefix: str, name: str, others: Iterable[str] = ()
+    ) -> HookPoint | Component | ComponentList | Tensor | FactoredMatrix:
         """What stands under `name` at `prefix`.
+
+        Args:
+            prefix: the full name of a part, "" for the whole model.
+            name: of what is wanted.
+            others: names beside those of the tree, to be suggested where one was mistyped.
 
         Raises:
             AttributeError: nothing does.
@@ -57,7 +64,7 @@ class Tree:
             if name in ("OV", "QK") and "W_O" in below:  # of one layer's heads, [n_heads, d_model, d_model]
                 W_Q, W_K, W_V, W_O = (self._weight(f"{prefix}.W_{letter}") for letter in "QKVO")
                 return FactoredMatrix(W_V, W_O) if name == "OV" else FactoredMatrix(W_Q, W_K.mT)
-            raise AttributeError(f"{prefix or 'the bridge'} has no {name!r}.{suggestion(name, below)}")
+            raise AttributeError(f"{prefix or 'the bridge'} has no {name!r}.{suggestion(name, (*below, *others))}")
         if full not in self.children:
             return self._leaf(full)
         if all(part.isdigit() for part in self.children[full]):
@@ -127,6 +134,11 @@ class ComponentList:
 
     def __getitem__(self, index: int) -> Component:
         n = len(self)
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TypeError(
+                f"{self.name}[{index!r}]: an index must be a whole number; for several, such as a slice, use "
+                f"[bridge.{self.name}[i] for i in range(...)]"
+            )
         if not -n <= index < n:
             raise IndexError(f"{self.name} has {n} members; {index} is out of range")
         return Component(self._tree, f"{self.name}.{index % n}")

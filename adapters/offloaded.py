@@ -1,0 +1,45 @@
+"""Parameters that are elsewhere until they are needed (`accelerate`), and where a model's input goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def held(module: nn.Module, name: str) -> Any:
+    """A module's parameter, or what else it has under the name; None where it has nothing.
+
+    Where `accelerate` has put the values elsewhere (``device_map``, ``cpu_offload``), they are fetched from there:
+    those on the CPU are the model's own, so that an edit of them is an edit of the model; those on disk are read anew.
+    """
+    found = getattr(module, name, None)
+    if isinstance(found, Tensor) and found.is_meta:
+        for hook in _hooks(module):
+            values = getattr(hook, "weights_map", None)
+            if values is not None and name in values:
+                value: Tensor = values[name]
+                device = hook.execution_device
+                return value if device is None else value.to(device)
+    return found
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model's input goes: where its weights are, or where accelerate brings them when they are needed."""
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        for module in model.modules():
+            for hook in _hooks(module):
+                execution = getattr(hook, "execution_device", None)
+                if execution is not None:
+                    return torch.device(execution)
+    return device
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """The hooks of accelerate on a module: it has one, which may be several in turn."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        yield from getattr(hook, "hooks", (hook,))

@@ -1,0 +1,136 @@
+"""What runs leave behind: nothing. After a thousand of each kind as many objects live as after a hundred.
+
+By default there are a hundred of each; ``MATRIX=all`` in the environment makes it a thousand.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.patching import get_act_patch_resid_pre
+
+TOKENS = torch.tensor([[1, 2, 3, 4]])
+SIZES = {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_head": 4, "d_vocab": 10, "n_ctx": 8, "act_fn": "gelu"}
+NEW = {"max_new_tokens": 1, "do_sample": False, "verbose": False}
+
+
+def refused(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except (ValueError, KeyError, RuntimeError):
+        return
+    raise AssertionError("it was to be refused")
+
+
+def broken(x: torch.Tensor, hook: Any) -> None:
+    raise ValueError("a hook's own error")
+
+
+def in_a_thread(call: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def added(bridge: TransformerBridge) -> None:
+    bridge.add_hook("blocks.0.attn.hook_pattern", lambda x, hook: x * 0.5)
+    bridge(TOKENS)
+    bridge.reset_hooks()
+
+
+def cached_for_good(bridge: TransformerBridge) -> None:
+    bridge.add_caching_hooks(lambda name: "resid" in name)
+    bridge(TOKENS)
+    bridge.reset_hooks()
+
+
+HALVE = [("blocks.0.attn.hook_pattern", lambda x, hook: x * 0.5), ("blocks.0.hook_resid_pre", lambda x, hook: x * 0.5)]
+ALL = ["hook_embed", "blocks.0.hook_resid_mid", "blocks.0.attn.hook_result", "blocks.0.attn.hook_pattern"]
+KINDS: dict[str, Callable[[TransformerBridge], Any]] = {
+    "run": lambda b: b(TOKENS),
+    "loss": lambda b: b(TOKENS, return_type="loss").backward(),
+    "cache": lambda b: b.run_with_cache(TOKENS),
+    "cache-no-grad": lambda b: torch.no_grad()(b.run_with_cache)(TOKENS),
+    "cache-inference": lambda b: torch.inference_mode()(b.run_with_cache)(TOKENS),
+    "cache-some": lambda b: b.run_with_cache(TOKENS, names_filter=ALL, pos_slice=-1),
+    "cache-gradients": lambda b: b.run_with_cache(TOKENS, return_type="loss", incl_bwd=True),
+    "callback": lambda b: b.run_with_callback(TOKENS, lambda x, point: None),
+    "hooks": lambda b: b.run_with_hooks(TOKENS, fwd_hooks=HALVE),
+    "gradient-hooks": lambda b: b.run_with_hooks(
+        TOKENS, bwd_hooks=[(ALL, lambda x, hook: None)], return_type="loss"
+    ).backward(),
+    "graph-dropped": lambda b: b.run_with_hooks(TOKENS, bwd_hooks=[(ALL, lambda x, hook: x)], return_type="loss"),
+    "added-hooks": added,
+    "caching-hooks": cached_for_good,
+    "layers": lambda b: b(b(TOKENS, stop_at_layer=1), start_at_layer=1),
+    "error-in-hook": lambda b: refused(lambda: b.run_with_hooks(TOKENS, fwd_hooks=[(ALL, broken)])),
+    "refused": lambda b: refused(lambda: b.run_with_cache(TOKENS, names_filter="blocks.9.hook_z")),
+    "thread": lambda b: in_a_thread(lambda: b.run_with_cache(TOKENS)),
+    "generate": lambda b: b.generate(TOKENS, **NEW),
+    "generate-cache": lambda b: b.generate(TOKENS, return_cache=True, **NEW),
+    "stream": lambda b: list(b.generate_stream(TOKENS, **NEW)),
+    "stream-left": lambda b: next(iter(b.generate_stream(TOKENS, **NEW))),
+    "weights": lambda b: (b.W_Q, b.b_U, b.blocks[0].attn.OV),
+    "copy": lambda b: copy.deepcopy(b),
+    "new-bridge": lambda b: TransformerBridge(b.original_model).run_with_cache(TOKENS),
+    "patching": lambda b: get_act_patch_resid_pre(
+        b, TOKENS, b.run_with_cache(TOKENS.flip(-1))[1], lambda logits: logits.mean()
+    ),
+}
+TIMES = 1000 if os.environ.get("MATRIX") == "all" else 100
+#: Those that take several milliseconds each run a tenth as often, with the same bound.
+SLOW = ("stream", "stream-left", "generate", "generate-cache", "patching", "copy", "new-bridge")
+
+
+def alive() -> tuple[int, int]:
+    """How many tensors there are, and how many objects that the collector knows."""
+    gc.collect()
+    objects = gc.get_objects()
+    return sum(issubclass(type(x), torch.Tensor) for x in objects), len(objects)
+
+
+@pytest.fixture(scope="module")
+def small() -> TransformerBridge:
+    return TransformerBridge.boot_native(SIZES).eval()
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_flat(small, kind):
+    run, times = KINDS[kind], TIMES // 10 if kind in SLOW else TIMES
+    for _ in range(max(times // 10, 10)):
+        run(small)
+    tensors, objects = alive()
+    for _ in range(times):
+        run(small)
+    more_tensors, more_objects = alive()
+    assert more_tensors <= tensors
+    assert more_objects - objects < max(times // 10, 10)  # caches of Python's own; a leak is one in each run
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_outlives_the_model(kind):
+    """No module, tensor or thread is alive after the bridge, the model and what a run returned are dropped."""
+    threads = threading.active_count()
+    bridge = TransformerBridge.boot_native(SIZES).eval()
+    result = KINDS[kind](bridge)
+    gone = [weakref.ref(bridge), weakref.ref(bridge.wiring)]
+    gone += [weakref.ref(module) for module in bridge.original_model.modules()]
+    gone += [weakref.ref(parameter) for parameter in bridge.original_model.parameters()]
+    if isinstance(result, tuple) and isinstance(result[1], Mapping):
+        gone += [weakref.ref(value) for value in result[1].values()]
+    del bridge, result
+    gc.collect()
+    assert not [x() for x in gone if x() is not None]
+    assert threading.active_count() == threads
