@@ -34,11 +34,13 @@ class Scope:
     Attributes:
         members: what was attached, so that a recomputation after the end can attach it again.
         users: how many `with` statements and recomputations need it attached now.
+        of_one_run: only one run of the bridge ever sees it, no direct call of the model.
     """
 
-    __slots__ = ("__weakref__", "members", "users")
+    __slots__ = ("__weakref__", "members", "of_one_run", "users")
 
-    def __init__(self) -> None:
+    def __init__(self, of_one_run: bool = False) -> None:
+        self.of_one_run = of_one_run
         self.members: list[tuple[HookPoint, Listener]] = []
         self.users = 0
 
