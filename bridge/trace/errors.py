@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from types import CodeType
 
 _ROOM = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -21,11 +22,28 @@ class LateEditError(RuntimeError):
     """A value of a trace was changed in place after the model had gone on with it."""
 
 
-def asking_line() -> str:
-    """The line outside of this package that is asking: file, number, text."""
+class Line:
+    """A line of the user's that asked for something; it is looked up when an error names it.
+
+    Args:
+        code: of the function.
+        at: which instruction of it.
+    """
+
+    __slots__ = ("_at", "_code")
+
+    def __init__(self, code: CodeType, at: int) -> None:
+        self._code, self._at = code, at
+
+    def __str__(self) -> str:
+        number = next((line for start, end, line in self._code.co_lines() if start <= self._at < end), None)
+        text = linecache.getline(self._code.co_filename, number or 0).strip()
+        return f"{os.path.basename(self._code.co_filename)}:{number}" + (f": {text}" if text else "")
+
+
+def asking_line() -> Line:
+    """The line outside of this package that is asking."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOM):
         frame = frame.f_back
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, number, frame.f_globals).strip()
-    return f"{os.path.basename(file)}:{number}" + (f": {text}" if text else "")
+    return Line(frame.f_code, frame.f_lasti)

@@ -15,7 +15,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, changed_in_place, checked, version_of
 from bridge.run.wiring import Wiring
 from bridge.trace.copies import Copied, mapped
-from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError, asking_line
+from bridge.trace.errors import LateEditError, Line, PointNeverCameError, PointPassedError, asking_line
 from bridge.trace.places import Place, Places, has_passed, place_of
 from bridge.trace.turns import Turns
 
@@ -33,7 +33,7 @@ class Stop:
         value: what is shown.
     """
 
-    def __init__(self, asked: Asked | None, place: Place, line: str, value: Any) -> None:
+    def __init__(self, asked: Asked | None, place: Place, line: Line, value: Any) -> None:
         self.asked, self.place, self.line, self.value = asked, place, line, value
         self.replaced = False
 
@@ -66,8 +66,8 @@ class Stops:
         self.gradients: dict[str, Tensor] = {}
         self.seen: set[str] = set()
         self.turns: Turns | None = None
-        self._waiting: tuple[Asked, Place, str] | None = None
-        self._last: tuple[Place, str] | None = None
+        self._waiting: tuple[Asked, Place, Line] | None = None
+        self._last: tuple[Place, Line] | None = None
         self._missed = False
         self._points: dict[HookPoint, Listener] = {}
         self._handles: dict[tuple[str, str], RemovableHandle] = {}
@@ -147,14 +147,14 @@ class Stops:
         self._handles.clear()
         self.here = self._last = None
 
-    def _at(self) -> tuple[Place, str] | None:
+    def _at(self) -> tuple[Place, Line] | None:
         return self._last if self.here is None else (self.here.place, self.here.line)
 
-    def _was_near(self, at: tuple[Place, str] | None, place: Place) -> bool:
+    def _was_near(self, at: tuple[Place, Line] | None, place: Place) -> bool:
         """Whether what did not come may have passed: in the block where the model was."""
         return at is not None and at[0].group == place.group and place.order < at[0].order
 
-    def _passed(self, place: Place, line: str, at: tuple[Place, str] | None) -> PointPassedError:
+    def _passed(self, place: Place, line: Line, at: tuple[Place, Line] | None) -> PointPassedError:
         where = "the model has run to its end"
         if at is not None:
             where = f"the model came to {self._numbered(at[0])} for\n    {at[1]}"
@@ -165,7 +165,7 @@ class Stops:
             f"Ask in the model's order{capture}"
         )
 
-    def _never(self, place: Place, line: str, at: tuple[Place, str] | None) -> PointNeverCameError:
+    def _never(self, place: Place, line: Line, at: tuple[Place, Line] | None) -> PointNeverCameError:
         after = (
             " in this run\n" if at is None else f" after {self._numbered(at[0])}, which was asked for in\n    {at[1]}\n"
         )

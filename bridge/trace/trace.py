@@ -271,7 +271,8 @@ class Trace(Access):
         if kept is not None:
             return kept
         self._check_runs(name)
-        return super().__getitem__(name)
+        found: Tensor = self._reach(hook).value
+        return found
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._check_runs(name)
