@@ -24,12 +24,13 @@ MAY_USE = {
     "bridge.cache": {"adapters", "bridge.hooks", "bridge.analysis"},
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.cache"},
     "bridge.generation": {"adapters", "bridge.hooks", "bridge.run", "bridge.analysis", "bridge.cache"},
+    "bridge.trace": {"adapters", "bridge.hooks", "bridge.run", "bridge.generation"},
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"bridge.native"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.run", "bridge.weights", "bridge.analysis",
-        "bridge.cache", "bridge.generation", "bridge.native", "bridge.embedded", "bridge.loading",
+        "bridge.cache", "bridge.generation", "bridge.trace", "bridge.native", "bridge.embedded", "bridge.loading",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"bridge.bridge", "bridge.hooks", "bridge.run"},
@@ -37,7 +38,7 @@ MAY_USE = {
     "bridge.version": set(),
 }  # fmt: skip
 #: What stands on top, and may use every room but these.
-ON_TOP = ("bridge.cli", "bridge.legacy", "bridge.trace", "bridge.export", "bridge.harvest", "bridge.pictures")
+ON_TOP = ("bridge.cli", "bridge.legacy", "bridge.export", "bridge.harvest", "bridge.pictures")
 
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.
 INSIDE_FUNCTIONS = {

@@ -28,6 +28,13 @@ class SourceSite(Protocol):
         """Where it is."""
 
 
+class EndsWithThePass(Protocol):
+    """What runs in step with a forward pass."""
+
+    def end(self) -> None:
+        """The pass is over."""
+
+
 class Scope:
     """The hooks that were opened together, and end together.
 
@@ -69,9 +76,10 @@ class ForwardPass:
         start_at: the first block that runs; points before it stay silent.
         skipped: the blocks that are passed over.
         entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
+        bodies: what runs in step with it, by what made it (see `EndsWithThePass`).
     """
 
-    __slots__ = ("entering", "opened_by", "separate", "skipped", "sources", "start_at", "written")
+    __slots__ = ("bodies", "entering", "opened_by", "separate", "skipped", "sources", "start_at", "written")
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
         self.opened_by = opened_by
@@ -81,9 +89,12 @@ class ForwardPass:
         self.written: dict[HookPoint, Tensor] = {}
         self.separate: dict[str, Tensor] = {}
         self.entering: dict[nn.Module, Tensor] = {}
+        self.bodies: dict[object, EndsWithThePass] = {}
 
     def end(self) -> None:
         """Lets go of every tensor."""
+        while self.bodies:
+            self.bodies.popitem()[1].end()
         for kept in (self.sources, self.written, self.separate, self.entering):
             kept.clear()
         self.skipped = frozenset()

@@ -276,6 +276,14 @@ class Stops:
             return mapped(stop.value, Tensor.clone)
         return mapped(copy.given, Tensor.clone) if copy.changed else None
 
+    def end_step(self) -> None:
+        """Called where one forward pass of several ends: what is still waited for never came."""
+        if self._waiting is not None:
+            _, _, line = self._waiting
+            self._waiting = (("", ""), Place("the end of the step", None, -1), line)
+            self._stop_at(None)
+        self.detach()
+
     def _on_end(self, act: Tensor, hook: HookPoint) -> None:
         if self._waiting is not None and self._waiting[1].group != place_of(hook).group:
             _, _, line = self._waiting
