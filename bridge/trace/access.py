@@ -25,13 +25,17 @@ class Access:
     Args:
         bridge: the bridge.
         stops: of its run.
+
+    Attributes:
+        bridge, stops: likewise.
     """
 
     def __init__(self, bridge: Traced, stops: Stops) -> None:
-        self._bridge, self._stops = bridge, stops
+        self.bridge, self.stops = bridge, stops
 
-    def _reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
-        return self._stops.reach(asked)
+    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+        """Lets the model go on to what is asked for."""
+        return self.stops.reach(asked)
 
     def __getitem__(self, name: str) -> Tensor:
         """The activation at a hook point: the model goes on until it comes there, and waits.
@@ -46,7 +50,7 @@ class Access:
             PointPassedError: the model has passed it.
             PointNeverCameError: the model did not come to it.
         """
-        found: Tensor = self._reach(self._bridge.names.find(name)).value
+        found: Tensor = self.reach(self.bridge.names.find(name)).value
         return found
 
     def __setitem__(self, name: str, value: Tensor) -> None:
@@ -60,8 +64,8 @@ class Access:
             TypeError: it is no tensor.
             ValueError: it has another shape, or is on another device.
         """
-        hook = self._bridge.names.find(name)
-        stop = self._reach(hook)
+        hook = self.bridge.names.find(name)
+        stop = self.reach(hook)
         checked(value, stop.value, _ASSIGNED, hook)
         stop.replace(value)
 
@@ -77,7 +81,7 @@ class Access:
         return TracedModule(self, self._path_of(module))
 
     def _path_of(self, module: str | nn.Module) -> str:
-        model = self._bridge.original_model
+        model = self.bridge.original_model
         if isinstance(module, nn.Module):
             for path, other in model.named_modules():
                 if other is module:
@@ -132,7 +136,7 @@ class Access:
 
     def _hook_of(self, part: str, which: str) -> str | None:
         try:
-            return self._bridge.names.find(f"{part}.{which}").name
+            return self.bridge.names.find(f"{part}.{which}").name
         except UnknownHookError:
             return None
 
@@ -142,8 +146,8 @@ class Access:
         Raises:
             AttributeError: it is none.
         """
-        base = base_path(self._bridge.original_model)
-        for stack in self._bridge.architecture.stacks:
+        base = base_path(self.bridge.original_model)
+        for stack in self.bridge.architecture.stacks:
             name, _, rest = part.partition(".")
             if name == stack.name and rest:
                 index, _, inside = rest.partition(".")
@@ -155,11 +159,11 @@ class Access:
                     return join(block, paths[inside])
         for which, kind in (("hook_in", "input"), ("hook_out", "output")):
             hook = self._hook_of(part, which)
-            site = None if hook is None else self._bridge.names.find(hook).point.site
+            site = None if hook is None else self.bridge.names.find(hook).point.site
             if site is not None and site.kind == kind:
                 return site.path
         raise AttributeError(
-            f"{part} is no module of its own in {type(self._bridge.core).__name__}; ask for hook points in it, or for "
+            f"{part} is no module of its own in {type(self.bridge.core).__name__}; ask for hook points in it, or for "
             "a module by its path: run.module(path)"
         )
 
@@ -179,7 +183,7 @@ class TracedModule:
         return f"TracedModule({self.path})"
 
     def _stop(self, what: str) -> Stop:
-        return self._access._reach((self.path, what))
+        return self._access.reach((self.path, what))
 
     @property
     def output(self) -> Any:
@@ -220,7 +224,7 @@ class TracedModule:
 
     @property
     def _first(self) -> str:
-        module = self._access._bridge.original_model.get_submodule(self.path)
+        module = self._access.bridge.original_model.get_submodule(self.path)
         return first_parameter(type(module).forward)
 
 

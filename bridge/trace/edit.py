@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import overload
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
@@ -18,16 +18,14 @@ from bridge.trace.turns import Turns
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
 
 
-class Activations:
+class Activations(Protocol):
     """What a body is given: activations by name, to read and to write."""
 
     def __getitem__(self, name: str) -> Tensor:
         """The activation at a hook point."""
-        raise NotImplementedError
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         """Puts a tensor in its place."""
-        raise NotImplementedError
 
 
 #: The body of a trace as a function.
@@ -105,7 +103,7 @@ class EditHook:
         return body.come_to(hook, act)
 
 
-class BodyInStep(Activations):
+class BodyInStep:
     """The body of an edit in one forward pass.
 
     Args:
@@ -176,7 +174,7 @@ class BodyInStep(Activations):
         self._value = checked(value, self._value, _ASSIGNED, hook)
 
 
-class Probe(Activations):
+class Probe:
     """Notes which hook points a body asks for in a trace.
 
     Args:

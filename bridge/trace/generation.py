@@ -47,12 +47,12 @@ class GenerationTrace:
         for name in _NOT_HERE:
             if name in arguments:
                 raise TypeError(f"{name} is an argument of generate; a traced generation has run.tokens and run.text")
-        self._bridge = bridge
+        self.bridge = bridge
         self._options = Options.of({"verbose": False, **arguments})
         self._prompt, self._arguments = prepared(bridge, input, self._options)
         self._generation = Generation()
         self._scope = Scope(of_one_run=True)
-        self._stops = Stops(bridge.wiring, self._scope, places)
+        self.stops = Stops(bridge.wiring, self._scope, places)
         self._edits: dict[HookPoint, tuple[list[Operation], Listener]] = {}
         self._steps = Steps(tqdm(disable=True), self._generation)
         self._stack = ExitStack()
@@ -67,11 +67,11 @@ class GenerationTrace:
         if self._state != "new":
             raise RuntimeError("a traced generation is one generation: make a new one for the next")
         self._state = "open"
-        self._stops.turns = Turns(self._work)
+        self.stops.turns = Turns(self._work)
         try:
-            begin = self._bridge.core.register_forward_pre_hook(self._begin, prepend=True)
+            begin = self.bridge.core.register_forward_pre_hook(self._begin, prepend=True)
             self._stack.callback(begin.remove)
-            self._stack.enter_context(opened(self._bridge.names, _Parts(self)))
+            self._stack.enter_context(opened(self.bridge.names, _Parts(self)))
         except BaseException:
             self._end()
             raise
@@ -83,7 +83,7 @@ class GenerationTrace:
         try:
             if error is None:
                 self._run_to_the_end()
-                self._stops.check_late_edits()
+                self.stops.check_late_edits()
         finally:
             self._end()
         if error is not None:
@@ -92,10 +92,10 @@ class GenerationTrace:
     def _work(self) -> None:
         """The model's side."""
         # Ours stands before the one that counts, so that a step ends before the next number is said.
-        self._arguments["stopping_criteria"].insert(0, _StepEnds(self._stops))
+        self._arguments["stopping_criteria"].insert(0, _StepEnds(self.stops))
         self._arguments["stopping_criteria"].append(self._steps)
-        model = self._bridge.original_model
-        with of_the_next_run(self._scope), generating(self._bridge, self._generation), uncompiled(model):
+        model = self.bridge.original_model
+        with of_the_next_run(self._scope), generating(self.bridge, self._generation), uncompiled(model):
             made = run_generate(model, self._prompt, self._arguments)
         self._sequences = made["sequences"] if isinstance(made, ModelOutput) else made
 
@@ -104,23 +104,23 @@ class GenerationTrace:
         step = self._generation.step
         if self._scope in CURRENT.get().visible and self._wanted is not None and step >= self._wanted:
             self._wanted, self._current = None, step
-            assert self._stops.turns is not None
-            self._stops.turns.pause()
+            assert self.stops.turns is not None
+            self.stops.turns.pause()
 
     def _run_to_the_end(self) -> None:
-        turns = self._stops.turns
+        turns = self.stops.turns
         assert turns is not None
         while not turns.finished:
-            self._stops.go_on()
+            self.stops.go_on()
 
     def _end(self) -> None:
         try:
-            if self._stops.turns is not None:
-                self._stops.turns.leave()
+            if self.stops.turns is not None:
+                self.stops.turns.leave()
         finally:
-            self._stops.detach()
+            self.stops.detach()
             for hook, (_, listener) in self._edits.items():
-                self._bridge.wiring.remove(hook, (listener,))
+                self.bridge.wiring.remove(hook, (listener,))
             self._edits.clear()
             self._stack.close()
             self._state = "ended"
@@ -132,16 +132,16 @@ class GenerationTrace:
         """The steps, for a ``for`` loop: the prompt's is the first. It ends when the generation does."""
         if self._state != "open":
             raise RuntimeError("the steps are there in the block: with bridge.trace_generate(prompt) as run: ...")
-        turns = self._stops.turns
+        turns = self.stops.turns
         assert turns is not None
         if self._current == 0 and not turns.finished:
             yield Step(self, 0)
         while not turns.finished and self._state == "open":
             self._wanted = self._current + 1
             while self._wanted is not None and not turns.finished:
-                self._stops.go_on()
+                self.stops.go_on()
             self._wanted = None
-            self._stops.check_late_edits()
+            self.stops.check_late_edits()
             if not turns.finished:
                 yield Step(self, self._current)
 
@@ -153,7 +153,7 @@ class GenerationTrace:
     def tokens(self) -> Tensor:
         """The prompt and what followed it, ``[batch, pos]``. Asked for in the block, it lets the generation end."""
         prompt, sequences = self._prompt, self._made()
-        rows = rows_of(self._bridge, prompt, sequences, self._options.num_return_sequences)
+        rows = rows_of(self.bridge, prompt, sequences, self._options.num_return_sequences)
         return aligned(rows, sequences, prompt)
 
     @property
@@ -164,8 +164,8 @@ class GenerationTrace:
             ValueError: the bridge has no tokenizer.
         """
         sequences = self._made()
-        rows = rows_of(self._bridge, self._prompt, sequences, self._options.num_return_sequences)
-        return texts_of(self._bridge, rows, self._prompt)
+        rows = rows_of(self.bridge, self._prompt, sequences, self._options.num_return_sequences)
+        return texts_of(self.bridge, rows, self._prompt)
 
     def _made(self) -> Tensor:
         if self._state == "open":
@@ -178,7 +178,7 @@ class GenerationTrace:
 
     def __getitem__(self, name: str) -> EveryStep:
         """An activation at every step that is still to come, to be written to."""
-        hook = self._bridge.names.find(name)
+        hook = self.bridge.names.find(name)
         return EveryStep(hook.name, lambda operation: self._add(hook, operation))
 
     def __setitem__(self, name: str, value: Tensor | float | EveryStep) -> None:
@@ -202,7 +202,7 @@ class GenerationTrace:
                 apply(operations, act, hook.name, generation.step)
 
             listener = Listener("fwd", edit, self._scope)
-            self._bridge.wiring.add(hook, listener)
+            self.bridge.wiring.add(hook, listener)
             self._edits[hook] = (operations, listener)
         self._edits[hook][0].append(operation)
 
@@ -216,7 +216,7 @@ class GenerationTrace:
             raise RuntimeError(
                 f"step {index} has ended: what is asked for in a step is asked for in its turn of the loop"
             )
-        return self._stops.reach(asked)
+        return self.stops.reach(asked)
 
     @property
     def current(self) -> Step:
@@ -236,10 +236,10 @@ class Step(Access):
     """
 
     def __init__(self, run: GenerationTrace, index: int) -> None:
-        super().__init__(run._bridge, run._stops)
+        super().__init__(run.bridge, run.stops)
         self._run, self.index = run, index
 
-    def _reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
         return self._run.reach_in(self.index, asked)
 
 
@@ -249,8 +249,8 @@ class _Parts(Step):
     def __init__(self, run: GenerationTrace) -> None:
         super().__init__(run, 0)
 
-    def _reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
-        return self._run.current._reach(asked)
+    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+        return self._run.current.reach(asked)
 
 
 class _StepEnds(StoppingCriteria):

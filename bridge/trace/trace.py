@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -63,7 +64,9 @@ class Trace(Access):
         for hook in kept:
             self._check_runs(hook.name)
         self._scope = scope
-        self._arguments = (input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs)
+        self._ready: Callable[[], AbstractContextManager[ReadyPass]] | None = partial(
+            ready, bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, traced=True
+        )
         self._stack = ExitStack()
         self._pass: ReadyPass | None = None
         self._output: Any = None
@@ -79,13 +82,13 @@ class Trace(Access):
             raise RuntimeError(
                 "a trace is one run: make a new one for the next (with bridge.trace(prompt) as run: ...)"
             )
-        refuse_checkpointing(self._bridge)
+        refuse_checkpointing(self.bridge)
         self._state = "open"
-        turns = self._stops.turns = Turns(self._work)
+        turns = self.stops.turns = Turns(self._work)
         try:
-            self._stops.listen_to_captured()
+            self.stops.listen_to_captured()
             turns.go_on()  # up to the call of the model: what can be refused is refused here
-            self._stack.enter_context(opened(self._bridge.names, self))
+            self._stack.enter_context(opened(self.bridge.names, self))
         except BaseException:
             self._end()
             raise
@@ -97,7 +100,7 @@ class Trace(Access):
         try:
             if error is None:
                 self._run_to_the_end()
-                self._stops.check_late_edits()
+                self.stops.check_late_edits()
         finally:
             self._end()
         if error is not None:
@@ -105,30 +108,31 @@ class Trace(Access):
 
     def _work(self) -> None:
         """The model's side."""
-        with of_the_next_run(self._scope), ready(self._bridge, *self._arguments, traced=True) as pass_:
+        assert self._ready is not None
+        with of_the_next_run(self._scope), self._ready() as pass_:
             self._pass = pass_
-            assert self._stops.turns is not None
-            self._stops.turns.pause()
+            assert self.stops.turns is not None
+            self.stops.turns.pause()
             self._output = pass_.run_model()
             self._state = "ran"
 
     def _run_to_the_end(self) -> None:
-        turns = self._stops.turns
+        turns = self.stops.turns
         assert turns is not None
         while not turns.finished:
-            self._stops.go_on()
+            self.stops.go_on()
 
     def _end(self) -> None:
-        turns = self._stops.turns
+        turns = self.stops.turns
         try:
             if turns is not None:
                 turns.leave()
         finally:
-            self._stops.detach()
+            self.stops.detach()
             self._stack.close()
             self._remember_rows()
             self._pass = None
-            self._arguments = (None, None, None, None, None, None, {})
+            self._ready = None
             if self._state == "open":
                 self._state = "stopped"
 
@@ -183,11 +187,11 @@ class Trace(Access):
         Raises:
             RuntimeError: there was no backward pass, the point was not asked for, or nothing there has a gradient.
         """
-        canonical = self._bridge.names.find(name).name
-        found = self._stops.gradients.get(canonical)
+        canonical = self.bridge.names.find(name).name
+        found = self.stops.gradients.get(canonical)
         if found is not None:
             return found
-        if canonical not in self._stops.seen:
+        if canonical not in self.stops.seen:
             raise RuntimeError(
                 f"{canonical} has no gradient: ask for it in the block (or name it in capture), with gradients "
                 "switched on and something before it that wants them"
@@ -200,8 +204,8 @@ class Trace(Access):
     def stop(self) -> None:
         """Ends the run where it is: what follows in the model is not computed."""
         if self._state == "open":
-            assert self._stops.turns is not None
-            self._stops.turns.leave()
+            assert self.stops.turns is not None
+            self.stops.turns.leave()
             self._state = "stopped"
 
     def skip(self, first: int, last: int | None = None) -> None:
@@ -214,14 +218,14 @@ class Trace(Access):
         Raises:
             ValueError: there are no such blocks, the model has come to the first already, or cannot do without.
         """
-        bridge, n = self._bridge, self._bridge.cfg.n_layers
+        bridge, n = self.bridge, self.bridge.cfg.n_layers
         wanted = (first, first if last is None else last)
         a, b = (layer + n if layer < 0 else layer for layer in wanted)
         if not 0 <= a <= b < n:
             raise ValueError(f"skip{wanted}: the model has {n} blocks, 0 to {n - 1}, and first must not be behind last")
         if bridge.no_layer_runs:
             raise ValueError(f"{bridge.cfg.model_name} cannot skip blocks: {bridge.no_layer_runs}")
-        if self._state != "open" or self._stops.has_begun(a):
+        if self._state != "open" or self.stops.has_begun(a):
             raise ValueError(f"skip{wanted}: the model has come to block {a} already; say it before")
         assert self._pass is not None
         blocks = [bridge.original_model.get_submodule(path) for path in bridge.block_paths[a : b + 1]]
@@ -263,36 +267,36 @@ class Trace(Access):
 
     def axes_of(self, name: str) -> list[str]:
         """The names of the axes of an activation."""
-        return self._bridge.names.find(name).point.axes.split()
+        return self.bridge.names.find(name).point.axes.split()
 
     def __getitem__(self, name: str) -> Tensor:
-        hook = self._bridge.names.find(name)
-        kept = self._stops.kept.get(hook)
+        hook = self.bridge.names.find(name)
+        kept = self.stops.kept.get(hook)
         if kept is not None:
             return kept
         self._check_runs(name)
-        found: Tensor = self._reach(hook).value
+        found: Tensor = self.reach(hook).value
         return found
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._check_runs(name)
         super().__setitem__(name, value)
 
-    def _reach(self, asked: Any) -> Stop:
-        if self._state in ("new", "stopped") or self._stops.turns is None:
+    def reach(self, asked: Any) -> Stop:
+        if self._state in ("new", "stopped") or self.stops.turns is None:
             raise RuntimeError(
                 "the trace has not begun: with bridge.trace(prompt) as run: ..."
                 if self._state == "new"
                 else "the run was stopped, and the model goes no further"
             )
-        return super()._reach(asked)
+        return super().reach(asked)
 
     def _check_runs(self, name: str) -> None:
         start, stop = self._layers
         if start is None and stop is None:
             return
         layers = {"start_at_layer": start, "stop_at_layer": stop}
-        if not points_that_run(self._bridge, [self._bridge.names.find(name)], layers):
+        if not points_that_run(self.bridge, [self.bridge.names.find(name)], layers):
             said = ", ".join(f"{what}={layer}" for what, layer in layers.items() if layer is not None)
             raise ValueError(f"{name} does not run with {said}")
 
