@@ -188,6 +188,28 @@ class Wiring:
                 opened[path] = closers
                 path = path.rpartition(".")[0]
 
+    def watch_sources(self, stack: str, depth: int, scope: Scope) -> None:
+        """Lets a scope begin to listen to the points of a block whose views need what is seen before them."""
+        with self._lock:
+            opened, key = self._opened.setdefault(scope, {}), f"sources of {stack} {depth}"
+            if key in opened:
+                return
+            opened[key] = []
+            for point in self._in_block(stack, depth):
+                for source in point.point.sources:
+                    opened[key].append(self._watched(self._sites[source]))
+
+    def _watched(self, hook: SiteHook) -> Callable[[], None]:
+        """Watches a site; what ends it again."""
+        hook.watchers += 1
+        hook.update()
+
+        def leave() -> None:
+            hook.watchers -= 1
+            hook.update()
+
+        return leave
+
     def close_paths(self, scope: Scope) -> None:
         """The reverse of `open_path`, for all of a scope's."""
         with self._lock:
@@ -286,7 +308,7 @@ class Wiring:
         else:
             return
         context = CURRENT.get()
-        for other in self._in_block_of(point):
+        for other in self._in_block(point.point.stack, point.point.depth):
             if clash(other) and any(
                 x.kind in kinds and (x.scope is listener.scope or x.visible(context)) for x in other.listeners
             ):
@@ -296,11 +318,11 @@ class Wiring:
                     "Use two runs (for a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off)."
                 )
 
-    def _in_block_of(self, point: HookPoint) -> list[HookPoint]:
+    def _in_block(self, stack: str, depth: int) -> list[HookPoint]:
         if not self._by_block:
             for hook in self.points.values():
                 self._by_block.setdefault((hook.point.stack, hook.point.depth), []).append(hook)
-        return self._by_block[point.point.stack, point.point.depth]
+        return self._by_block.get((stack, depth), [])
 
 
 class _Following:

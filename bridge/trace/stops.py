@@ -191,7 +191,10 @@ class Stops:
                 self._listen(asked)
         elif asked not in self._handles:
             path, what = asked
-            self._wiring.open_path(path.rpartition(".")[0], self._scope)
+            self._wiring.open_path(path.rpartition(".")[0] if what == "output" else path, self._scope)
+            group = self._places.of_module(path, what).group
+            if group is not None:
+                self._wiring.watch_sources(*group, self._scope)
             module = self._wiring.model.get_submodule(path)
             if what == "output":
                 self._handles[asked] = module.register_forward_hook(partial(self._on_output, asked))
@@ -207,8 +210,9 @@ class Stops:
     def _listen(self, hook: HookPoint) -> None:
         site = hook.point.site
         # A module inside which the model may wait has to take notice of hooks that come while it runs.
-        inside = site.kind not in ("input", "output")
+        inside = site.kind != "output"
         self._wiring.open_path(site.path if inside else site.path.rpartition(".")[0], self._scope)
+        self._wiring.watch_sources(hook.point.stack, hook.point.depth, self._scope)
         self._points[hook] = Listener("fwd", self._on_point, self._scope, in_run=True)
         self._wiring.add(hook, self._points[hook])
 

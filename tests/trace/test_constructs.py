@@ -248,7 +248,7 @@ def test_runs_and_traces_in_the_body(bridge, expected):
         with bridge.trace(TOKENS) as inner:
             assert torch.equal(inner[NAME], expected)
             with pytest.raises(RuntimeError, match="which of the 2 traces"):
-                bridge.blocks[2].output
+                _ = bridge.blocks[2].output
         _, cache = bridge.run_with_cache(TOKENS)
         after = run[NAME]
     assert torch.equal(cache[NAME], expected) and not torch.equal(after, expected)
