@@ -32,6 +32,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/processing.py
 	$(BIN)/python benchmarks/retention.py
 	$(BIN)/python benchmarks/patching.py
+	$(BIN)/python benchmarks/trace.py
 
 # For a machine with an accelerator, whose own Python has torch for it: what else is needed is installed beside that, from
 # the wheels in $(WHEELS) where there are some (no network is asked for then), else from the package index. Then the tests

@@ -340,6 +340,6 @@ def test_modules(tokens):
 
 def test_checkpointing_is_refused(tokens):
     hf = tiny("llama").train()
-    hf.gradient_checkpointing_enable()
+    hf.activation_checkpointing_enable()
     with pytest.raises(RuntimeError, match="checkpointing"), TransformerBridge(hf).trace(tokens):
         pass
