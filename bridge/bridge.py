@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bridge.facade.analysis import AnalysisMethods
-from bridge.facade.generation import GenerationMethods
 from bridge.facade.loading import LoadingMethods
-from bridge.facade.runs import RunMethods
+from bridge.facade.trace import TraceMethods
 
 
-class TransformerBridge(RunMethods, GenerationMethods, AnalysisMethods, LoadingMethods):
+class TransformerBridge(TraceMethods, AnalysisMethods, LoadingMethods):
     """Wraps a Hugging Face model without changing it.
 
     Its parameters, state dict, mode and device are the model's own. Hook points cost nothing until someone listens.

@@ -24,12 +24,13 @@ MAY_USE = {
     "bridge.cache": {"adapters", "bridge.hooks", "bridge.analysis"},
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps"},
     "bridge.generation": {"adapters", "bridge.hooks", "bridge.run", "bridge.analysis", "bridge.cache"},
+    "bridge.trace": {"adapters", "bridge.hooks", "bridge.run", "bridge.generation"},
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"bridge.native"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.run", "bridge.weights", "bridge.analysis",
-        "bridge.cache", "bridge.generation", "bridge.native", "bridge.embedded", "bridge.loading",
+        "bridge.cache", "bridge.generation", "bridge.trace", "bridge.native", "bridge.embedded", "bridge.loading",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},
@@ -38,7 +39,7 @@ MAY_USE = {
 }  # fmt: skip
 #: What stands on top, and may use every room but these.
 ON_TOP = (
-    "bridge.cli", "bridge.legacy", "bridge.trace", "bridge.export", "bridge.harvest", "bridge.pictures",
+    "bridge.cli", "bridge.legacy", "bridge.export", "bridge.harvest", "bridge.pictures",
     "bridge.circuits", "bridge.lens", "bridge.tasks",
 )  # fmt: skip
 
@@ -164,6 +165,11 @@ def test_no_file_is_too_long():
 THEIRS = {
     "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_version",
     "_compiled_call_impl", "_hf_hook", "_asdict", "_replace", "_schema", "_attn_implementation", "_orig_mod", "_C",
+    "_len_torch_function_stack", "_len_torch_dispatch_stack", "_get_function_stack_at", "_pop_torch_function_stack",
+    "_push_on_torch_function_stack", "_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode", "_InferenceMode",
+    "_set_grad_enabled", "_autograd", "_getframe",
+    "_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks",
+    "_push_saved_tensors_default_hooks",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
     "_current_graph_task_id", "_remove_final_layer_norm", "_experts_implementation_internal", "_local_mapping",
 }  # fmt: skip

@@ -159,6 +159,7 @@ class WrappedModel(nn.Module):
         for name in ("wiring", "names", "core", "architecture", "_tree", "_weights"):
             state.pop(name)
         state.pop("_facts", None)  # found out anew by the tokenizer's part
+        state.pop("_places", None)  # likewise by the first trace
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -33,17 +33,26 @@ class SourceSite(Protocol):
         """The module that it stands on; None where it stands on none any more."""
 
 
+class EndsWithThePass(Protocol):
+    """What runs in step with a forward pass."""
+
+    def end(self) -> None:
+        """The pass is over."""
+
+
 class Scope:
     """The hooks that were opened together, and end together.
 
     Attributes:
         members: what was attached, so that a recomputation after the end can attach it again.
         users: how many `with` statements and recomputations need it attached now.
+        of_one_run: only one run of the bridge ever sees it, no direct call of the model.
     """
 
-    __slots__ = ("__weakref__", "members", "users")
+    __slots__ = ("__weakref__", "members", "of_one_run", "users")
 
-    def __init__(self) -> None:
+    def __init__(self, of_one_run: bool = False) -> None:
+        self.of_one_run = of_one_run
         self.members: list[tuple[HookPoint, Listener]] = []
         self.users = 0
 
@@ -74,10 +83,12 @@ class ForwardPass:
         embeddings: the module of the token embeddings, and what was given in place of its output; None: it runs.
         entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
         gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
+        bodies: what runs in step with it, by what made it (see `EndsWithThePass`).
     """
 
     __slots__ = (
-        "embeddings", "entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at", "written",
+        "bodies", "embeddings", "entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at",
+        "written",
     )  # fmt: skip
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
@@ -90,9 +101,12 @@ class ForwardPass:
         self.separate: dict[str, Tensor] = {}
         self.entering: dict[nn.Module, Tensor] = {}
         self.embeddings: tuple[nn.Module, Tensor] | None = None
+        self.bodies: dict[object, EndsWithThePass] = {}
 
     def end(self) -> None:
         """Lets go of every tensor."""
+        while self.bodies:
+            self.bodies.popitem()[1].end()
         for kept in (self.sources, self.written, self.separate, self.entering):
             kept.clear()
         self.skipped = frozenset()

@@ -29,7 +29,8 @@ class Listener:
         fn: called as ``fn(activation, hook=point)``.
         scope: the scope that it belongs to; None: every run sees it.
         permanent, level: what `reset_hooks` asks for.
-        in_run: the function is a part of the run: hooks and caches see what it computes with the model.
+        in_run: the function is a part of the run: hooks and caches see what it computes with the model. A function may
+            say so itself, by an attribute of this name.
         named: its hook point was chosen by name, not by a filter.
         deferrable: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
     """
@@ -47,7 +48,7 @@ class Listener:
         in_run: bool = False,
         named: bool = False,
     ) -> None:
-        self.in_run, self.named = in_run, named
+        self.in_run, self.named = in_run or getattr(fn, "in_run", False) is True, named
         self.kind, self.fn, self.scope = kind, fn, scope
         self.permanent, self.level, self.deferrable = permanent, level, deferrable
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,16 +48,83 @@ def run_model(
         raise ValueError(f"return_type is {return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
     if return_type == "logits_and_cache":
         model_kwargs.setdefault("use_cache", True)
+    start, stop = checked_layers(bridge, start_at_layer, stop_at_layer)
+    if stop is None:
+        check_whole_logits(return_type, model_kwargs)
+        _check_result(bridge, return_type, loss_per_token, start is not None, input, model_kwargs)
+    with ready(bridge, input, prepend_bos, padding_side, attention_mask, start, stop, model_kwargs) as pass_:
+        if stop is None and return_type in ("loss", "both") and "labels" not in model_kwargs:
+            _check_loss(bridge, pass_.inputs)
+        output = pass_.run_model()
+    return output if stop is not None else _result(bridge, output, pass_.inputs, return_type, loss_per_token)
+
+
+def checked_layers(
+    bridge: Runs, start_at_layer: int | None, stop_at_layer: int | None
+) -> tuple[int | None, int | None]:
+    """The layers that a run starts and stops at, counted from the front.
+
+    Raises:
+        TypeError: one is no whole number.
+        ValueError: one is out of range, or the model cannot do that.
+    """
     start, stop = layer_range.check_layers(start_at_layer, stop_at_layer, bridge.cfg.n_layers)
     if bridge.no_layer_runs and (start is not None or stop is not None):
         raise ValueError(f"{bridge.cfg.model_name} cannot start or stop at a layer: {bridge.no_layer_runs}")
     if start is not None or stop is not None:
         check_hooks_run(bridge, start, stop)
-    if bridge.wiring.listening:
+    return start, stop
+
+
+@dataclass
+class ReadyPass:
+    """A forward pass that is about to be made.
+
+    Attributes:
+        run: what it remembers.
+        inputs: what the model is called with.
+        stop: the first block not to run.
+        as_written: the model is run as it was written, also where it was compiled.
+    """
+
+    bridge: Runs
+    run: ForwardPass
+    inputs: Inputs
+    stop: int | None
+    as_written: bool
+
+    def run_model(self) -> Any:
+        """Calls the model: its output, or with `stop` the residual stream at that layer."""
+        if self.stop is not None:
+            return _stopped(self.bridge, self.run, self.inputs, self.stop)
+        model = self.bridge.original_model
+        if self.as_written:
+            return as_written(model, with_its_hooks, (model, (), self.inputs.kwargs), {})
+        return model(**self.inputs.kwargs)
+
+
+@contextmanager
+def ready(
+    bridge: Runs,
+    input: Input,
+    prepend_bos: bool | None,
+    padding_side: str | None,
+    attention_mask: Tensor | None,
+    start: int | None,
+    stop: int | None,
+    model_kwargs: dict[str, Any],
+    traced: bool = False,
+) -> Iterator[ReadyPass]:
+    """Everything around the model's call of one forward pass.
+
+    Args:
+        bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs: as for `run_model`.
+        start, stop: of `checked_layers`.
+        traced: somebody may begin to listen while the model runs.
+    """
+    listening = traced or bridge.wiring.listening
+    if listening:
         bridge.wiring.check_in_place()
-    if stop is None:
-        check_whole_logits(return_type, model_kwargs)
-        _check_result(bridge, return_type, loss_per_token, start is not None, input, model_kwargs)
     with ExitStack() as stack:
         run = stack.enter_context(forward_pass())
         if start is not None:
@@ -64,16 +132,7 @@ def run_model(
             model_kwargs.setdefault("use_cache", False)
         inputs = prepare(bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs)
         run.take_embeddings(bridge.core, inputs.kwargs)
-        if stop is None and return_type in ("loss", "both") and "labels" not in model_kwargs:
-            _check_loss(bridge, inputs)
-        if stop is not None:
-            return _stopped(bridge, run, inputs, stop)
-        model = bridge.original_model
-        if bridge.wiring.listening or start is not None:
-            output = as_written(model, with_its_hooks, (model, (), inputs.kwargs), {})
-        else:
-            output = model(**inputs.kwargs)
-    return _result(bridge, output, inputs, return_type, loss_per_token)
+        yield ReadyPass(bridge, run, inputs, stop, listening or start is not None)
 
 
 def _check_result(

@@ -66,6 +66,18 @@ def skipping(
         key: which element of a block's output is the residual stream (None: the output itself).
         length: how many elements a tuple output has.
     """
+    with bypassing(run, blocks, key, length):
+        run.entering = {blocks[-1]: residual}
+        yield
+
+
+@contextmanager
+def bypassing(run: ForwardPass, blocks: list[nn.Module], key: int | None, length: int) -> Iterator[None]:
+    """Makes a run pass over blocks that have not begun: each hands on what it is given.
+
+    Args:
+        run, blocks, key, length: as for `skipping`.
+    """
     with _LOCK:
         for block in blocks:
             bypass = block.__dict__.get(_CALL)
@@ -73,8 +85,7 @@ def skipping(
                 bypass = _Bypass(block, key, length)
                 block.__dict__[_CALL] = bypass
             bypass.users += 1
-    run.skipped = frozenset(blocks)
-    run.entering = {blocks[-1]: residual}
+    run.skipped |= frozenset(blocks)
     try:
         yield
     finally:

@@ -114,8 +114,9 @@ class SiteHook:
         self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: ForwardPass | None
     ) -> Tensor:
         """What the points make of the tensor, one after the other."""
-        call, start, last = _NO_CALL, None if run is None else run.start_at, self._last_writer
-        for index, point in enumerate(self.points):
+        call, start, points, index = _NO_CALL, None if run is None else run.start_at, self.points, -1
+        while (index := index + 1) < len(points):
+            point = points[index]
             if start is not None and point.point.depth < start:
                 continue  # before the layer that this run starts at
             if point.sources:
@@ -126,7 +127,10 @@ class SiteHook:
                 call.sources = point.sources_seen()
             elif call is _NO_CALL and point.view.contextual:
                 call = Call(module, args, kwargs)
-            x = point.apply(x, call, index < last)
+            x = point.apply(x, call, index < self._last_writer)
+            if self.points is not points:  # a trace that was shown this one has asked for another
+                points = self.points
+                index = sum(other.order <= point.order for other in points) - 1
         return x
 
     def _refuse_recomputation(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -45,6 +46,8 @@ class Wiring:
         self._homes: dict[HookPoint, SiteHook | None] = {}
         self._taps: dict[HookPoint, Tap] = {}
         self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | _Following]] = {}
+        self._opened: dict[Scope, dict[str, list[Callable[[], None]]]] = {}
+        self._tapped_paths: dict[str, str] = {}
         self._connected = 0
         self._editors = 0
         self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
@@ -68,6 +71,8 @@ class Wiring:
         point = hook.point
         self.points[hook.name] = hook
         self._homes[hook] = None if point.site.kind in TAPS else self._site(point.site)
+        if point.site.kind in TAPS:
+            self._tapped_paths[point.site.path] = point.site.kind
         hook.sources = tuple([self._site(source) for source in point.sources])
         self._by_block.clear()
 
@@ -209,6 +214,53 @@ class Wiring:
                 if not left:
                     self._disconnect(point)
 
+    def open_path(self, path: str, scope: Scope) -> None:
+        """Lets a scope begin to listen to the modules on a path, and inside them, while they run.
+
+        torch looks for hooks once, when a module is called, and a tap stands before its module's forward.
+        """
+        with self._lock:
+            opened = self._opened.setdefault(scope, {})
+            while path not in opened:
+                module = self.model.get_submodule(path)
+                closers: list[Callable[[], None]] = [module.register_forward_hook(_only_there).remove]
+                kind = self._tapped_paths.get(path)
+                if kind is not None:
+                    tap = tap_on(kind, module)
+                    tap.open(scope)
+                    closers.append(partial(tap.close, scope))
+                opened[path] = closers
+                path = path.rpartition(".")[0]
+
+    def watch_sources(self, stack: str, depth: int, scope: Scope) -> None:
+        """Lets a scope begin to listen to the points of a block whose views need what is seen before them."""
+        with self._lock:
+            opened, key = self._opened.setdefault(scope, {}), f"sources of {stack} {depth}"
+            if key in opened:
+                return
+            opened[key] = []
+            for point in self._in_block(stack, depth):
+                for source in point.point.sources:
+                    opened[key].append(self._watched(self._sites[source]))
+
+    def _watched(self, hook: SiteHook) -> Callable[[], None]:
+        """Watches a site; what ends it again."""
+        hook.watchers += 1
+        hook.update()
+
+        def leave() -> None:
+            hook.watchers -= 1
+            hook.update()
+
+        return leave
+
+    def close_paths(self, scope: Scope) -> None:
+        """The reverse of `open_path`, for all of a scope's."""
+        with self._lock:
+            for closers in self._opened.pop(scope, {}).values():
+                for close in closers:
+                    close()
+
     def _connect(self, point: HookPoint) -> None:
         home = self._homes[point]
         if home is None:
@@ -251,6 +303,8 @@ class Wiring:
         """Direct calls of the model have to be told apart as passes while anyone may change something."""
         if listener.scope is None:
             self.changes += 1
+        elif listener.scope.of_one_run:
+            return
         self._editors += by
         if self._editors == by == 1:
             self._boundary.attach()
@@ -298,7 +352,7 @@ class Wiring:
         else:
             return
         context = CURRENT.get()
-        for other in self._in_block_of(point):
+        for other in self._in_block(point.point.stack, point.point.depth):
             if clash(other) and any(
                 x.kind in kinds and (x.scope is listener.scope or x.visible(context)) for x in other.listeners
             ):
@@ -309,11 +363,11 @@ class Wiring:
                     "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
                 )
 
-    def _in_block_of(self, point: HookPoint) -> list[HookPoint]:
+    def _in_block(self, stack: str, depth: int) -> list[HookPoint]:
         if not self._by_block:
             for hook in self.points.values():
                 self._by_block.setdefault((hook.point.stack, hook.point.depth), []).append(hook)
-        return self._by_block[point.point.stack, point.point.depth]
+        return self._by_block.get((stack, depth), [])
 
 
 class _Following:
@@ -343,6 +397,10 @@ def _take_over(leader: HookPoint, follower: Follower) -> Callable[..., Tensor | 
     return take_over
 
 
+def _only_there(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
+
+
 def _own_inputs(point: HookPoint) -> bool:
     return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
 
@@ -355,7 +413,11 @@ def strip(model: nn.Module) -> None:
     """Takes what is ours from a copy of a model that was made while hooks were attached."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            ours = [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _OURS)]
+            ours = [
+                key
+                for key, hook in hooks.items()
+                if hook is _only_there or isinstance(getattr(hook, "__self__", None), _OURS)
+            ]
             for key in ours:
                 del hooks[key]
 

@@ -24,6 +24,7 @@ from bridge.taps.tap import SOFTMAXES, Tap, Watch
 
 #: The functions in which eager attention multiplies queries and keys.
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
+_PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
 
 
@@ -50,16 +51,27 @@ class _AttentionWatch(Watch):
     def __init__(self, tap: AttentionTap, call: Call) -> None:
         super().__init__()
         self._tap, self._call = tap, call
-        self._products = bool(tap.heard(("q", "k")))
-        self._inside = bool(tap.heard(_INSIDE))
+        self._seen: set[str] = set()  # the products, the inside, which are seen once
+
+    # Who listens is asked when there is something to show: a trace may ask for it while the module runs.
+
+    @property
+    def _products(self) -> bool:
+        """Somebody waits for queries and keys."""
+        return "products" not in self._seen and bool(self._tap.heard(_PRODUCT))
+
+    @property
+    def _inside(self) -> bool:
+        """Somebody waits for scores or pattern."""
+        return "inside" not in self._seen and bool(self._tap.heard(_INSIDE))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function of the module's, and shows what it is given and what it makes."""
         if func is scaled_dot_product_attention:
             return self._scaled_dot_product(*args, **kwargs)
-        if self._inside and func in SOFTMAXES:
+        if func in SOFTMAXES and self._inside:
             return self._softmax(func, args, kwargs)
-        if self._products and func in _PRODUCTS and _are_heads(args):
+        if func in _PRODUCTS and _are_heads(args) and self._products:
             query, key = self._rotated(args[0], args[1].transpose(-1, -2))
             return func(query, key.transpose(-1, -2), **kwargs)
         return func(*args, **kwargs)
@@ -70,7 +82,7 @@ class _AttentionWatch(Watch):
         Raises:
             RuntimeError: it was not.
         """
-        missed = [*(("q", "k") if self._products else ()), *(_INSIDE if self._inside else ())]
+        missed = [*(_PRODUCT if self._products else ()), *(_INSIDE if self._inside else ())]
         if missed:
             names = ", ".join(point.name for point in self._tap.heard(missed))
             config = getattr(self._tap.module, "config", None)
@@ -81,7 +93,7 @@ class _AttentionWatch(Watch):
             )
 
     def _softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        self._inside = False
+        self._seen.add("inside")
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self._tap.show("scores", scores, self._call)
         return self._tap.show("pattern", _softmax_of(new, scores, lambda x: func(x, *args, **kwargs)), self._call)
@@ -131,7 +143,7 @@ class _AttentionWatch(Watch):
 
     def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shows queries and keys, and returns what is made of them, with the heads as they were given."""
-        self._products = False
+        self._seen.add("products")
         return self._with_heads("q", query), self._with_heads("k", key)
 
     def _with_heads(self, channel: str, x: Tensor) -> Tensor:
@@ -153,7 +165,7 @@ class _AttentionWatch(Watch):
         """Runs the kernel, or computes what it would in full where somebody may change scores or pattern."""
         if not self._inside:
             return run()
-        self._inside = False
+        self._seen.add("inside")
         if self._only_look():
             self._show_later(attention)
             return run()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adapters.views import Call
-from bridge.hooks.context import CURRENT, ForwardPass
+from bridge.hooks.context import CURRENT, ForwardPass, Scope
 from bridge.hooks.hook_point import HookPoint
 
 
@@ -27,6 +27,7 @@ class Tap:
     Attributes:
         module: the module.
         points: the hook points, by channel.
+        opened: the scopes that may begin to listen while the module runs.
         original: the forward that it stands before.
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
@@ -34,6 +35,7 @@ class Tap:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.points: dict[str, tuple[HookPoint, ...]] = {}
+        self.opened: tuple[Scope, ...] = ()
 
     # A copy of the model that is made meanwhile has its class's forward.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -44,11 +46,7 @@ class Tap:
 
     def connect(self, channel: str, point: HookPoint) -> None:
         """Adds a hook point; the first one puts the tap before the module's forward."""
-        if not self.points:
-            self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
-            self.original: Callable[..., Any] = self.module.forward
-            # Past `nn.Module.__setattr__`, which looks for parameters in everything.
-            self.module.__dict__["forward"] = self
+        self._stand()
         self.points[channel] = (*self.points.get(channel, ()), point)
 
     def disconnect(self, channel: str, point: HookPoint) -> None:
@@ -58,7 +56,29 @@ class Tap:
             self.points[channel] = left
         else:
             del self.points[channel]
-        if not self.points:
+        self._leave()
+
+    def open(self, scope: Scope) -> None:
+        """Watches the module for a scope that may begin to listen while it runs."""
+        self._stand()
+        self.opened = (*self.opened, scope)
+
+    def close(self, scope: Scope) -> None:
+        """The reverse of `open`."""
+        self.opened = tuple([other for other in self.opened if other is not scope])
+        self._leave()
+
+    def _stand(self) -> None:
+        """Puts the tap before the module's forward, if it is not there."""
+        if not (self.points or self.opened):
+            self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
+            self.original: Callable[..., Any] = self.module.forward
+            # Past `nn.Module.__setattr__`, which looks for parameters in everything.
+            self.module.__dict__["forward"] = self
+
+    def _leave(self) -> None:
+        """Takes the tap away, if nobody needs it."""
+        if not (self.points or self.opened):
             if self.own is None:
                 del self.module.__dict__["forward"]
             else:
@@ -85,9 +105,13 @@ class Tap:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward while the tap is there."""
-        if not self.heard(tuple(self.points)):
+        if not (self.heard(tuple(self.points)) or (self.opened and self._is_opened())):
             return self.original(*args, **kwargs)
         return self.watched(*args, **kwargs)
+
+    def _is_opened(self) -> bool:
+        visible = CURRENT.get().visible
+        return any(scope in visible for scope in self.opened)
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""

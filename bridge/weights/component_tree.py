@@ -11,6 +11,7 @@ from adapters.weights import Weights
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names, suggestion
 from bridge.hooks.shapes import shape_text
+from bridge.hooks.tracing import OpenTrace, trace_of
 from bridge.weights.factored_matrix import FactoredMatrix
 
 
@@ -94,7 +95,31 @@ class Component:
         self.__dict__["_tree"] = tree
         self.__dict__["name"] = name
 
+    @property
+    def output(self) -> Tensor:
+        """What it returns, in a trace: the same as at its ``hook_out``, where it has one."""
+        return self._trace("output").part_output(self.name)
+
+    @property
+    def input(self) -> Tensor:
+        """What it is given first, in a trace: the same as at its ``hook_in``, where it has one."""
+        return self._trace("input").part_input(self.name)
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All that its module is called with, in a trace: positional arguments, and those with names."""
+        return self._trace("inputs").part_inputs(self.name)
+
+    def _trace(self, asked: str) -> OpenTrace:
+        return trace_of(self._tree.names, f"{self.name}.{asked}")
+
     def __setattr__(self, attribute: str, value: Any) -> None:
+        if attribute == "output":
+            return self._trace(attribute).set_part_output(self.name, value)
+        if attribute == "input":
+            return self._trace(attribute).set_part_input(self.name, value)
+        if attribute == "inputs":
+            return self._trace(attribute).set_part_inputs(self.name, value)
         raise AttributeError(
             f"{self.name}.{attribute} cannot be assigned, since a part is made anew each time it is asked for; "
             "edit a weight in place (W[:] = ...), or replace the module in original_model"

@@ -1,0 +1,1 @@
+"""Tracing: a forward pass that pauses where ordinary Python asks for an activation."""

@@ -1,0 +1,265 @@
+"""Asking a run for activations, by hook point, by module, by part of the bridge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from adapters.paths import base_path, join
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener, checked
+from bridge.hooks.modules import first_parameter
+from bridge.hooks.names import UnknownHookError, suggestion
+from bridge.trace.protocol import Traced
+from bridge.trace.stops import Stop, Stops
+
+#: For the errors of `checked`.
+_ASSIGNED = Listener("fwd", lambda act, hook: None)
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Access:
+    """What the body of a trace asks for.
+
+    Args:
+        bridge: the bridge.
+        stops: of its run.
+
+    Attributes:
+        bridge, stops: likewise.
+    """
+
+    def __init__(self, bridge: Traced, stops: Stops) -> None:
+        self.bridge, self.stops = bridge, stops
+
+    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+        """Lets the model go on to what is asked for."""
+        return self.stops.reach(asked)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The activation at a hook point: the model goes on until it comes there, and waits.
+
+        What is changed in it in place, before anything later is asked for, the model goes on with.
+
+        Args:
+            name: a name or alias.
+
+        Raises:
+            UnknownHookError: no hook point has this name.
+            PointPassedError: the model has passed it.
+            PointNeverCameError: the model did not come to it.
+        """
+        found: Tensor = self.reach(self.bridge.names.find(name)).value
+        return found
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        """Puts a tensor in the place of an activation.
+
+        Args:
+            name: a name or alias.
+            value: of the same shape.
+
+        Raises:
+            TypeError: it is no tensor.
+            ValueError: it has another shape, or is on another device.
+        """
+        hook = self.bridge.names.find(name)
+        stop = self.reach(hook)
+        checked(value, stop.value, _ASSIGNED, hook)
+        stop.replace(value)
+
+    def module(self, module: str | nn.Module) -> TracedModule:
+        """A module of the original model, whose `output`, `input` and `inputs` can be asked for.
+
+        Args:
+            module: its path in the original model (``transformer.h.5``), or the module itself.
+
+        Raises:
+            ValueError: the model has no such module.
+        """
+        return TracedModule(self, self._path_of(module))
+
+    def _path_of(self, module: str | nn.Module) -> str:
+        model = self.bridge.original_model
+        if isinstance(module, nn.Module):
+            for path, other in model.named_modules():
+                if other is module:
+                    return path
+            raise ValueError(f"this {type(module).__name__} is no module of the model that is traced")
+        if not isinstance(module, str):
+            raise TypeError(f"module is {module!r}; it must be a path, such as 'transformer.h.5', or a module")
+        try:
+            model.get_submodule(module)
+        except AttributeError:
+            paths = [path for path, _ in model.named_modules()]
+            raise ValueError(f"the model has no module {module!r}.{suggestion(module, paths)}") from None
+        return module
+
+    # The parts of the bridge.
+
+    def part_output(self, part: str) -> Tensor:
+        """What a part of the bridge returns, such as ``blocks.3``."""
+        hook = self._hook_of(part, "hook_out")
+        if hook is not None:
+            return self[hook]
+        return _first_tensor(self.module(self._module_of(part)).output, part)
+
+    def set_part_output(self, part: str, value: Tensor) -> None:
+        """Replaces it."""
+        hook = self._hook_of(part, "hook_out")
+        if hook is not None:
+            self[hook] = value
+        else:
+            self.module(self._module_of(part)).output = value
+
+    def part_input(self, part: str) -> Tensor:
+        """What a part of the bridge is given first."""
+        hook = self._hook_of(part, "hook_in")
+        return self[hook] if hook is not None else self.module(self._module_of(part)).input
+
+    def set_part_input(self, part: str, value: Tensor) -> None:
+        """Replaces it."""
+        hook = self._hook_of(part, "hook_in")
+        if hook is not None:
+            self[hook] = value
+        else:
+            self.module(self._module_of(part)).input = value
+
+    def part_inputs(self, part: str) -> Inputs:
+        """All that the module of a part is called with."""
+        return self.module(self._module_of(part)).inputs
+
+    def set_part_inputs(self, part: str, value: Inputs) -> None:
+        """Replaces it."""
+        self.module(self._module_of(part)).inputs = value
+
+    def _hook_of(self, part: str, which: str) -> str | None:
+        try:
+            return self.bridge.names.find(f"{part}.{which}").name
+        except UnknownHookError:
+            return None
+
+    def _module_of(self, part: str) -> str:
+        """The path of the module that a part of the bridge is.
+
+        Raises:
+            AttributeError: it is none.
+        """
+        base = base_path(self.bridge.original_model)
+        for stack in self.bridge.architecture.stacks:
+            name, _, rest = part.partition(".")
+            if name == stack.name and rest:
+                index, _, inside = rest.partition(".")
+                block = join(base, stack.path, index)
+                paths = stack.block_at(int(index)).module_paths
+                if not inside:
+                    return block
+                if inside in paths:
+                    return join(block, paths[inside])
+        for which, kind in (("hook_in", "input"), ("hook_out", "output")):
+            hook = self._hook_of(part, which)
+            site = None if hook is None else self.bridge.names.find(hook).point.site
+            if site is not None and site.kind == kind:
+                return site.path
+        raise AttributeError(
+            f"{part} is no module of its own in {type(self.bridge.core).__name__}; ask for hook points in it, or for "
+            "a module by its path: run.module(path)"
+        )
+
+
+class TracedModule:
+    """A module of the original model in a trace.
+
+    Args:
+        access: asks for it.
+        path: of the module.
+    """
+
+    def __init__(self, access: Access, path: str) -> None:
+        self._access, self.path = access, path
+
+    def __repr__(self) -> str:
+        return f"TracedModule({self.path})"
+
+    def _stop(self, what: str) -> Stop:
+        return self._access.reach((self.path, what))
+
+    @property
+    def output(self) -> Any:
+        """What the module returns, as it returns it: a tensor, or a tuple with the model's own elements."""
+        return self._stop("output").value
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        stop = self._stop("output")
+        _check_like(value, stop.value, f"{self.path}.output")
+        stop.replace(value)
+
+    @property
+    def inputs(self) -> Inputs:
+        """All that the module is called with: its positional arguments, and those with names."""
+        found: Inputs = self._stop("inputs").value
+        return found
+
+    @inputs.setter
+    def inputs(self, value: Inputs) -> None:
+        stop = self._stop("inputs")
+        if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
+            raise TypeError(f"{self.path}.inputs is {value!r}; it must be a tuple of arguments and a dict of arguments")
+        stop.replace((tuple(value[0]), value[1]))
+
+    @property
+    def input(self) -> Any:
+        """The first argument of the module."""
+        args, kwargs = self.inputs
+        return args[0] if args else kwargs[self._first]
+
+    @input.setter
+    def input(self, value: Any) -> None:
+        stop = self._stop("inputs")
+        args, kwargs = stop.value
+        _check_like(value, args[0] if args else kwargs[self._first], f"{self.path}.input")
+        stop.replace(((value, *args[1:]), kwargs) if args else (args, kwargs | {self._first: value}))
+
+    @property
+    def _first(self) -> str:
+        module = self._access.bridge.original_model.get_submodule(self.path)
+        return first_parameter(type(module).forward)
+
+
+def _check_like(value: Any, old: Any, what: str) -> None:
+    """Refuses what cannot take the place of a tensor.
+
+    Raises:
+        TypeError: it is no tensor where one was, or no tuple of as many elements.
+        ValueError: it has another shape, or is on another device.
+    """
+    if isinstance(old, Tensor):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{what} was a tensor, and {type(value).__name__} was assigned")
+        if value.shape != old.shape or value.device != old.device:
+            raise ValueError(
+                f"{what} has shape {list(old.shape)} on {old.device}; what was assigned has {list(value.shape)} on "
+                f"{value.device}"
+            )
+    elif isinstance(old, tuple | list):
+        if type(value) is not type(old) or len(value) != len(old):
+            raise TypeError(f"{what} was a {type(old).__name__} of {len(old)}; {value!r} was assigned")
+        for index, (new, before) in enumerate(zip(value, old, strict=True)):
+            _check_like(new, before, f"{what}[{index}]")
+    elif not isinstance(value, type(old)):
+        raise TypeError(f"{what} was {type(old).__name__}, and {type(value).__name__} was assigned")
+
+
+def _first_tensor(value: Any, part: str) -> Tensor:
+    """The tensor that a module returns, or the first of several.
+
+    Raises:
+        TypeError: there is none.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, tuple | list) and value and isinstance(value[0], Tensor):
+        return value[0]
+    raise TypeError(f"{part} returns {type(value).__name__}; ask for its module by path: run.module(path).output")

@@ -1,0 +1,264 @@
+"""`GenerationTrace`: a generation, in step with the body of a ``with`` statement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import StoppingCriteria
+from transformers.utils import ModelOutput
+
+from bridge.generation.criteria import Steps
+from bridge.generation.generate import generating, run_generate
+from bridge.generation.options import Options, prepared
+from bridge.generation.prompt import aligned, rows_of, texts_of
+from bridge.hooks.context import CURRENT, Generation, Scope, of_the_next_run
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener
+from bridge.hooks.tracing import opened
+from bridge.run.compiled import uncompiled
+from bridge.run.protocol import Input
+from bridge.trace.access import Access
+from bridge.trace.every_step import EveryStep, Operation, apply
+from bridge.trace.places import Places
+from bridge.trace.protocol import TracedGenerates
+from bridge.trace.stops import Stop, Stops
+from bridge.trace.trace import explain
+from bridge.trace.turns import Turns
+
+_NOT_HERE = ("return_cache", "return_input_tokens", "output_logits", "names_filter", "device", "return_type")
+
+
+class GenerationTrace:
+    """A generation that waits where the body of a ``with`` statement asks for something.
+
+    Args:
+        bridge: the bridge.
+        places: the order of its hook points.
+        input, arguments: as for `TransformerBridge.generate`.
+    """
+
+    def __init__(self, bridge: TracedGenerates, places: Places, input: Input, arguments: dict[str, Any]) -> None:
+        for name in _NOT_HERE:
+            if name in arguments:
+                raise TypeError(f"{name} is an argument of generate; a traced generation has run.tokens and run.text")
+        self.bridge = bridge
+        self._options = Options.of({"verbose": False, **arguments})
+        self._prompt, self._arguments = prepared(bridge, input, self._options)
+        self._generation = Generation()
+        self._scope = Scope(of_one_run=True)
+        self.stops = Stops(bridge.wiring, self._scope, places)
+        self._edits: dict[HookPoint, tuple[list[Operation], Listener]] = {}
+        self._steps = Steps(tqdm(disable=True), self._generation)
+        self._stack = ExitStack()
+        self._state = "new"
+        self._wanted: int | None = None
+        self._current = 0
+        self._sequences: Tensor | None = None
+
+    # The block.
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise RuntimeError("a traced generation is one generation: make a new one for the next")
+        self._state = "open"
+        self.stops.turns = Turns(self._work)
+        try:
+            begin = self.bridge.core.register_forward_pre_hook(self._begin, prepend=True)
+            self._stack.callback(begin.remove)
+            self._stack.enter_context(opened(self.bridge.names, _Parts(self)))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._run_to_the_end()
+                self.stops.check_late_edits()
+        finally:
+            self._end()
+        if error is not None:
+            explain(error, traceback)
+
+    def _work(self) -> None:
+        """The model's side."""
+        # Ours stands before the one that counts, so that a step ends before the next number is said.
+        self._arguments["stopping_criteria"].insert(0, _StepEnds(self.stops))
+        self._arguments["stopping_criteria"].append(self._steps)
+        model = self.bridge.original_model
+        with of_the_next_run(self._scope), generating(self.bridge, self._generation, prompt), uncompiled(model):
+            made = run_generate(model, self._prompt, self._arguments)
+        self._sequences = made["sequences"] if isinstance(made, ModelOutput) else made
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A forward hook: a forward pass begins."""
+        step = self._generation.step
+        if self._scope in CURRENT.get().visible and self._wanted is not None and step >= self._wanted:
+            self._wanted, self._current = None, step
+            assert self.stops.turns is not None
+            self.stops.turns.pause()
+
+    def _run_to_the_end(self) -> None:
+        turns = self.stops.turns
+        assert turns is not None
+        while not turns.finished:
+            self.stops.go_on()
+
+    def _end(self) -> None:
+        try:
+            if self.stops.turns is not None:
+                self.stops.turns.leave()
+        finally:
+            self.stops.detach()
+            for hook, (_, listener) in self._edits.items():
+                self.bridge.wiring.remove(hook, (listener,))
+            self._edits.clear()
+            self._stack.close()
+            self._state = "ended"
+
+    # The steps.
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """The steps, for a ``for`` loop: the prompt's is the first. It ends when the generation does."""
+        if self._state != "open":
+            raise RuntimeError("the steps are there in the block: with bridge.trace_generate(prompt) as run: ...")
+        turns = self.stops.turns
+        assert turns is not None
+        if self._current == 0 and not turns.finished:
+            yield Step(self, 0)
+        while not turns.finished and self._state == "open":
+            self._wanted = self._current + 1
+            while self._wanted is not None and not turns.finished:
+                self.stops.go_on()
+            self._wanted = None
+            self.stops.check_late_edits()
+            if not turns.finished:
+                yield Step(self, self._current)
+
+    def stop(self) -> None:
+        """Ends the generation with the step that is under way; what was made so far stays."""
+        self._steps.cancelled = True
+
+    @property
+    def tokens(self) -> Tensor:
+        """The prompt and what followed it, ``[batch, pos]``. Asked for in the block, it lets the generation end."""
+        prompt, sequences = self._prompt, self._made()
+        rows = rows_of(self.bridge, prompt, sequences, self._options.num_return_sequences)
+        return aligned(rows, sequences, prompt)
+
+    @property
+    def text(self) -> str | list[str]:
+        """The same as text; of one text its text alone.
+
+        Raises:
+            ValueError: the bridge has no tokenizer.
+        """
+        sequences = self._made()
+        rows = rows_of(self.bridge, self._prompt, sequences, self._options.num_return_sequences)
+        return texts_of(self.bridge, rows, self._prompt)
+
+    def _made(self) -> Tensor:
+        if self._state == "open":
+            self._run_to_the_end()
+        if self._sequences is None:
+            raise RuntimeError("nothing was generated: the block was left by an error, or has not begun")
+        return self._sequences
+
+    # Edits of every step.
+
+    def __getitem__(self, name: str) -> EveryStep:
+        """An activation at every step that is still to come, to be written to."""
+        hook = self.bridge.names.find(name)
+        return EveryStep(hook.name, lambda operation: self._add(hook, operation))
+
+    def __setitem__(self, name: str, value: Tensor | float | EveryStep) -> None:
+        """Puts a value in the place of an activation at every step that is still to come.
+
+        Args:
+            name: a name or alias.
+            value: what is spread over the activation, whose number of positions differs from step to step.
+        """
+        if not isinstance(value, EveryStep):
+            self[name].assign(value)
+
+    def _add(self, hook: HookPoint, operation: Operation) -> None:
+        if self._state != "open":
+            raise RuntimeError("edits of every step are made in the block: with bridge.trace_generate(...) as run: ...")
+        if hook not in self._edits:
+            operations: list[Operation] = []
+            generation = self._generation
+
+            def edit(act: Tensor, hook: HookPoint) -> None:
+                apply(operations, act, hook.name, generation.step)
+
+            listener = Listener("fwd", edit, self._scope)
+            self.bridge.wiring.add(hook, listener)
+            self._edits[hook] = (operations, listener)
+        self._edits[hook][0].append(operation)
+
+    def reach_in(self, index: int, asked: HookPoint | tuple[str, str]) -> Stop:
+        """Lets the model go on to something in a step.
+
+        Raises:
+            RuntimeError: the step has ended.
+        """
+        if self._state != "open" or index != self._current:
+            raise RuntimeError(
+                f"step {index} has ended: what is asked for in a step is asked for in its turn of the loop"
+            )
+        return self.stops.reach(asked)
+
+    @property
+    def current(self) -> Step:
+        """The step that is under way."""
+        return Step(self, self._current)
+
+
+class Step(Access):
+    """One step of a traced generation.
+
+    Args:
+        run: the generation.
+        index: 0 for the prompt's step, then 1, 2, ...
+
+    Attributes:
+        index: likewise.
+    """
+
+    def __init__(self, run: GenerationTrace, index: int) -> None:
+        super().__init__(run.bridge, run.stops)
+        self._run, self.index = run, index
+
+    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+        return self._run.reach_in(self.index, asked)
+
+
+class _Parts(Step):
+    """The step that is under way, whichever that is: what ``bridge.blocks[3].output`` asks."""
+
+    def __init__(self, run: GenerationTrace) -> None:
+        super().__init__(run, 0)
+
+    def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
+        return self._run.current.reach(asked)
+
+
+class _StepEnds(StoppingCriteria):
+    """Says that a step has ended. It ends no row."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._stops = stops
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | tuple[Tensor, ...] | None, **kwargs: object) -> Tensor:
+        self._stops.end_step()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

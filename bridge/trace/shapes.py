@@ -1,0 +1,103 @@
+"""The shape and type of every activation, from fake tensors: nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from adapters.experts import width
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import Names
+from bridge.run.forward import checked_layers, ready
+from bridge.run.hooked import points_that_run
+from bridge.run.model_inputs import check_arguments
+from bridge.run.protocol import Input
+from bridge.run.recorder import watching
+from bridge.trace.copies import mapped
+from bridge.trace.protocol import Traced
+
+
+class PointShape(NamedTuple):
+    """What an activation is like.
+
+    Attributes:
+        shape: its shape; None stands for a number that depends on values.
+        dtype: its type.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+
+class Shapes(Mapping[str, PointShape]):
+    """Shapes and types by hook point, under all names.
+
+    Args:
+        found: by canonical name.
+        names: of the bridge.
+    """
+
+    def __init__(self, found: dict[str, PointShape], names: Names) -> None:
+        self._found, self._names = found, names
+
+    def __getitem__(self, name: str) -> PointShape:
+        hook = self._names.find(name)
+        if hook.name not in self._found:
+            raise KeyError(f"{hook.name} does not run on this input")
+        return self._found[hook.name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in self._found.items()]
+        return "\n".join(["Shapes(", *lines, ")"])
+
+
+def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
+    """See `TransformerBridge.shapes`."""
+    kwargs = dict(forward_kwargs)
+    ours = {name: kwargs.pop(name, None) for name in ("prepend_bos", "padding_side", "attention_mask")}
+    layers = {name: kwargs.pop(name, None) for name in ("start_at_layer", "stop_at_layer")}
+    check_arguments(bridge.core, kwargs, (*ours, *layers))
+    start, stop = checked_layers(bridge, layers["start_at_layer"], layers["stop_at_layer"])
+    points = points_that_run(bridge, list(bridge.wiring.points.values()), layers)
+    experts = [hook for hook in points if hook.point.site.kind == "experts"]
+    found: dict[str, PointShape] = {}
+
+    def note(act: Tensor, hook: HookPoint) -> None:
+        found[hook.name] = PointShape(tuple(act.shape), act.dtype)
+
+    def fake(x: Tensor) -> Tensor:
+        return mode.from_tensor(x)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    watched = [hook for hook in points if hook not in experts]
+    with torch.no_grad(), watching(bridge.wiring, watched, note):
+        given = (ours["prepend_bos"], ours["padding_side"], ours["attention_mask"])
+        with ready(bridge, input, *given, start, stop, kwargs, traced=True) as pass_:
+            pass_.inputs.kwargs = mapped(pass_.inputs.kwargs, fake)
+            try:
+                with mode:
+                    pass_.run_model()
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise RuntimeError(
+                    f"{type(bridge.core).__name__} asks for a value on its way ({error}), so its shapes cannot be had "
+                    "without computing; run_with_callback shows them in a run"
+                ) from error
+    for hook in experts:
+        module = bridge.original_model.get_submodule(hook.point.site.path)
+        found[hook.name] = PointShape((None, width(module)), next(module.parameters()).dtype)
+    ordered = {name: found[name] for name in bridge.wiring.points if name in found}
+    return Shapes(ordered, bridge.names)

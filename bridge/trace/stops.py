@@ -1,0 +1,295 @@
+"""The stops of a forward pass: what is asked for is listened to, and the model waits there for what comes of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from bridge.hooks.context import CURRENT, Scope
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener, changed_in_place, checked, version_of
+from bridge.run.wiring import Wiring
+from bridge.trace.copies import Copied, mapped
+from bridge.trace.errors import LateEditError, Line, PointNeverCameError, PointPassedError, asking_line
+from bridge.trace.places import Place, Places, has_passed, place_of
+from bridge.trace.turns import Turns
+
+#: What a trace can be asked for: a hook point, or a module's inputs or output.
+Asked = HookPoint | tuple[str, str]
+
+
+class Stop:
+    """One place where the model waits.
+
+    Args:
+        asked: what was asked for.
+        place: where that is.
+        line: where it was asked for.
+        value: what is shown.
+    """
+
+    def __init__(self, asked: Asked | None, place: Place, line: Line, value: Any) -> None:
+        self.asked, self.place, self.line, self.value = asked, place, line, value
+        self.replaced = False
+
+    def replace(self, value: Any) -> None:
+        """Puts something in the place of what is shown."""
+        self.value, self.replaced = value, True
+
+
+class Stops:
+    """The stops of one model's run.
+
+    Args:
+        wiring: of the bridge.
+        scope: what the listeners belong to.
+        places: the model's order.
+        captured: the hook points whose activations are kept.
+
+    Attributes:
+        here: where the model waits now; None before it began and after it ended.
+        kept: the activations of captured points.
+        gradients: the gradients that came, by the name of the hook point.
+        seen: the names of the hook points that were shown with a graph.
+    """
+
+    def __init__(self, wiring: Wiring, scope: Scope, places: Places, captured: Iterable[HookPoint] = ()) -> None:
+        self._wiring, self._scope, self._places = wiring, scope, places
+        self.captured = tuple(captured)
+        self.here: Stop | None = None
+        self.kept: dict[HookPoint, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.seen: set[str] = set()
+        self.turns: Turns | None = None
+        self._waiting: tuple[Asked, Place, Line] | None = None
+        self._last: tuple[Place, Line] | None = None
+        self._missed = False
+        self._points: dict[HookPoint, Listener] = {}
+        self._handles: dict[tuple[str, str], RemovableHandle] = {}
+        self._ends: dict[HookPoint, Listener] = {}
+        self._given: list[tuple[weakref.ref[Tensor], int, str]] = []
+
+    # The body's side.
+
+    def listen_to_captured(self) -> None:
+        """Begins to keep what is captured."""
+        for hook in self.captured:
+            self._listen(hook)
+
+    def has_begun(self, layer: int) -> bool:
+        """Whether the model has come to a block of the first list."""
+        at = self._at()
+        block = self._places.block(layer)
+        return at is not None and (at[0].group is None or (block is not None and at[0].order >= block.order))
+
+    def reach(self, asked: Asked) -> Stop:
+        """Lets the model go on to what is asked for.
+
+        Raises:
+            PointPassedError: it has passed.
+            PointNeverCameError: the model ended without coming to it.
+        """
+        assert self.turns is not None
+        if self.here is not None and self.here.asked == asked:
+            return self.here
+        place = place_of(asked) if isinstance(asked, HookPoint) else self._places.of_module(*asked)
+        line = asking_line()
+        at = self._at()
+        if self.turns.finished or (at is not None and has_passed(place, at[0])):
+            raise self._passed(place, line, at)
+        self._attach(asked, place if at is not None and at[0].group == place.group else None)
+        self._waiting = (asked, place, line)
+        self._missed = False
+        try:
+            self.go_on()
+        finally:
+            self._waiting = None
+        if self.here is None or self.here.asked != asked:
+            raise self._passed(place, line, at) if self._was_near(at, place) else self._never(place, line, at)
+        return self.here
+
+    def go_on(self) -> None:
+        """Lets the model go on to the next stop, or to its end."""
+        assert self.turns is not None
+        if self.here is not None:
+            self._last = (self.here.place, self.here.line)
+        self.turns.go_on()
+
+    def check_late_edits(self) -> None:
+        """Looks whether a value was changed after the model had gone on with it.
+
+        Raises:
+            LateEditError: one was.
+        """
+        given, self._given = self._given, []
+        for ref, version, name in given:
+            value = ref()
+            if value is not None and value._version != version:
+                raise LateEditError(
+                    f"the value at {name} was changed in place after the model had gone on, which sees nothing of "
+                    "that: change it before you ask for a later point, or change a copy (value.clone())"
+                )
+
+    def detach(self) -> None:
+        """Listens to nothing any more, but to what is captured."""
+        for hook, listener in (*self._points.items(), *self._ends.items()):
+            self._wiring.remove(hook, (listener,))
+        for handle in self._handles.values():
+            handle.remove()
+        self._wiring.close_paths(self._scope)
+        self._points.clear()
+        self._ends.clear()
+        self._handles.clear()
+        self.here = self._last = None
+
+    def _at(self) -> tuple[Place, Line] | None:
+        return self._last if self.here is None else (self.here.place, self.here.line)
+
+    def _was_near(self, at: tuple[Place, Line] | None, place: Place) -> bool:
+        """Whether what did not come may have passed: in the block where the model was."""
+        return at is not None and at[0].group == place.group and place.order < at[0].order
+
+    def _passed(self, place: Place, line: Line, at: tuple[Place, Line] | None) -> PointPassedError:
+        where = "the model has run to its end"
+        if at is not None:
+            where = f"the model came to {self._numbered(at[0])} for\n    {at[1]}"
+        known = place.name in self._wiring.points
+        capture = f', or name it at the start: trace(..., capture=["{place.name}"])' if known else ""
+        return PointPassedError(
+            f"{self._numbered(place)} has passed: {where}\nand it is asked for only now, in\n    {line}\n"
+            f"Ask in the model's order{capture}"
+        )
+
+    def _never(self, place: Place, line: Line, at: tuple[Place, Line] | None) -> PointNeverCameError:
+        after = (
+            " in this run\n" if at is None else f" after {self._numbered(at[0])}, which was asked for in\n    {at[1]}\n"
+        )
+        near = at is not None and at[0].group == place.group
+        return PointNeverCameError(
+            f"{self._numbered(place)} never came{after}It was asked for in\n    {line}\n"
+            + ("The model may compute it before the other. " if near else "")
+            + "A block may have been skipped, or this input takes another way through the model"
+        )
+
+    def _numbered(self, place: Place) -> str:
+        if place.order < 0:
+            return place.name
+        about = "" if place.name in self._wiring.points else "near "
+        return f"{place.name} ({about}{place.order + 1} of {self._places.total} points)"
+
+    # Attaching.
+
+    def _attach(self, asked: Asked, near: Place | None) -> None:
+        """Listens to what is asked for, and where it may have passed, also to what would show that."""
+        if isinstance(asked, HookPoint):
+            if asked not in self._points:
+                self._listen(asked)
+        elif asked not in self._handles:
+            path, what = asked
+            self._wiring.open_path(path.rpartition(".")[0] if what == "output" else path, self._scope)
+            group = self._places.of_module(path, what).group
+            if group is not None:
+                self._wiring.watch_sources(*group, self._scope)
+            module = self._wiring.model.get_submodule(path)
+            if what == "output":
+                self._handles[asked] = module.register_forward_hook(partial(self._on_output, asked))
+            else:
+                self._handles[asked] = module.register_forward_pre_hook(
+                    partial(self._on_inputs, asked), with_kwargs=True
+                )
+        end = None if near is None else self._places.end_of(near.group)
+        if end is not None and end not in self._ends:
+            self._ends[end] = Listener("read", self._on_end, self._scope)
+            self._wiring.add(end, self._ends[end])
+
+    def _listen(self, hook: HookPoint) -> None:
+        site = hook.point.site
+        # A module inside which the model may wait has to take notice of hooks that come while it runs.
+        inside = site.kind != "output"
+        self._wiring.open_path(site.path if inside else site.path.rpartition(".")[0], self._scope)
+        self._wiring.watch_sources(hook.point.stack, hook.point.depth, self._scope)
+        self._points[hook] = Listener("fwd", self._on_point, self._scope, in_run=True)
+        self._wiring.add(hook, self._points[hook])
+
+    # The model's side.
+
+    def _stop_at(self, value: Any) -> Stop:
+        """Waits until the body has had its turn."""
+        assert self._waiting is not None and self.turns is not None
+        stop = self.here = Stop(*self._waiting, value)
+        self._waiting = None
+        try:
+            self.turns.pause()
+        finally:
+            self.here = None
+        return stop
+
+    def _on_point(self, act: Tensor, hook: HookPoint) -> Tensor | None:
+        version = version_of(act)
+        new, replaced = act, False
+        if self._waiting is not None and self._waiting[0] is hook:
+            stop = self._stop_at(act)
+            new, replaced = stop.value, stop.replaced
+        elif hook not in self.captured:
+            return None
+        if replaced:
+            new = checked(new, act, self._points[hook], hook).clone()
+        if hook in self.captured:
+            self.kept[hook] = new
+        if new.requires_grad:
+            self._keep_gradient(new, hook.name)
+        if not replaced and version is not None:
+            self._given.append((weakref.ref(act), act._version, hook.name))
+        if replaced or new.requires_grad or changed_in_place(act, version):
+            return new.clone()  # so that what the user holds and what the model holds are two
+        return new.clone() if hook.view.identity else None
+
+    def _keep_gradient(self, act: Tensor, name: str) -> None:
+        gradients = self.gradients
+        self.seen.add(name)
+
+        def keep(gradient: Tensor) -> None:
+            before = gradients.get(name)
+            gradients[name] = gradient.clone() if before is None else before + gradient
+
+        act.register_hook(keep)
+
+    def _is_waited_for(self, asked: Asked) -> bool:
+        return self._waiting is not None and self._waiting[0] == asked and self._scope in CURRENT.get().visible
+
+    def _on_output(self, asked: tuple[str, str], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._show(output) if self._is_waited_for(asked) else None
+
+    def _on_inputs(
+        self, asked: tuple[str, str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._is_waited_for(asked):
+            return None
+        return self._show((args, kwargs))
+
+    def _show(self, value: Any) -> Any:
+        """Shows what a module is given or returns; what it is to be instead, or None."""
+        copy = Copied(value)
+        stop = self._stop_at(copy.given)
+        if stop.replaced:
+            return mapped(stop.value, Tensor.clone)
+        return mapped(copy.given, Tensor.clone) if copy.changed else None
+
+    def end_step(self) -> None:
+        """Called where one forward pass of several ends: what is still waited for never came."""
+        if self._waiting is not None:
+            _, _, line = self._waiting
+            self._waiting = (("", ""), Place("the end of the step", None, -1), line)
+            self._stop_at(None)
+        self.detach()
+
+    def _on_end(self, act: Tensor, hook: HookPoint) -> None:
+        if self._waiting is not None and self._waiting[1].group != place_of(hook).group:
+            _, _, line = self._waiting
+            self._waiting = (("", ""), place_of(hook), line)
+            self._stop_at(None)

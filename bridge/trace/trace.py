@@ -1,0 +1,333 @@
+"""`Trace`: one forward pass, in step with the body of a ``with`` statement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from bridge.hooks.context import Scope, of_the_next_run
+from bridge.hooks.tracing import opened
+from bridge.run.forward import ReadyPass, checked_layers, ready
+from bridge.run.hooked import points_that_run
+from bridge.run.layer_range import bypassing
+from bridge.run.model_inputs import check_arguments
+from bridge.run.protocol import Input
+from bridge.trace.access import Access
+from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.places import Places
+from bridge.trace.protocol import Traced
+from bridge.trace.rows import Rows
+from bridge.trace.stops import Stop, Stops
+from bridge.trace.turns import Turns
+
+_OURS = ("prepend_bos", "padding_side", "attention_mask", "start_at_layer", "stop_at_layer", "capture")
+
+
+class Trace(Access):
+    """A run of the model that waits where the body of a ``with`` statement asks for something.
+
+    Args:
+        bridge: the bridge.
+        places: the order of its hook points.
+        input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer, model_kwargs: as for
+            `TransformerBridge.forward`.
+        capture: hook points whose activations can be read in any order, and after the block.
+    """
+
+    def __init__(
+        self,
+        bridge: Traced,
+        places: Places,
+        input: Input,
+        capture: Sequence[str] = (),
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        attention_mask: Tensor | None = None,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        kwargs = {} if model_kwargs is None else model_kwargs
+        check_arguments(bridge.core, kwargs, _OURS)
+        self._layers = checked_layers(bridge, start_at_layer, stop_at_layer)
+        if isinstance(capture, str):
+            raise TypeError(f"capture is {capture!r}; it must be a list of names")
+        kept = [bridge.names.find(name) for name in capture]
+        scope = Scope(of_one_run=True)
+        super().__init__(bridge, Stops(bridge.wiring, scope, places, kept))
+        for hook in kept:
+            self._check_runs(hook.name)
+        self._scope = scope
+        self._ready: Callable[[], AbstractContextManager[ReadyPass]] | None = partial(
+            ready, bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, traced=True
+        )
+        self._stack = ExitStack()
+        self._pass: ReadyPass | None = None
+        self._output: Any = None
+        self._state = "new"
+        self._rows: list[tuple[int, int]] | None = None
+        self._tokens: Tensor | None = None
+        self._shape: tuple[int, int] = (0, 0)
+
+    # The block.
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise RuntimeError(
+                "a trace is one run: make a new one for the next (with bridge.trace(prompt) as run: ...)"
+            )
+        refuse_checkpointing(self.bridge)
+        self._state = "open"
+        turns = self.stops.turns = Turns(self._work)
+        try:
+            self.stops.listen_to_captured()
+            turns.go_on()  # up to the call of the model: what can be refused is refused here
+            self._stack.enter_context(opened(self.bridge.names, self))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._run_to_the_end()
+                self.stops.check_late_edits()
+        finally:
+            self._end()
+        if error is not None:
+            explain(error, traceback)
+
+    def _work(self) -> None:
+        """The model's side."""
+        assert self._ready is not None
+        with of_the_next_run(self._scope), self._ready() as pass_:
+            self._pass = pass_
+            assert self.stops.turns is not None
+            self.stops.turns.pause()
+            self._output = pass_.run_model()
+            self._state = "ran"
+
+    def _run_to_the_end(self) -> None:
+        turns = self.stops.turns
+        assert turns is not None
+        while not turns.finished:
+            self.stops.go_on()
+
+    def _end(self) -> None:
+        turns = self.stops.turns
+        try:
+            if turns is not None:
+                turns.leave()
+        finally:
+            self.stops.detach()
+            self._stack.close()
+            self._remember_rows()
+            self._pass = None
+            self._ready = None
+            if self._state == "open":
+                self._state = "stopped"
+
+    # What it ran, and what came of it.
+
+    @property
+    def output(self) -> Any:
+        """What the model returned; with `stop_at_layer`, the residual stream ``[batch, pos, d_model]`` there.
+
+        Asked for in the block, it lets the model run to its end.
+
+        Raises:
+            RuntimeError: the run was stopped.
+        """
+        if self._state == "open":
+            self._run_to_the_end()
+        if self._state != "ran":
+            raise RuntimeError(
+                "this run has no output: " + ("it was stopped" if self._state == "stopped" else "it has not begun")
+            )
+        return self._output
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits, ``[batch, pos, d_vocab]``. Asked for in the block, they let the model run to its end.
+
+        Raises:
+            RuntimeError: the run was stopped, or stops at a layer.
+        """
+        output = self.output
+        if self._layers[1] is not None:
+            raise RuntimeError(
+                f"a run with stop_at_layer={self._layers[1]} has no logits; run.output is the residual stream there"
+            )
+        found: Tensor = output.logits if hasattr(output, "logits") else output[0]
+        return found
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The tokens that are run, ``[batch, pos]``; None for embeddings."""
+        self._remember_rows()
+        return self._tokens
+
+    def grad(self, name: str) -> Tensor:
+        """The gradient at a hook point that was asked for, after a backward pass.
+
+        Several backward passes add up, as in ``.grad``.
+
+        Args:
+            name: a name or alias.
+
+        Raises:
+            RuntimeError: there was no backward pass, the point was not asked for, or nothing there has a gradient.
+        """
+        canonical = self.bridge.names.find(name).name
+        found = self.stops.gradients.get(canonical)
+        if found is not None:
+            return found
+        if canonical not in self.stops.seen:
+            raise RuntimeError(
+                f"{canonical} has no gradient: ask for it in the block (or name it in capture), with gradients "
+                "switched on and something before it that wants them"
+            )
+        raise RuntimeError(
+            f"{canonical} has no gradient yet: call backward on something that depends on it "
+            "(torch.autograd.grad gives it to you directly)"
+        )
+
+    def stop(self) -> None:
+        """Ends the run where it is: what follows in the model is not computed."""
+        if self._state == "open":
+            assert self.stops.turns is not None
+            self.stops.turns.leave()
+            self._state = "stopped"
+
+    def skip(self, first: int, last: int | None = None) -> None:
+        """Lets blocks pass the residual stream through as they are given it.
+
+        Args:
+            first: the first of them; negative counts from the end.
+            last: the last of them, itself included; None: the first alone.
+
+        Raises:
+            ValueError: there are no such blocks, the model has come to the first already, or cannot do without.
+        """
+        bridge, n = self.bridge, self.bridge.cfg.n_layers
+        wanted = (first, first if last is None else last)
+        a, b = (layer + n if layer < 0 else layer for layer in wanted)
+        if not 0 <= a <= b < n:
+            raise ValueError(f"skip{wanted}: the model has {n} blocks, 0 to {n - 1}, and first must not be behind last")
+        if bridge.no_layer_runs:
+            raise ValueError(f"{bridge.cfg.model_name} cannot skip blocks: {bridge.no_layer_runs}")
+        if self._state != "open" or self.stops.has_begun(a):
+            raise ValueError(f"skip{wanted}: the model has come to block {a} already; say it before")
+        assert self._pass is not None
+        blocks = [bridge.original_model.get_submodule(path) for path in bridge.block_paths[a : b + 1]]
+        self._stack.enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))
+
+    def rows(self, index: int) -> Rows:
+        """One prompt of several: its part of every activation, without the padding of its row.
+
+        Args:
+            index: which prompt; negative counts from the end.
+
+        Raises:
+            IndexError: there is no such prompt.
+            ValueError: its tokens do not stand together.
+        """
+        self._remember_rows()
+        batch, length = self._shape
+        if not -batch <= index < batch:
+            raise IndexError(f"rows({index}): the run has {batch} prompts")
+        index %= batch
+        start, stop = (0, length) if self._rows is None else self._rows[index]
+        if start < 0:
+            raise ValueError(f"the tokens of prompt {index} have padding between them, so it is no one piece")
+        return Rows(self, index, start, stop, length)
+
+    def _remember_rows(self) -> None:
+        if self._pass is None or self._tokens is not None or self._shape != (0, 0):
+            return
+        inputs = self._pass.inputs
+        given = inputs.kwargs.get("input_ids")
+        given = inputs.kwargs["inputs_embeds"] if given is None else given
+        self._tokens = inputs.kwargs.get("input_ids")
+        self._shape = (int(given.shape[0]), int(given.shape[1]))
+        mask = inputs.kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2:
+            self._rows = [_piece(row[-self._shape[1] :]) for row in mask]
+
+    # Asking.
+
+    def axes_of(self, name: str) -> list[str]:
+        """The names of the axes of an activation."""
+        return self.bridge.names.find(name).point.axes.split()
+
+    def __getitem__(self, name: str) -> Tensor:
+        hook = self.bridge.names.find(name)
+        kept = self.stops.kept.get(hook)
+        if kept is not None:
+            return kept
+        self._check_runs(name)
+        found: Tensor = self.reach(hook).value
+        return found
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._check_runs(name)
+        super().__setitem__(name, value)
+
+    def reach(self, asked: Any) -> Stop:
+        if self._state in ("new", "stopped") or self.stops.turns is None:
+            raise RuntimeError(
+                "the trace has not begun: with bridge.trace(prompt) as run: ..."
+                if self._state == "new"
+                else "the run was stopped, and the model goes no further"
+            )
+        return super().reach(asked)
+
+    def _check_runs(self, name: str) -> None:
+        start, stop = self._layers
+        if start is None and stop is None:
+            return
+        layers = {"start_at_layer": start, "stop_at_layer": stop}
+        if not points_that_run(self.bridge, [self.bridge.names.find(name)], layers):
+            said = ", ".join(f"{what}={layer}" for what, layer in layers.items() if layer is not None)
+            raise ValueError(f"{name} does not run with {said}")
+
+
+def _piece(mask: Tensor) -> tuple[int, int]:
+    """Where the tokens of a row stand; (-1, -1) where they are in several pieces."""
+    places = mask.nonzero().flatten().tolist()
+    if not places or places[-1] - places[0] + 1 != len(places):
+        return (-1, -1)
+    return places[0], places[-1] + 1
+
+
+def refuse_checkpointing(bridge: Traced) -> None:
+    """Refuses a run whose blocks backward would compute again, without the body of the trace.
+
+    Raises:
+        RuntimeError: activation checkpointing is on.
+    """
+    if bridge.core.training and torch.is_grad_enabled() and bridge.core.is_gradient_checkpointing:
+        raise RuntimeError(
+            "activation checkpointing computes blocks again in backward, where nobody runs the body of a trace: use "
+            "hooks (bridge.trace_edit makes them of a body), or switch it off"
+        )
+
+
+def explain(error: BaseException, traceback: TracebackType | None) -> None:
+    """Ends the traceback of our own errors at the user's line, and says of `save` what it is."""
+    if isinstance(error, AttributeError) and error.name == "save":
+        error.add_note(
+            "Values of a trace are real, and stay: there is nothing to save. bridge.save(x) is there for code that "
+            "has it, and returns x."
+        )
+    if isinstance(error, PointPassedError | PointNeverCameError | LateEditError) and traceback is not None:
+        traceback.tb_next = None
