@@ -95,8 +95,8 @@ class GenerationTrace:
         self._arguments["stopping_criteria"].insert(0, _StepEnds(self.stops))
         self._arguments["stopping_criteria"].append(self._steps)
         model = self.bridge.original_model
-        with of_the_next_run(self._scope), generating(self.bridge, self._generation, prompt), uncompiled(model):
-            made = run_generate(model, self._prompt, self._arguments)
+        with of_the_next_run(self._scope), generating(self.bridge, self._generation, self._prompt), uncompiled(model):
+            made = run_generate(self.bridge, self._prompt, self._arguments)
         self._sequences = made["sequences"] if isinstance(made, ModelOutput) else made
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
