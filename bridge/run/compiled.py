@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -152,11 +153,17 @@ def as_written(model: nn.Module, function: Callable[..., Any], args: tuple[Any, 
     """
     if "torch._dynamo" not in sys.modules:  # nothing was ever compiled
         return function(*args, **kwargs)
+    return _outside_compiled_code()(model, function, args, kwargs)
+
+
+setattr(as_written, "_torchdynamo_disable", True)  # noqa: B010 - which functions do not have otherwise
+
+
+@functools.cache
+def _outside_compiled_code() -> Callable[..., Any]:
+    """`_call`, which code that was compiled leaves to call."""
     disabled: Callable[..., Any] = torch.compiler.disable(_call)
-    return disabled(model, function, args, kwargs)
-
-
-as_written._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return disabled
 
 
 def _call(model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from transformers import Cache
 from adapters.views import Call
 from bridge.taps.attention_call import AttentionCall
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
-from bridge.taps.kernels import KernelTap
+from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up
 from bridge.taps.tap import SOFTMAXES, Tap, Watch
 
 #: The functions in which eager attention multiplies queries and keys.
@@ -34,7 +34,9 @@ class AttentionTap(Tap):
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
         watch = _AttentionWatch(self, Call(self.module, args, kwargs))
-        with watch, KernelTap(self.module, watch.kernel):
+        # Where the kernel is looked up by name, only that call is watched: the mode sees every torch function.
+        by_name = is_looked_up(type(self.module).forward, implementation_of(self.module))
+        with KernelTap(self.module, watch, watch.kernel) if by_name else watch:
             output = self.original(*args, **kwargs)
         watch.check()
         return output

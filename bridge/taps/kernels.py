@@ -1,18 +1,22 @@
-"""Attention kernels that are no torch functions (flash attention, flex attention, kernels of the hub).
+"""Attention functions that transformers looks up by name in `AttentionInterface`.
 
-transformers looks them up by name in `AttentionInterface`. While a module's scores, pattern, or rotated queries and
-keys are watched, the entry of the implementation that it was loaded with is replaced by one that asks the watch first;
-what the model sees of itself stays as it is. `sdpa` and eager attention need none of this: they call torch functions.
+While a module's scores, pattern, or rotated queries and keys are watched, the entry of the implementation that it was
+loaded with is replaced by one that asks the watch first; what the model sees of itself stays as it is. Where the
+function calls torch functions (sdpa, a user's own), they are watched; of kernels that are none (flash, flex), the
+arguments say everything.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.taps.attention_call import AttentionCall
@@ -20,48 +24,71 @@ from bridge.taps.attention_call import AttentionCall
 #: What stands before a kernel: it is given the call, and what runs the kernel on queries and keys.
 BeforeKernel = Callable[[AttentionCall, Callable[[Tensor, Tensor], Tensor]], Tensor]
 
+
+class _Watched(NamedTuple):
+    """A module whose attention function is watched."""
+
+    module: nn.Module
+    watch: TorchFunctionMode
+    before: BeforeKernel
+
+
 _LOCK = threading.RLock()
-#: The module that is watched in this context, and what stands before its kernel.
-_WATCHED: ContextVar[tuple[nn.Module, BeforeKernel] | None] = ContextVar("transformer_bridge_kernel", default=None)
+#: What is watched in this context.
+_WATCHED: ContextVar[_Watched | None] = ContextVar("transformer_bridge_kernel", default=None)
 
 
-def needs_interface(implementation: str | None) -> bool:
-    """Whether an attention implementation can only be reached by name: its mask and its options are known."""
-    return bool(implementation) and ("flash" in str(implementation) or implementation == "flex_attention")
+def implementation_of(module: nn.Module) -> str | None:
+    """The attention implementation that a module was loaded with."""
+    # Straight from its dictionary: a configuration's own attribute access takes microseconds.
+    config = module.__dict__.get("config")
+    if config is None:
+        return None
+    implementation: str | None = object.__getattribute__(config, "__dict__").get("_attn_implementation_internal")
+    return implementation
+
+
+@functools.cache
+def is_looked_up(forward: Callable[..., object], implementation: str | None) -> bool:
+    """Whether the forward of a class of modules finds the function of an implementation in `AttentionInterface`."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    names: tuple[str, ...] = () if code is None else code.co_names
+    return "ALL_ATTENTION_FUNCTIONS" in names and implementation not in (None, "eager")
+
+
+def is_opaque(implementation: str) -> bool:
+    """Whether an implementation is no torch function, so that only its arguments can be seen: its mask is known."""
+    return "flash" in implementation or implementation == "flex_attention"
 
 
 class KernelTap:
-    """Stands before the kernel of one module's attention inside a ``with`` statement.
+    """Watches the attention function of one module inside a ``with`` statement.
 
     Args:
         module: the attention module.
-        before: what stands before it.
+        watch: sees the torch functions that it calls.
+        before: stands before it, where it is no torch function.
     """
 
-    def __init__(self, module: nn.Module, before: BeforeKernel) -> None:
-        self._watched = (module, before)
-        # Straight from its dictionary: a configuration's own attribute access takes microseconds.
-        config = module.__dict__.get("config")
-        fields = {} if config is None else object.__getattribute__(config, "__dict__")
-        self._implementation: str | None = fields.get("_attn_implementation_internal")
-        self._token: Token[tuple[nn.Module, BeforeKernel] | None] | None = None
+    def __init__(self, module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> None:
+        self._watched = _Watched(module, watch, before)
+        implementation = implementation_of(module)
+        assert implementation is not None
+        self._implementation = implementation
+        self._token: Token[_Watched | None] | None = None
 
     def __enter__(self) -> None:
-        if needs_interface(self._implementation):
-            assert self._implementation is not None
-            self._token = _WATCHED.set(self._watched)
-            with _LOCK:
-                entry = ALL_ATTENTION_FUNCTIONS[self._implementation]
-                if not isinstance(entry, _Entry):
-                    entry = _Entry(self._implementation, entry)
-                    ALL_ATTENTION_FUNCTIONS[self._implementation] = entry
-                entry.users += 1
+        with _LOCK:
+            entry = ALL_ATTENTION_FUNCTIONS[self._implementation]
+            if not isinstance(entry, _Entry):
+                entry = _Entry(self._implementation, entry)
+                ALL_ATTENTION_FUNCTIONS[self._implementation] = entry
+            entry.users += 1
+        self._token = _WATCHED.set(self._watched)
 
     def __exit__(self, *exc: object) -> None:
-        if self._token is None:
-            return
+        assert self._token is not None
         _WATCHED.reset(self._token)
-        assert self._implementation is not None
         with _LOCK:
             entry = ALL_ATTENTION_FUNCTIONS[self._implementation]
             if isinstance(entry, _Entry):
@@ -94,9 +121,11 @@ class _Entry:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         watched = _WATCHED.get()
-        if watched is None or watched[0] is not module:
+        if watched is None or watched.module is not module:
             return self._own(module, query, key, value, attention_mask, **options)
-        before = watched[1]
+        if not is_opaque(self._name):
+            with watched.watch:
+                return self._own(module, query, key, value, attention_mask, **options)
         weights: list[Tensor | None] = [None]
 
         def run(query: Tensor, key: Tensor) -> Tensor:
@@ -117,5 +146,5 @@ class _Entry:
             kernel=self._name,
             options=known,
         )
-        z = before(call, run)
+        z = watched.before(call, run)
         return z.transpose(1, 2).contiguous(), weights[0]
