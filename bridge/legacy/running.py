@@ -50,6 +50,8 @@ class LegacyNames(Names):
 class RunsAsBefore(TransformerBridge):
     """Runs with HookedTransformer's arguments, in its order."""
 
+    refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
+
     def forward(  # type: ignore[override]
         self,
         input: Input,
