@@ -28,6 +28,8 @@ class ModelConfig:
     ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy hook points. Where layers
     are mixtures of experts, `d_expert` and `d_shared_expert` are the widths of these, and `d_mlp` is that of the layers
     which are not (where all are, of an expert).
+    `positions_from_mask`: the first token of a row padded in front is at position 0, as in HookedTransformer; False
+    leaves positions to the Hugging Face model, which counts padding too.
     `processed` says, for each transform of `process_weights` that was asked for, that it is done or why it is not.
     """
 
@@ -82,6 +84,7 @@ class ModelConfig:
     use_attn_in: bool = False
     use_hook_mlp_in: bool = False
     ungroup_grouped_query_attention: bool = False
+    positions_from_mask: bool = True
     n_devices: int = 1
     seed: int | None = None
     from_checkpoint: bool = False

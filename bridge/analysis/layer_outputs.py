@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adapters.linear import head_results, weight_in_out
+from adapters.linear import bias_of, head_results, weight_in_out
 from bridge.analysis.requirements import Activations, AnalysedModel, Index, pick, require
 from bridge.analysis.residual_norms import gradients_of
 
@@ -125,7 +125,15 @@ def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"])
         torch.Size([128])
     """
     name = f"blocks.{layer}.attn.b_O" if part == "attn" else f"blocks.{layer}.mlp.b_out"
-    return model.weights[name] if name in model.weights.getters else None
+    if name not in model.weights.getters:
+        return None
+    bias = model.weights[name]
+    module = _module_at(model, f"blocks.{layer}.attn.hook_z" if part == "attn" else f"blocks.{layer}.mlp.hook_post")
+    width = getattr(module, "in_features", None)
+    if weight_in_out(module) is not None or width is None:
+        return bias
+    like = _to_module(torch.zeros(1, 1, width, dtype=bias.dtype), module)  # LoRA may have a bias of its own
+    return bias_of(module, like)[0, 0].to(bias.device) * model.architecture.step_at(layer, part).last_factor
 
 
 def neuron_labels(model: AnalysedModel, layer: int, neuron_slice: Index = None) -> list[str]:

@@ -45,7 +45,8 @@ def head_contributions(
 ) -> Float[Tensor, "batch layer head"]:
     """What each head adds directly to the last position's logit of one token over another.
 
-    Each head's output is divided by the scale that the final norm has in this run, and multiplied with the difference
+    Each head's output is taken through the norm that follows attention, where one does (Gemma 2 and 3), with the scale
+    of this run, divided by the scale that the final norm has in this run, and multiplied with the difference
     of the two rows of the unembedding (direct logit attribution, Elhage et al. 2021, "A Mathematical Framework for
     Transformer Circuits"). A soft cap on the logits is left out.
 
@@ -65,8 +66,14 @@ def head_contributions(
     """
     n = bridge.cfg.n_layers
     results = [f"blocks.{i}.attn.hook_result" for i in range(n)]
-    _, cache = bridge.run_with_cache(tokens, names_filter=[*results, "ln_final.hook_scale"], pos_slice=-1)
-    heads = torch.stack([cache[name][:, 0] for name in results], dim=1)  # batch layer head d_model
+    behind = [norm_of(bridge, f"blocks.{i}.ln1_post") for i in range(n)]  # a norm after attention (Gemma 2 and 3)
+    scales = [f"{norm.name}.hook_scale" for norm in behind if norm]
+    _, cache = bridge.run_with_cache(tokens, names_filter=[*results, *scales, "ln_final.hook_scale"], pos_slice=-1)
+    written = []
+    for name, after in zip(results, behind, strict=True):
+        result = cache[name][:, 0]  # batch head d_model
+        written.append(after.linear(result, cache[f"{after.name}.hook_scale"]) if after else result)
+    heads = torch.stack(written, dim=1)  # batch layer head d_model
     scale = cache["ln_final.hook_scale"][:, :, None]  # batch 1 1 1
     direction = unembed_difference(bridge, answers, others)
     norm = norm_of(bridge, "ln_final")

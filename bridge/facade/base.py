@@ -30,8 +30,11 @@ class WrappedModel(nn.Module):
     original_model: nn.Module
     core: PreTrainedModel
     architecture: Architecture
+    #: Whether a run of some layers is refused where a hook of a ``with`` statement would never be called.
+    refuses_silent_hooks = True
 
     def __init__(self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        self.__dict__.pop("wiring", None)  # there where a bridge is made anew in place (see `__setattr__`)
         super().__init__()
         if not isinstance(hf_model, nn.Module):
             raise TypeError(

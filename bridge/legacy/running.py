@@ -52,6 +52,7 @@ class RunsAsBefore(TransformerBridge):
     """Runs with HookedTransformer's arguments, in its order."""
 
     counts_norm_weights = False
+    refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
 
     def forward(  # type: ignore[override]
         self,

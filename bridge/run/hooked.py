@@ -93,7 +93,7 @@ def check_hooks_run(bridge: Runs, start: int | None, stop: int | None) -> None:
     """
     context = CURRENT.get()
     opened = context.shared - context.inherited - {None}
-    if not opened:
+    if not (opened and bridge.refuses_silent_hooks):
         return
     first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
     for hook in bridge.wiring.points.values():

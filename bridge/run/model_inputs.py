@@ -124,7 +124,8 @@ def prepare(
         if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
             kwargs["attention_mask"] = mask.to(device)
             return Inputs(kwargs, tokens, None)
-        if "position_ids" not in kwargs and "position_ids" in accepted_arguments(type(bridge.core).forward):
+        wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs
+        if wanted and "position_ids" in accepted_arguments(type(bridge.core).forward):
             positions = _positions(mask)
             if positions is not None:
                 if learns_prompt(bridge.original_model):

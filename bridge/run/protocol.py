@@ -47,6 +47,7 @@ class Runs(Protocol):
     block_paths: list[str]
     block_output: tuple[int | None, int]
     no_layer_runs: str
+    refuses_silent_hooks: bool
 
     def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
         """The hook points that a filter chooses."""

@@ -86,6 +86,11 @@ class SiteHook:
             else:
                 self._handle = module.register_forward_hook(self.on_output)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the module that the torch hook is on still stands there; true without a torch hook."""
+        return self.attached_to is None or self._find is None or self._find.module is self.attached_to
+
     def listeners_changed(self) -> None:
         """Works out which points come before one that writes to the tensor in place: they keep copies."""
         self._last_writer = -1

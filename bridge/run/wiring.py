@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from adapters.paths import base_path, core_path
+from adapters.paths import base_path, core_path, has_module
 from adapters.points import Follower, Point, Site
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Scope, open_scope
@@ -64,7 +64,8 @@ class Wiring:
             self.check_in_place,
         )
         self._blocks = [Finder(model, path) for path in blocks]
-        self._check_places(Finder(model, site.path) for site in dict.fromkeys(_inside_blocks(self.points.values())))
+        inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
+        self._check_places([Finder(model, path) for path in inside if path and has_module(model, path)])
 
     def place(self, hook: HookPoint) -> None:
         """Takes in a hook point, and finds its sites, as its `point` says."""
@@ -90,14 +91,15 @@ class Wiring:
         self._check_places(self._blocks)
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
-        attached = [(hook.site.path, hook.attached_to) for hook in self._sites.values() if hook.attached_to is not None]
-        attached += [(point.point.site.path, tap.module) for point, tap in self._taps.items()]
-        for path, module in attached:
-            if Finder(self.model, path).module is not module:
-                raise RuntimeError(
-                    f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
-                    "modules first, and attach hooks then"
-                )
+        moved = [hook.site.path for hook in self._sites.values() if not hook.is_in_place]
+        for point, tap in self._taps.items():
+            if Finder(self.model, point.point.site.path).module is not tap.module:
+                moved.append(point.point.site.path)
+        for path in moved:
+            raise RuntimeError(
+                f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
+                "modules first, and attach hooks then"
+            )
 
     def _check_places(self, finders: Iterable[Finder]) -> None:
         places: dict[int, str] = {}
@@ -379,13 +381,6 @@ class _Following:
     def remove(self) -> None:
         """Removes it."""
         self._wiring.remove(self._point, (self._listener,))
-
-
-def _inside_blocks(points: Iterable[HookPoint]) -> Iterator[Site]:
-    """The sites inside blocks, one for each module."""
-    for point in points:
-        if point.point.stack and point.point.site.path:
-            yield Site(point.point.site.path, "input")
 
 
 def _take_over(leader: HookPoint, follower: Follower) -> Callable[..., Tensor | None]:

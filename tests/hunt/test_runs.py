@@ -268,3 +268,15 @@ def test_a_copy_made_under_hooks_runs_as_the_model_alone(hf, tokens, name):
         forward = module.__dict__.get("forward")
         assert forward is None or forward.__func__ is type(module).forward
         assert forward is None or forward.__self__ is module
+
+
+def test_positions_of_rows_padded_in_front(bridge, hf, tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    theirs = hf(tokens, attention_mask=mask).logits
+    alone = bridge(tokens[:1, 3:])
+    torch.testing.assert_close(bridge(tokens, attention_mask=mask)[:1, 3:], alone, atol=1e-5, rtol=1e-4)
+    positions = torch.arange(tokens.shape[1])[None]
+    assert torch.equal(bridge(tokens, attention_mask=mask, position_ids=positions), theirs)
+    bridge.cfg.positions_from_mask = False
+    assert torch.equal(bridge(tokens, attention_mask=mask), theirs)

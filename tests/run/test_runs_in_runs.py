@@ -181,7 +181,7 @@ def test_attribution_patching_over_all_points(bridge, tokens):
     bridge(tokens, return_type="loss").backward()
     bridge.reset_hooks()
     standard = [name for name, hook in bridge.hook_dict.items() if hook.point.group == "standard"]
-    assert set(kept) == {*standard, *(name + "_grad" for name in standard)}
+    assert set(kept) >= {*standard, *(name + "_grad" for name in standard)}
 
 
 def test_in_place_changes_of_gradients_and_of_data_count(bridge, tokens):

@@ -35,7 +35,7 @@ def test_a_tap_goes_when_nobody_listens(case: str, name: str) -> None:
     with torch.no_grad():
         before = bridge(TOKENS)
         with bridge.hooks(fwd_hooks=[(name, lambda x, hook: x * 0)]):
-            assert len(replaced(bridge.original_model)) == 1
+            assert len(replaced(bridge.original_model)) == 2  # the tap, and what keeps compiled code away
             assert not torch.allclose(bridge(TOKENS), before)
         assert not replaced(bridge.original_model)
         assert torch.equal(bridge(TOKENS), before)

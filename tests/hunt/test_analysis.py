@@ -1,0 +1,57 @@
+"""Decompositions that did not add up: norms after attention, projections with biases of their own."""
+
+import peft
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+
+from bridge import TransformerBridge
+from bridge.analysis.logit_lens import head_contributions
+from tests.conftest import tiny
+
+
+@pytest.mark.parametrize(("cls", "config"), [(Gemma2ForCausalLM, Gemma2Config), (Gemma3ForCausalLM, Gemma3TextConfig)])
+def test_heads_behind_a_norm_after_attention(cls, config):
+    """Against the sum by hand: what attention writes, through the model's own norms, in float64."""
+    torch.manual_seed(0)
+    model = cls(
+        config(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            intermediate_size=48, vocab_size=61,
+        )
+    ).eval().double()  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(std=0.5)
+    bridge = TransformerBridge(model)
+    tokens = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0))
+    one, other = torch.tensor([5, 6]), torch.tensor([7, 8])
+    direct = head_contributions(bridge, tokens, one, other)
+    attended, last = {}, []
+    for i, layer in enumerate(model.model.layers):
+        layer.post_attention_layernorm.register_forward_hook(lambda m, a, o, i=i: attended.update({i: o[:, -1]}))
+    model.model.norm.register_forward_pre_hook(lambda m, a: last.append(a[0][:, -1]))
+    with torch.no_grad():
+        model(tokens)
+    scale = (last[0].pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+    rows = model.get_output_embeddings().weight
+    direction = (rows[one] - rows[other]) * (1 + model.model.norm.weight)
+    for i in range(2):
+        torch.testing.assert_close(direct[:, i].sum(-1), (attended[i] / scale * direction).sum(-1))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("more", [{}, {"lora_bias": True}, {"bias": "lora_only"}])
+@pytest.mark.parametrize("targets", [["c_attn"], ["c_fc"], ["attn.c_proj"], ["mlp.c_proj"]])
+def test_the_stream_adds_up_under_lora_with_a_bias(tokens, targets, more):
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=True, **more)
+    model = peft.get_peft_model(tiny("gpt2"), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.normal_(std=0.3)
+    bridge = TransformerBridge(model)
+    _, cache = bridge.run_with_cache(tokens)
+    terms = cache.get_full_resid_decomposition(layer=2, expand_neurons=True)
+    torch.testing.assert_close(terms.sum(0), cache["resid_pre", 2], atol=1e-4, rtol=1e-4)
