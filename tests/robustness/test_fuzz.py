@@ -20,8 +20,8 @@ SIZES = {"n_layers": 2, "d_model": 8, "n_heads": 2, "d_head": 4, "d_vocab": 10, 
 WRONG: list[Any] = [
     None, True, 0, -1, 10**12, 2.5, float("nan"), "", "nonsense", b"bytes", [], [None], ["a", 1], [[1], [2, 3]],
     (1, 2, 3), {}, {"a": 1}, object(), lambda: None, lambda *a, **k: None, torch.tensor(1), torch.zeros(0),
-    torch.zeros(2, 3, 4, 5), torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.long), slice(0, 2), int,
-    torch.zeros(3, 3, dtype=torch.complex64),
+    torch.zeros(2, 3, 4, 5), torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.long), torch.eye(3, dtype=torch.complex64),
+    slice(0, 2), int,
 ]  # fmt: skip
 
 NEW = {"max_new_tokens": 1, "verbose": False, "do_sample": False}
