@@ -213,6 +213,7 @@ class Stops:
         inside = site.kind != "output"
         self._wiring.open_path(site.path if inside else site.path.rpartition(".")[0], self._scope)
         self._wiring.watch_sources(hook.point.stack, hook.point.depth, self._scope)
+        self._wiring.watch_siblings(site, self._scope)
         self._points[hook] = Listener("fwd", self._on_point, self._scope, in_run=True)
         self._wiring.add(hook, self._points[hook])
 
