@@ -183,7 +183,7 @@ class Wiring:
                 module = self.model.get_submodule(path)
                 closers: list[Callable[[], None]] = [module.register_forward_hook(_only_there).remove]
                 kind = self._tapped_paths.get(path)
-                if kind is not None:
+                if kind is not None and kind != "experts":  # that tap computes one expert at a time
                     tap = tap_on(kind, module)
                     tap.open(scope)
                     closers.append(partial(tap.close, scope))
