@@ -138,7 +138,7 @@ class TraceMethods(RunMethods, GenerationMethods):
             >>> def halve_if_large(run):
             ...     if run["blocks.1.hook_resid_post"].norm() > 1:
             ...         run["blocks.2.hook_mlp_out"] *= 0.5
-            >>> edit = bridge.trace_edit(halve_if_large)
+            >>> edit = bridge.trace_edit(halve_if_large, points=["blocks.1.hook_resid_post", "blocks.2.hook_mlp_out"])
             >>> with bridge.hooks(fwd_hooks=edit):
             ...     loss = bridge("Mary and John", return_type="loss")
         """
