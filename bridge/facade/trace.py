@@ -70,7 +70,7 @@ class TraceMethods(RunMethods, GenerationMethods):
             ...     pattern = run["blocks.2.attn.hook_pattern"]
             ...     run["blocks.3.attn.hook_z"][:, :, 1] = 0
             >>> pattern.shape, run.logits.shape[0]
-            (torch.Size([1, 4, 14, 14]), 1)
+            (torch.Size([1, 4, 15, 15]), 1)
         """
         return Trace(
             self,
