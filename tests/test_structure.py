@@ -167,7 +167,7 @@ THEIRS = {
     "_compiled_call_impl", "_hf_hook", "_asdict", "_replace", "_schema", "_attn_implementation", "_orig_mod", "_C",
     "_len_torch_function_stack", "_len_torch_dispatch_stack", "_get_function_stack_at", "_pop_torch_function_stack",
     "_push_on_torch_function_stack", "_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode", "_InferenceMode",
-    "_set_grad_enabled", "_autograd", "_getframe",
+    "_set_grad_enabled", "_autograd", "_getframe", "_experts_implementation_internal",
     "_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks",
     "_push_saved_tensors_default_hooks",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",

@@ -70,7 +70,7 @@ class TraceMethods(RunMethods, GenerationMethods):
             ...     pattern = run["blocks.2.attn.hook_pattern"]
             ...     run["blocks.3.attn.hook_z"][:, :, 1] = 0
             >>> pattern.shape, run.logits.shape[0]
-            (torch.Size([1, 4, 14, 14]), 1)
+            (torch.Size([1, 4, 15, 15]), 1)
         """
         return Trace(
             self,
@@ -138,7 +138,7 @@ class TraceMethods(RunMethods, GenerationMethods):
             >>> def halve_if_large(run):
             ...     if run["blocks.1.hook_resid_post"].norm() > 1:
             ...         run["blocks.2.hook_mlp_out"] *= 0.5
-            >>> edit = bridge.trace_edit(halve_if_large)
+            >>> edit = bridge.trace_edit(halve_if_large, points=["blocks.1.hook_resid_post", "blocks.2.hook_mlp_out"])
             >>> with bridge.hooks(fwd_hooks=edit):
             ...     loss = bridge("Mary and John", return_type="loss")
         """

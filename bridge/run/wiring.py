@@ -48,6 +48,7 @@ class Wiring:
         self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | _Following]] = {}
         self._opened: dict[Scope, dict[str, list[Callable[[], None]]]] = {}
         self._tapped_paths: dict[str, str] = {}
+        self._siblings: dict[tuple[str, str], list[Site]] = {}
         self._connected = 0
         self._editors = 0
         self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
@@ -76,6 +77,7 @@ class Wiring:
             self._tapped_paths[point.site.path] = point.site.kind
         hook.sources = tuple([self._site(source) for source in point.sources])
         self._by_block.clear()
+        self._siblings.clear()
 
     def find_at(self, site: Site, find: Finder) -> None:
         """Says where the module of a site is that has no path in the model."""
@@ -227,7 +229,7 @@ class Wiring:
                 module = self.model.get_submodule(path)
                 closers: list[Callable[[], None]] = [module.register_forward_hook(_only_there).remove]
                 kind = self._tapped_paths.get(path)
-                if kind is not None:
+                if kind is not None and kind != "experts":  # that tap computes one expert at a time
                     tap = tap_on(kind, module)
                     tap.open(scope)
                     closers.append(partial(tap.close, scope))
@@ -244,6 +246,17 @@ class Wiring:
             for point in self._in_block(stack, depth):
                 for source in point.point.sources:
                     opened[key].append(self._watched(self._sites[source]))
+
+    def watch_siblings(self, site: Site, scope: Scope) -> None:
+        """Lets a scope begin to listen to the other elements of what a module returns while one of them is shown."""
+        with self._lock:
+            if not self._siblings:
+                for other in self._sites:
+                    self._siblings.setdefault((other.path, other.kind), []).append(other)
+            siblings = self._siblings.get((site.path, site.kind), [])
+            opened, key = self._opened.setdefault(scope, {}), f"{site.kind} of {site.path}"
+            if len(siblings) > 1 and key not in opened:
+                opened[key] = [self._watched(self._sites[other]) for other in siblings]
 
     def _watched(self, hook: SiteHook) -> Callable[[], None]:
         """Watches a site; what ends it again."""

@@ -46,6 +46,7 @@ class Edit(Sequence[tuple[str, "EditHook"]]):
     def __init__(self, names: Names, body: Body, points: Sequence[HookPoint]) -> None:
         self.names, self.body = names, body
         self.points = tuple(sorted(dict.fromkeys(points), key=lambda hook: hook.order))
+        self._specs: tuple[tuple[str, EditHook], ...] = ()
         hook = EditHook(self)
         self._specs = tuple([(point.name, hook) for point in self.points])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -74,6 +76,7 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
     start, stop = checked_layers(bridge, layers["start_at_layer"], layers["stop_at_layer"])
     points = points_that_run(bridge, list(bridge.wiring.points.values()), layers)
     experts = [hook for hook in points if hook.point.site.kind == "experts"]
+    paths = dict.fromkeys(hook.point.site.path for hook in experts)
     found: dict[str, PointShape] = {}
 
     def note(act: Tensor, hook: HookPoint) -> None:
@@ -89,7 +92,7 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
         with ready(bridge, input, *given, start, stop, kwargs, traced=True) as pass_:
             pass_.inputs.kwargs = mapped(pass_.inputs.kwargs, fake)
             try:
-                with mode:
+                with mode, _experts_in_batches([bridge.original_model.get_submodule(path) for path in paths]):
                     pass_.run_model()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise RuntimeError(
@@ -101,3 +104,17 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
         found[hook.name] = PointShape((None, width(module)), next(module.parameters()).dtype)
     ordered = {name: found[name] for name in bridge.wiring.points if name in found}
     return Shapes(ordered, bridge.names)
+
+
+@contextmanager
+def _experts_in_batches(modules: list[nn.Module]) -> Iterator[None]:
+    """Experts computed in the one way whose shapes depend on no value and that takes every type."""
+    before = [(module, module.__dict__["config"]) for module in modules]
+    try:
+        for module, config in before:
+            module.__dict__["config"] = copy.copy(config)
+            module.__dict__["config"]._experts_implementation_internal = "batched_mm"
+        yield
+    finally:
+        for module, config in before:
+            module.__dict__["config"] = config

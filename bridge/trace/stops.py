@@ -212,7 +212,10 @@ class Stops:
         # A module inside which the model may wait has to take notice of hooks that come while it runs.
         inside = site.kind != "output"
         self._wiring.open_path(site.path if inside else site.path.rpartition(".")[0], self._scope)
-        self._wiring.watch_sources(hook.point.stack, hook.point.depth, self._scope)
+        # Of a block that has run nothing else is to come.
+        if not (site.kind == "output" and hook.name.endswith(".hook_resid_post")):
+            self._wiring.watch_sources(hook.point.stack, hook.point.depth, self._scope)
+        self._wiring.watch_siblings(site, self._scope)
         self._points[hook] = Listener("fwd", self._on_point, self._scope, in_run=True)
         self._wiring.add(hook, self._points[hook])
 

@@ -315,7 +315,7 @@ def refuse_checkpointing(bridge: Traced) -> None:
     Raises:
         RuntimeError: activation checkpointing is on.
     """
-    if bridge.core.training and torch.is_grad_enabled() and bridge.core.is_gradient_checkpointing:
+    if bridge.core.training and torch.is_grad_enabled() and bridge.core.is_activation_checkpointing:
         raise RuntimeError(
             "activation checkpointing computes blocks again in backward, where nobody runs the body of a trace: use "
             "hooks (bridge.trace_edit makes them of a body), or switch it off"

@@ -138,7 +138,7 @@ def test_mixers(own_registry):
 
 def test_generation_of_an_encoder_decoder():
     bridge = TransformerBridge(tiny("t5"))
-    given = {"max_new_tokens": 4, "do_sample": False}
+    given = {"max_new_tokens": 4, "do_sample": False, "use_past_kv_cache": False}
 
     def halve(x, hook):
         return x * 0.5
@@ -150,5 +150,5 @@ def test_generation_of_an_encoder_decoder():
         for step in run.steps:
             if step.index == 0:
                 step["encoder.1.hook_mlp_out"] *= 0.5
-            assert step["decoder.0.hook_resid_pre"].shape[1] == 1
+            assert step["decoder.0.hook_resid_pre"].shape[1] == step.index + 1
     assert torch.equal(run.tokens, expected)
