@@ -19,6 +19,16 @@ def has_module(model: nn.Module, path: str) -> bool:
     return True
 
 
+def token_embedding(model: nn.Module) -> nn.Module | None:
+    """The module of a model's token embeddings; None where its class does not say."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        found: nn.Module | None = None if find is None else find()
+    except NotImplementedError:
+        return None
+    return found
+
+
 def members_of(modules: nn.Module) -> list[nn.Module]:
     """The modules in a list of modules; one that stands at two places is there twice, as `children` does not say."""
     return [module for module in modules._modules.values() if module is not None]

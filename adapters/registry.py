@@ -107,7 +107,7 @@ def declaration_for(model: nn.Module) -> Architecture:
 
 def _is_namesake(cls: type, declare: Declare) -> bool:
     """Whether a class (of remote code) only has the name of the one that our declaration is for."""
-    ours = declare.__module__.startswith("adapters.families.") and hasattr(transformers, cls.__name__)
+    ours = (declare.__module__ or "").startswith("adapters.families.") and hasattr(transformers, cls.__name__)
     return ours and cls.__module__.split(".")[0] != "transformers"
 
 

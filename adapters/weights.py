@@ -88,7 +88,10 @@ class Weights:
         module = self.module(path)
         weight = weight_in_out(module)
         if weight is None:
-            raise TypeError(f"{path} is a {type(module).__name__}, whose weight is not a plain matrix; {_DEQUANTISE}")
+            kind = type(getattr(module, "weight", None)).__name__
+            raise TypeError(
+                f"{path} is a {type(module).__name__}, whose weight ({kind}) is not a plain matrix; {_DEQUANTISE}"
+            )
         return weight
 
     def bias(self, path: str, shape: Callable[[], tuple[int, ...]], part: View | None = None) -> Get:

@@ -108,3 +108,10 @@ def torch_hooks(model: torch.nn.Module) -> int:
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + ("forward" in m.__dict__)
         for m in model.modules()
     )
+
+
+@pytest.fixture(autouse=True)
+def compiled_code_stays_as_it_was() -> Iterator[None]:
+    """Runs with hooks keep compiled code away while they run, and not after."""
+    yield
+    assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -164,14 +164,15 @@ def test_no_file_is_too_long():
 #: library. What is ours and begins with an underscore belongs to the file that it stands in.
 THEIRS = {
     "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_version",
-    "_compiled_call_impl", "_hf_hook", "_asdict", "_replace", "_schema", "_attn_implementation", "_orig_mod", "_C",
-    "_len_torch_function_stack", "_len_torch_dispatch_stack", "_get_function_stack_at", "_pop_torch_function_stack",
+    "_compiled_call_impl", "_call_impl", "_asdict", "_replace", "_schema", "_attn_implementation", "_orig_mod", "_C",
+    "_hf_hook", "_len_torch_function_stack", "_len_torch_dispatch_stack", "_get_function_stack_at",
+    "_pop_torch_function_stack",
     "_push_on_torch_function_stack", "_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode", "_InferenceMode",
     "_set_grad_enabled", "_autograd", "_getframe", "_experts_implementation_internal",
     "_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks",
     "_push_saved_tensors_default_hooks",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
-    "_current_graph_task_id", "_remove_final_layer_norm", "_experts_implementation_internal", "_local_mapping",
+    "_current_graph_task_id", "_remove_final_layer_norm", "_local_mapping",
 }  # fmt: skip
 
 

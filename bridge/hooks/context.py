@@ -7,7 +7,7 @@ variable, so other threads, asyncio tasks and greenlets do not see them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from adapters.paths import token_embedding
 from adapters.points import Site
 
 if TYPE_CHECKING:
@@ -115,9 +116,9 @@ class ForwardPass:
     def take_embeddings(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         """Notes what a model is given in place of the output of its token embeddings, if it is."""
         given = kwargs.get("inputs_embeds")
-        if isinstance(given, Tensor):
-            find: Callable[[], nn.Module] = model.get_input_embeddings  # type: ignore[assignment]
-            self.embeddings = find(), given
+        embedding = token_embedding(model) if isinstance(given, Tensor) else None
+        if isinstance(given, Tensor) and embedding is not None:
+            self.embeddings = embedding, given
 
     def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
         """What passed a site: the module called there, and the tensor; None where nothing did.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,3 +59,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def check_places(finders: Iterable[Finder]) -> None:
+    """Looks whether one module stands at several places, where a hook at one would act at all.
+
+    Raises:
+        ValueError: one does.
+    """
+    places: dict[int, str] = {}
+    for finder in finders:
+        path = ".".join(finder.parts)
+        other = places.setdefault(id(finder.module), path)
+        if other != path:
+            raise ValueError(
+                f"one module stands at {other!r} and at {path!r}: a hook at one place would act at both. Give each "
+                "place a module of its own (copy.deepcopy; parameters may be shared)"
+            )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bridge.hooks.hook_point import HookPoint
 
 
-def with_its_hooks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_its_hooks(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function that has its hooks with it whenever it is called again: a whole run, a block that brings them.
 
     Args:

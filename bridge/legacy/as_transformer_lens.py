@@ -19,7 +19,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import ModuleType
 
 import bridge.legacy
@@ -31,7 +31,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds our modules under the other name."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] != NAME or importlib.util.find_spec(_ours(fullname)) is None:
             return None

@@ -16,6 +16,7 @@ from bridge.hooks.context import CURRENT, ForwardPass, RunContext
 from bridge.hooks.modules import Finder
 from bridge.run.checkpointing import CheckpointedBlocks
 from bridge.run.compiled import AsWritten
+from bridge.run.site import SiteHook
 
 
 class PassBoundary:
@@ -41,7 +42,7 @@ class PassBoundary:
         self._handles: list[RemovableHandle] = []
 
     # A copy of a model that has hooks attached carries inert ones: hooks belong to one bridge.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return PassBoundary, ((), CheckpointedBlocks(()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassBoundary:
@@ -65,7 +66,7 @@ class PassBoundary:
             self._as_written.detach()
         self._blocks.release()
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook. A pass that this module opened before was left by an interrupt: it is over."""
         context = CURRENT.get()
         if self._handles and (context.run is None or context.run.opened_by is module):
@@ -76,9 +77,25 @@ class PassBoundary:
             CURRENT.set(RunContext(context.shared, context.own, run, context.generation))
         self._blocks.prepare()
 
-    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def end(self, module: nn.Module, args: tuple[object, ...], output: Any) -> None:
         """The forward hook, which is called after an exception too."""
         context = CURRENT.get()
         if context.run is not None and context.run.opened_by is module:
             context.run.end()
             CURRENT.set(RunContext(context.shared, context.own, None, context.generation))
+
+
+def strip(model: nn.Module) -> None:
+    """Takes what is ours from a copy of a model that was made while hooks were attached."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            ours = [
+                key
+                for key, hook in hooks.items()
+                if hook is _only_there or isinstance(getattr(hook, "__self__", None), _OURS)
+            ]
+            for key in ours:
+                del hooks[key]
+
+
+_OURS = (SiteHook, PassBoundary)

@@ -82,10 +82,10 @@ class _Recomputed:
         self.own, self._path, self._attaches = own, path, attaches
 
     # A copy of the model that is made meanwhile has the module's own function.
-    def __reduce__(self) -> str | tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[object, ...]:
         return _itself, (self.own,)
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         return self.own(_WithItsHooks(function, self._path, self._attaches), *args, **kwargs)
 
 
@@ -105,7 +105,7 @@ class _WithItsHooks:
         self._sources = {} if context.run is None else _sources_outside(context.run, path)
         self._ran = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if not self._ran:
             self._ran = True
             return with_its_hooks(self._function, args, kwargs)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters.config import ModelConfig
+from adapters.paths import token_embedding
 
 _INTEGERS = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
@@ -129,7 +130,7 @@ def check_ids(core: PreTrainedModel, cfg: ModelConfig, tokens: Tensor, name: str
     """
     if tokens.device.type != "cpu":
         return
-    rows = getattr(core.get_input_embeddings(), "num_embeddings", cfg.d_vocab)
+    rows = getattr(token_embedding(core), "num_embeddings", cfg.d_vocab)
     low, high = (int(x) for x in tokens.aminmax())
     if low < 0 or high >= rows:
         bad = low if low < 0 else high
@@ -146,7 +147,7 @@ def check_embeddings(core: PreTrainedModel, input: Tensor) -> None:
         TypeError: another type.
         ValueError: another width, another number of axes, or none of them.
     """
-    embedding = core.get_input_embeddings()
+    embedding = token_embedding(core)
     width = getattr(embedding, "embedding_dim", None)
     if input.ndim not in (2, 3) or (width is not None and input.shape[-1] != width):
         wanted = "d_model" if width is None else f"d_model={width}"

@@ -62,7 +62,7 @@ class AsWritten:
         self._users = 0
 
     # A copy of the model that is made meanwhile has the model's own forward.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return getattr, (self._module, "forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -104,7 +104,7 @@ class AsWritten:
         self._own, self.original = None, nothing
         del self.__wrapped__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         assert self._module is not None
         return as_written(self._module, self.original, args, kwargs)
 
@@ -138,12 +138,12 @@ def refuse_inside_compiled() -> None:
         )
 
 
-def nothing(*args: Any, **kwargs: Any) -> Any:
+def nothing(*args: object, **kwargs: object) -> Any:
     """What stands for a forward where there is none."""
     raise RuntimeError("no forward stands here")
 
 
-def as_written(model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def as_written(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of a model with nothing compiled, also from within compiled code.
 
     Args:
@@ -166,6 +166,6 @@ def _outside_compiled_code() -> Callable[..., Any]:
     return disabled
 
 
-def _call(model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     with uncompiled(model):
         return function(*args, **kwargs)

@@ -113,7 +113,7 @@ def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
     Raises:
         TypeError: it is none.
     """
-    if not isinstance(specs, list | tuple):
+    if not isinstance(specs, Sequence) or isinstance(specs, str):
         raise TypeError(f"{argument} is {specs!r}; it must be a list of pairs (hook point, function)")
     for index, spec in enumerate(specs):
         if not isinstance(spec, list | tuple) or len(spec) != 2:

@@ -41,11 +41,11 @@ class _Bypass:
         self.original: Callable[..., Any] = block._call_impl if self.own is None else self.own
         self.users = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         run = CURRENT.get().run
         if run is None or self.block not in run.skipped:
             return self.original(*args, **kwargs)
-        hidden = run.entering.get(self.block)
+        hidden: object = run.entering.get(self.block)
         if hidden is None:
             hidden = args[0] if args else kwargs[first_parameter(type(self.block).forward)]
         if self.key is None:

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from adapters.paths import base_path, core_path, has_module
-from adapters.points import Follower, Point, Site
+from adapters.points import Point, Site
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Scope, open_scope
+from bridge.hooks.followers import Following, take_over_from
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
-from bridge.hooks.modules import Finder
+from bridge.hooks.modules import Finder, check_places
 from bridge.run.boundary import PassBoundary
 from bridge.run.checkpointing import CheckpointedBlocks
 from bridge.run.compiled import AsWritten, refuse_inside_compiled
@@ -45,7 +46,7 @@ class Wiring:
         self._sites: dict[Site, SiteHook] = {}
         self._homes: dict[HookPoint, SiteHook | None] = {}
         self._taps: dict[HookPoint, Tap] = {}
-        self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | _Following]] = {}
+        self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | Following]] = {}
         self._opened: dict[Scope, dict[str, list[Callable[[], None]]]] = {}
         self._tapped_paths: dict[str, str] = {}
         self._siblings: dict[tuple[str, str], list[Site]] = {}
@@ -66,7 +67,7 @@ class Wiring:
         )
         self._blocks = [Finder(model, path) for path in blocks]
         inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
-        self._check_places([Finder(model, path) for path in inside if path and has_module(model, path)])
+        check_places([Finder(model, path) for path in inside if path and has_module(model, path)])
 
     def place(self, hook: HookPoint) -> None:
         """Takes in a hook point, and finds its sites, as its `point` says."""
@@ -90,7 +91,7 @@ class Wiring:
             RuntimeError: a module was replaced while hooks were on it.
             ValueError: one module stands at two places in the list of blocks.
         """
-        self._check_places(self._blocks)
+        check_places(self._blocks)
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
         moved = [hook.site.path for hook in self._sites.values() if not hook.is_in_place]
@@ -102,17 +103,6 @@ class Wiring:
                 f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
                 "modules first, and attach hooks then"
             )
-
-    def _check_places(self, finders: Iterable[Finder]) -> None:
-        places: dict[int, str] = {}
-        for finder in finders:
-            path = ".".join(finder.parts)
-            other = places.setdefault(id(finder.module), path)
-            if other != path:
-                raise ValueError(
-                    f"one module stands at {other!r} and at {path!r}: a hook at one place would act at both. Give each "
-                    "place a module of its own (copy.deepcopy; parameters may be shared)"
-                )
 
     @property
     def listening(self) -> bool:
@@ -332,12 +322,12 @@ class Wiring:
         key = (point, listener.scope)
         if not (point.point.followers or branches) or key in self._following:
             return
-        following: list[SeparateReading | _Following] = []
+        following: list[SeparateReading | Following] = []
         for follower in point.point.followers:
-            takes_over = Listener("follow", _take_over(point, follower), listener.scope)
+            takes_over = Listener("follow", take_over_from(point, follower), listener.scope)
             other = self.points[follower.name]
             self.add(other, takes_over, prepend=True)
-            following.append(_Following(self, other, takes_over))
+            following.append(Following(self, other, takes_over))
         sites = [self.points[name].point.site for name in branches]
         fused = len(set(sites)) < len(sites)
         for name, site in zip(branches, sites, strict=True):
@@ -385,26 +375,6 @@ class Wiring:
         return self._by_block.get((stack, depth), [])
 
 
-class _Following:
-    """A listener that takes over what is written at another point."""
-
-    def __init__(self, wiring: Wiring, point: HookPoint, listener: Listener) -> None:
-        self._wiring, self._point, self._listener = wiring, point, listener
-
-    def remove(self) -> None:
-        """Removes it."""
-        self._wiring.remove(self._point, (self._listener,))
-
-
-def _take_over(leader: HookPoint, follower: Follower) -> Callable[..., Tensor | None]:
-    def take_over(value: Tensor, hook: HookPoint) -> Tensor | None:
-        run = CURRENT.get().run
-        written = None if run is None else run.written.get(leader)
-        return None if written is None else follower.convert(written)
-
-    return take_over
-
-
 def _only_there(module: nn.Module, args: tuple[object, ...], output: object) -> None:
     """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
 
@@ -415,19 +385,3 @@ def _own_inputs(point: HookPoint) -> bool:
 
 def _shared_norm(point: HookPoint) -> bool:
     return bool(point.point.branches)
-
-
-def strip(model: nn.Module) -> None:
-    """Takes what is ours from a copy of a model that was made while hooks were attached."""
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            ours = [
-                key
-                for key, hook in hooks.items()
-                if hook is _only_there or isinstance(getattr(hook, "__self__", None), _OURS)
-            ]
-            for key in ours:
-                del hooks[key]
-
-
-_OURS = (SiteHook, PassBoundary)

@@ -27,7 +27,7 @@ class ExpertsTap(Tap):
     position). An expert that no token was sent to has no rows.
     """
 
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
+    def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
         call = Call(self.module, args, kwargs)
         with _ExpertsWatch(self, call) as watch:
@@ -35,7 +35,7 @@ class ExpertsTap(Tap):
         watch.show_the_others()
         return output
 
-    def _one_by_one(self, *args: Any, **kwargs: Any) -> Any:
+    def _one_by_one(self, *args: object, **kwargs: object) -> Any:
         module: Any = self.module
         if self.own is None:
             return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
@@ -57,7 +57,7 @@ class _ExpertsWatch(Watch):
         self._tap, self._call = tap, call
         self._ran: set[int] = set()
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Shows what enters and leaves the projections."""
         if func not in _PRODUCTS and func not in _SUMS:
             return func(*args, **kwargs)
@@ -84,7 +84,7 @@ class _ExpertsWatch(Watch):
     def show_the_others(self) -> None:
         """Shows the experts that did not run, without rows."""
         module: Any = self._tap.module
-        for channel in self._tap.points:
+        for channel in tuple(self._tap.points):  # a hook may let go of others
             if int(channel.split(".")[0]) not in self._ran:
                 self._tap.show(channel, module.down_proj.new_empty(0, width(module)), self._call)
 
@@ -96,7 +96,7 @@ class RouterTap(Tap):
     (zero for those that are not chosen): both ``[row, n_experts]``.
     """
 
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
+    def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
         call = Call(self.module, args, kwargs)
         with _Choice(self, call):
@@ -114,12 +114,14 @@ class _Choice(Watch):
         super().__init__()
         self._tap, self._call, self._done = tap, call, False
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Shows what the best are chosen from."""
         if self._done or func not in _CHOICES:
             return func(*args, **kwargs)
         self._done = True
-        return func(self._tap.show("logits", args[0], self._call), *args[1:], **kwargs)
+        logits, *others = args
+        assert isinstance(logits, Tensor)
+        return func(self._tap.show("logits", logits, self._call), *others, **kwargs)
 
 
 _PRODUCTS = {torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
@@ -127,7 +129,7 @@ _SUMS = {torch.add, Tensor.add, Tensor.__add__}
 _CHOICES = {torch.topk, Tensor.topk}
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _operands(args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The two tensors of a product or a sum, however they are named."""
     first = args[0] if args else kwargs.get("input")
     names = ("other", "weight", "mat2")

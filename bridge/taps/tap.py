@@ -38,7 +38,7 @@ class Tap:
         self.opened: tuple[Scope, ...] = ()
 
     # A copy of the model that is made meanwhile has its class's forward.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return getattr, (self.module, "forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -103,7 +103,7 @@ class Tap:
             x = point.apply(x, call)
         return x
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """The module's forward while the tap is there."""
         if not (self.heard(tuple(self.points)) or (self.opened and self._is_opened())):
             return self.original(*args, **kwargs)
@@ -113,7 +113,7 @@ class Tap:
         visible = CURRENT.get().visible
         return any(scope in visible for scope in self.opened)
 
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
+    def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
         raise NotImplementedError
 
@@ -126,14 +126,14 @@ class Watch(TorchFunctionMode):
         self._run: ForwardPass | None = CURRENT.get().run
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if CURRENT.get().run is not self._run:
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function of the module's, or does something else in its place."""
         raise NotImplementedError
 

@@ -269,6 +269,7 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error(embedded, tmp_path, monkey
     assert not list((tmp_path / "a").glob(".shard*"))
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("change", "message"),
     [

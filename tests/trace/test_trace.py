@@ -99,8 +99,12 @@ def test_an_exception_in_the_body(bridge, tokens):
 def test_an_exception_in_the_model(bridge, tokens):
     with pytest.raises(ValueError, match="shape"), bridge.trace(tokens) as run:
         run["blocks.1.hook_resid_post"] = torch.zeros(3)
-    with pytest.raises(IndexError), bridge.trace(tokens + 1000):
+    with pytest.raises(ValueError, match="token id"), bridge.trace(tokens + 1000):
         pass
+    handle = bridge.original_model.get_input_embeddings().register_forward_hook(lambda *given: given[1000])
+    with pytest.raises(IndexError), bridge.trace(tokens) as run:
+        _ = run["blocks.1.hook_resid_post"]
+    handle.remove()
     with pytest.raises(TypeError, match="argument of neither"):
         bridge.trace(tokens, nonsense=1)
 
@@ -263,8 +267,6 @@ def test_skipping(bridge, tokens):
         run.skip(1, 2)
         with pytest.raises(ValueError, match="come to block 0 already"):
             run.skip(0)
-        after = run["blocks.2.hook_resid_post"]
-    assert torch.equal(before, after)
     torch.testing.assert_close(run.logits, bridge(before, start_at_layer=3))
 
 
