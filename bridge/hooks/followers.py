@@ -24,6 +24,8 @@ class Following:
 
 
 def take_over_from(leader: HookPoint, follower: Follower) -> Callable[..., Tensor | None]:
+    """A listener's function for a follower: what was written at its leader in this pass; None where nothing was."""
+
     def take_over(value: Tensor, hook: HookPoint) -> Tensor | None:
         run = CURRENT.get().run
         written = None if run is None else run.written.get(leader)

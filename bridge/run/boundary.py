@@ -85,6 +85,10 @@ class PassBoundary:
             CURRENT.set(RunContext(context.shared, context.own, None, context.generation))
 
 
+def only_there(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
+
+
 def strip(model: nn.Module) -> None:
     """Takes what is ours from a copy of a model that was made while hooks were attached."""
     for module in model.modules():
@@ -92,7 +96,7 @@ def strip(model: nn.Module) -> None:
             ours = [
                 key
                 for key, hook in hooks.items()
-                if hook is _only_there or isinstance(getattr(hook, "__self__", None), _OURS)
+                if hook is only_there or isinstance(getattr(hook, "__self__", None), _OURS)
             ]
             for key in ours:
                 del hooks[key]

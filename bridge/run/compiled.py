@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,10 +18,36 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from bridge.hooks.modules import Finder
 
 
+class _KeptAway:
+    """Keeps all compiled code away while anybody needs that, in whatever thread: torch knows one stance for all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._users += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_KEPT_AWAY = _KeptAway()
+
+
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Runs a model that was compiled as it was written."""
-    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+    with _KEPT_AWAY if is_compiled(model) else nullcontext():
         yield
 
 

@@ -17,7 +17,7 @@ from bridge.hooks.followers import Following, take_over_from
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.modules import Finder, check_places
-from bridge.run.boundary import PassBoundary
+from bridge.run.boundary import PassBoundary, only_there
 from bridge.run.checkpointing import CheckpointedBlocks
 from bridge.run.compiled import AsWritten, refuse_inside_compiled
 from bridge.run.separate_reads import SeparateReading
@@ -94,10 +94,11 @@ class Wiring:
         check_places(self._blocks)
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
-        moved = [hook.site.path for hook in self._sites.values() if not hook.is_in_place]
-        for point, tap in self._taps.items():
-            if Finder(self.model, point.point.site.path).module is not tap.module:
-                moved.append(point.point.site.path)
+        with self._lock:  # other threads may attach hooks meanwhile
+            moved = [hook.site.path for hook in self._sites.values() if not hook.is_in_place]
+            for point, tap in self._taps.items():
+                if Finder(self.model, point.point.site.path).module is not tap.module:
+                    moved.append(point.point.site.path)
         for path in moved:
             raise RuntimeError(
                 f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
@@ -217,7 +218,7 @@ class Wiring:
             opened = self._opened.setdefault(scope, {})
             while path not in opened:
                 module = self.model.get_submodule(path)
-                closers: list[Callable[[], None]] = [module.register_forward_hook(_only_there).remove]
+                closers: list[Callable[[], None]] = [module.register_forward_hook(only_there).remove]
                 kind = self._tapped_paths.get(path)
                 if kind is not None and kind != "experts":  # that tap computes one expert at a time
                     tap = tap_on(kind, module)
@@ -373,10 +374,6 @@ class Wiring:
             for hook in self.points.values():
                 self._by_block.setdefault((hook.point.stack, hook.point.depth), []).append(hook)
         return self._by_block.get((stack, depth), [])
-
-
-def _only_there(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
 
 
 def _own_inputs(point: HookPoint) -> bool:

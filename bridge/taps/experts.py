@@ -84,7 +84,11 @@ class _ExpertsWatch(Watch):
     def show_the_others(self) -> None:
         """Shows the experts that did not run, without rows."""
         module: Any = self._tap.module
-        for channel in tuple(self._tap.points):  # a hook may let go of others
+        shown: set[str] = set()
+        # One after the other: a hook may let go of points, or ask for further ones.
+        while waiting := [channel for channel in self._tap.points if channel not in shown]:
+            channel = waiting[0]
+            shown.add(channel)
             if int(channel.split(".")[0]) not in self._ran:
                 self._tap.show(channel, module.down_proj.new_empty(0, width(module)), self._call)
 
