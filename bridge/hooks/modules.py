@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -47,18 +46,6 @@ class Finder:
             if found is None:
                 raise RuntimeError(gone(".".join(self.parts)))
         return found
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside a ``with`` statement; afterwards every module is in the mode in which it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def check_places(finders: Iterable[Finder]) -> None:
