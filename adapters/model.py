@@ -37,11 +37,12 @@ class ModelMap:
     no_layer_runs: str = ""
 
 
-def map_model(model: nn.Module) -> ModelMap:
+def map_model(model: nn.Module, declared: Architecture | None = None) -> ModelMap:
     """What plays which part in a Hugging Face model.
 
     Args:
         model: a model of a supported family.
+        declared: its declaration; None: that of its class.
 
     Raises:
         UnsupportedModelError: there is no adapter for its class.
@@ -54,7 +55,7 @@ def map_model(model: nn.Module) -> ModelMap:
     """
     base = base_path(model)
     core = model.get_submodule(core_path(model))
-    architecture = declaration_for(core)
+    architecture = declaration_for(core) if declared is None else declared
     if architecture.refuse is not None:
         architecture.refuse(model)
     cfg = model_config(architecture, core, model.get_submodule(base))

@@ -172,6 +172,21 @@ class WrappedModel(nn.Module):
         strip(self.original_model)
         self._wire(map_model(self.original_model))
 
+    def beside(self, model: nn.Module) -> Self:
+        """A bridge of the same declaration, facts and class around another model, which has this one's modules.
+
+        Args:
+            model: the model.
+        """
+        new = type(self).__new__(type(self))
+        state = self.__getstate__()
+        state["_modules"] = {**state["_modules"], "original_model": model}
+        nn.Module.__setstate__(new, state)
+        new.cfg = copy.copy(self.cfg)
+        new.cfg.attach(model)
+        new._wire(map_model(model, self.architecture))
+        return new
+
     def __copy__(self) -> Self:
         new = type(self)(self.original_model, self.tokenizer)
         new.cfg, new._weights = self.cfg, None
