@@ -69,6 +69,7 @@ class Wiring:
             self.check_in_place,
         )
         self._blocks = [Finder(model, path) for path in blocks]
+        self._lists = [Finder(model, path) for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks)]
         inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
         check_places([Finder(model, path) for path in inside if path and has_module(model, path)])
 
@@ -95,7 +96,9 @@ class Wiring:
             RuntimeError: a module was replaced while hooks were on it.
             ValueError: one module stands at two places in the list of blocks.
         """
-        check_places(self._blocks)
+        blocks = [id(block) for held in self._lists for block in held.module._modules.values()]
+        if len(set(blocks)) != len(self._blocks):  # one stands twice, or is gone
+            check_places(self._blocks)
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
         with self._lock:  # other threads may attach hooks meanwhile
