@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import NamedStep, Stack
 from adapters.config import config_of
-from adapters.paths import base_path, has_module, join, path_from
+from adapters.paths import base_path, has_module, join, path_from, token_embedding
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
 
@@ -190,7 +190,9 @@ def some_tokens(bridge: Bridge, batch: int, pos: int, seed: int = 0) -> tuple[Te
         seed: which ones.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, bridge.cfg.d_vocab, (batch, pos), generator=generator).to(bridge.cfg.device)
+    table = getattr(token_embedding(bridge.core), "weight", None)
+    most = min(bridge.cfg.d_vocab, table.shape[0] if isinstance(table, Tensor) else bridge.cfg.d_vocab)
+    tokens = torch.randint(0, most, (batch, pos), generator=generator).to(bridge.cfg.device)
     return tokens, with_decoder(bridge, tokens)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from adapters.attention import HeadResults
 from adapters.linear import bias_of, head_results
 from adapters.proofs.evidence import with_decoder
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
-from adapters.proofs.report import Check
+from adapters.proofs.report import WRONG, Check, said
 from adapters.views import SinkPattern
 
 
@@ -30,23 +30,37 @@ class Mechanics:
         self.tokens, self.tolerance = tokens, tolerance
         # A decoder of its own is given a shorter text, so that its shapes cannot be mistaken for the encoder's.
         self.more = with_decoder(bridge, tokens)
-        self.checks: list[Check] = []
         self.hooks_before = self.count_hooks()
         self.plain: Tensor = self.model(input_ids=self.tokens, **self.more)[0]
         self.names = list(bridge.hook_dict)
 
-    def quick(self) -> None:
+    def quick(self) -> list[Check]:
         """The checks that take a few runs."""
-        self.unhooked()
-        self.every_hook_fires()
+        return self._all(self.unhooked, self.every_hook_fires)
 
-    def full(self) -> None:
+    def full(self) -> list[Check]:
         """The checks that take a run for each kind of hook point, or for each layer."""
-        self.writing_back()
-        self.pattern_rows()
-        self.z_through_w_o()
-        self.resid_mid_reaches_both()
-        self.starting_after_stopping()
+        return self._all(
+            self.writing_back,
+            self.pattern_rows,
+            self.z_through_w_o,
+            self.resid_mid_reaches_both,
+            self.starting_after_stopping,
+        )
+
+    def last(self) -> list[Check]:
+        """What is to be looked at when everything else is done."""
+        return self._all(self.nothing_left_behind)
+
+    def _all(self, *checks: Callable[[], None]) -> list[Check]:
+        """What checks find; one that raises does not hold."""
+        self.checks: list[Check] = []
+        for check in checks:
+            try:
+                check()
+            except WRONG as error:
+                self.add((check.__doc__ or check.__name__).strip().rstrip("."), False, said(error))
+        return self.checks
 
     def add(self, name: str, passed: bool, detail: str = "") -> None:
         self.checks.append(Check(name, passed, detail))
@@ -74,6 +88,7 @@ class Mechanics:
         return self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
 
     def unhooked(self) -> None:
+        """Unhooked logits are the model's own."""
         self.add("unhooked logits are the model's own, bit by bit", torch.equal(self.logits(), self.plain))
 
     def expected_shape(self, axes: str) -> list[int | None]:
@@ -89,13 +104,18 @@ class Mechanics:
         return [sizes[axis] if axis in sizes else getattr(self.cfg, axis, None) for axis in axes.split()]
 
     def every_hook_fires(self) -> None:
+        """Every hook point fires once, with its declared shape."""
         seen: dict[str, list[list[int]]] = {name: [] for name in self.names}
 
         def look(x: Tensor, hook: Hook) -> None:
             seen[hook.name].append(list(x.shape))
 
-        self.logits([(self.names, look)])
         wrong = []
+        try:
+            self.logits([(self.names, look)])
+        except WRONG as error:
+            wrong = self.what_raises() or [said(error)]
+            seen = {}
         for name, shapes in seen.items():
             expected = self.expected_shape(self.bridge.hook_dict[name].point.axes)
             fits = len(shapes) == 1 and len(shapes[0]) == len(expected)
@@ -107,8 +127,21 @@ class Mechanics:
             f"{len(self.names)} hook points" if not wrong else "; ".join(wrong[:3]),
         )
 
+    def what_raises(self) -> list[str]:
+        """The first hook points at which a listener alone is enough to make a run fail, with the error."""
+        found: list[str] = []
+        for name in self.names:
+            try:
+                self.logits([(name, lambda x, hook: None)])
+            except WRONG as error:
+                found.append(f"{name}: {said(error)}")
+                if len(found) == 3:
+                    break
+        return found
+
     def writing_back(self) -> None:
-        """One run for each kind of hook point, in all layers at once; where that differs, one for each of them."""
+        """Writing back what was read changes nothing."""
+        # One run for each kind of hook point, in all layers at once; where that differs, one for each of them.
 
         def same(x: Tensor, hook: Hook) -> Tensor:
             return x
@@ -158,6 +191,7 @@ class Mechanics:
                     yield prefix + first.before, prefix + first.after, added
 
     def pattern_rows(self) -> None:
+        """Pattern rows sum to one."""
         patterns = [name for name in self.names if name.endswith("hook_pattern")]
         if not patterns:
             self.add("pattern rows sum to one", True, "does not apply")
@@ -181,6 +215,7 @@ class Mechanics:
         self.add_worst("pattern rows sum to one" + (" less what sinks take" if sunk else ""), pairs())
 
     def z_through_w_o(self) -> None:
+        """z through W_O gives attn_out."""
         hooks = self.bridge.hook_dict
         results = [n for n in self.names if n.endswith(".hook_result")]
         seen: dict[str, Tensor] = {}
@@ -210,6 +245,8 @@ class Mechanics:
         self.add_worst("z through W_O gives attn_out", pairs())
 
     def resid_mid_reaches_both(self) -> None:
+        """Halving resid_mid reaches both branches."""
+
         def halve(x: Tensor, hook: Hook) -> Tensor:
             return x * 0.5
 
@@ -224,6 +261,7 @@ class Mechanics:
         self.add_worst("halving resid_mid reaches both branches", pairs())
 
     def starting_after_stopping(self) -> None:
+        """start_at_layer after stop_at_layer gives the full logits."""
         name = "start_at_layer after stop_at_layer gives the full logits"
         reason = self.bridge.no_layer_runs
         if reason:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +45,21 @@ class Report:
         lines = [f"{self.model}: {'verified' if self.passed else 'NOT verified'}"]
         lines += [f"  {'ok  ' if c.passed else 'FAIL'}  {c.name:<{width}}  {c.detail}".rstrip() for c in self.checks]
         return "\n".join(lines)
+
+
+#: What a run may raise that looks where a wrong declaration says.
+WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+
+
+def said(error: Exception) -> str:
+    """An error in one line.
+
+    Args:
+        error: the error; one that says that the memory is full is no finding, and is raised again.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 @dataclass
@@ -112,6 +127,18 @@ class Findings:
         entry = self._claims.setdefault(claim, _Claim())
         entry.worst = max(entry.worst, (relative, place))
         return self.holds(claim, place, relative <= self.tolerance, f"differs by {relative:.1e}, relatively")
+
+    def attempt(self, claim: str, prove: Callable[[], None]) -> None:
+        """Tries a proof; what it raises says that its claim does not hold.
+
+        Args:
+            claim: what the proof is of.
+            prove: adds what it finds.
+        """
+        try:
+            prove()
+        except WRONG as error:
+            self.holds(claim, "a run", False, said(error))
 
     def untold(self, claim: str, reason: str) -> None:
         """Says that a claim could not be told from another one, and why."""

@@ -47,6 +47,8 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
     cfg = evidence.bridge.cfg
     if rotates:
         declared = cfg.positional_embedding_type == "rotary"
+        if cfg.positional_embedding_type == "relative_positional_bias":
+            findings.holds(SCORES, "position bias", bool(biases), "cfg says that there is one, and no table of it ran")
         findings.holds(SCORES, "rotary", any(rotates) == declared, f"in the layers {rotates}, and cfg says {declared}")
 
 
