@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from adapters.mixers.functions import FUNCTIONS, ONE_STEP, Seen
 from adapters.mixers.part import functions_of
-from adapters.views import Call
+from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.taps.stand_ins import INSTEAD, StandIn
+from bridge.taps.stand_ins import StandIn, instead_of_them
 from bridge.taps.states import RECURRENCES, states_of, with_states
 from bridge.taps.tap import Tap
 
@@ -41,11 +41,8 @@ class RecurrenceTap(Tap):
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
         call = _MixerCall(self, Call(self.module, args, kwargs))
-        token = INSTEAD.set(call.instead)
-        try:
+        with instead_of_them(call.instead):
             output = self.original(*args, **kwargs)
-        finally:
-            INSTEAD.reset(token)
         call.check()
         return output
 
@@ -64,7 +61,7 @@ class _MixerCall:
         self._length = call.input.shape[1]
         self._seen: set[str] = set()
 
-    def instead(self, own: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def instead(self, own: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
         """What is called in place of a function of the mixer's."""
         if CURRENT.get().run is not self._run:
             return own(*args, **kwargs)

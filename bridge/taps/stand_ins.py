@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
+
+from adapters.views import Args, Kwargs
 
 #: What is called in place of a function: it is given the function, its name, and the call.
-Instead = Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]
+Instead = Callable[[Callable[..., Any], str, Args, Kwargs], Any]
 
 _LOCK = threading.RLock()
 #: What is called in place of functions in this context; None: the functions themselves.
-INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
+_INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
 
 
 class StandIn:
@@ -24,27 +27,32 @@ class StandIn:
         name: its name.
 
     Attributes:
-        own: the function.
         users: how many need it there.
     """
 
     def __init__(self, namespace: MutableMapping[str, Any], name: str) -> None:
-        self._namespace, self._name = namespace, name
-        self.own: Callable[..., Any] = namespace[name]
+        self.namespace, self.name = namespace, name
         self.users = 0
-        functools.update_wrapper(self, self.own)
+        self._own: Callable[..., Any] = namespace[name]
+        functools.update_wrapper(self, self._own)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        instead = INSTEAD.get()
-        return self.own(*args, **kwargs) if instead is None else instead(self.own, self._name, args, kwargs)
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The function."""
+        return self._own
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        instead = _INSTEAD.get()
+        return self.own(*args, **kwargs) if instead is None else instead(self.own, self.name, args, kwargs)
 
     @classmethod
-    def stand(cls, namespace: MutableMapping[str, Any], name: str) -> StandIn:
+    def stand(cls, namespace: MutableMapping[str, Any], name: str) -> Self:
         """The one that stands there, with one user more."""
         with _LOCK:
             there = namespace[name]
-            if not isinstance(there, StandIn):
-                there = namespace[name] = cls(namespace, name)
+            if not isinstance(there, cls):
+                there = cls(namespace, name)
+                namespace[name] = there
             there.users += 1
             return there
 
@@ -52,5 +60,19 @@ class StandIn:
         """Takes it away when nobody needs it any more, unless something else was put there meanwhile."""
         with _LOCK:
             self.users -= 1
-            if not self.users and self._namespace[self._name] is self:
-                self._namespace[self._name] = self.own
+            if not self.users and self.namespace[self.name] is self:
+                self.put_back()
+
+    def put_back(self) -> None:
+        """Puts back what was there."""
+        self.namespace[self.name] = self._own
+
+
+@contextmanager
+def instead_of_them(instead: Instead) -> Iterator[None]:
+    """Calls something else in place of the functions that are stood in for, inside a ``with`` statement."""
+    token = _INSTEAD.set(instead)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
