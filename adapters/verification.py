@@ -23,9 +23,11 @@ from adapters.proofs.projections import CLAIM as COLUMNS
 from adapters.proofs.projections import prove_projections
 from adapters.proofs.protocol import Bridge
 from adapters.proofs.report import WRONG, Check, Findings, Report, said
-from adapters.proofs.scores import SCORES, prove_attention
+from adapters.proofs.scores import PATTERN, SCORES, prove_attention
 from adapters.proofs.stream import READS, prove_streams
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
+from adapters.proofs.weights import CLAIM as WEIGHTS
+from adapters.proofs.weights import prove_weights
 
 #: How much of a verification is done: all of it, or what takes a few runs.
 Level = Literal["full", "quick"]
@@ -37,6 +39,7 @@ _PROOFS = (
     (SCORES, prove_attention),
     (GATED, prove_feed_forward),
     (FACTS, prove_facts),
+    (WEIGHTS, prove_weights),
     (LEFT_OUT, prove_coverage),
 )
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -121,10 +124,19 @@ def _proofs(bridge: Bridge, level: Level) -> Iterator[Check]:
     for claim, prove in _PROOFS:
         findings.attempt(claim, partial(prove, evidence, findings))
     if level == "full":
+        padded = more | _padded(tokens)
+        findings.attempt(PATTERN, lambda: prove_attention(driven(subject, tokens, padded), findings))
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     yield from findings.checks()
     if reason:
         yield Check("proved on", True, reason)
+
+
+def _padded(tokens: Tensor) -> dict[str, Tensor]:
+    """A mask that calls the first three tokens of the first row padding."""
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return {"attention_mask": mask}
 
 
 def _subject(bridge: Bridge) -> tuple[Bridge, str]:
