@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import peft
 import pytest
 import torch
 
@@ -100,3 +101,19 @@ def test_a_pattern_that_is_wrong_only_where_there_is_padding_is_noticed():
 def test_the_level_is_one_of_two():
     with pytest.raises(ValueError, match="neither 'full' nor 'quick'"):
         verify(TransformerBridge(tiny("gpt2")), level="fast")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_model_in_other_precision_is_verified(name):
+    """Norms and rotations are computed in single precision there, and rounded speeds of a rotation are no other base."""
+    for dtype in (torch.float64, torch.bfloat16):
+        report = verify(TransformerBridge(tiny(name).to(dtype)))
+        assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gpt2", ["c_attn", "c_fc"]), ("llama", ["q_proj", "v_proj"])])
+def test_layers_of_several_parts_are_verified(name, layers):
+    model = peft.get_peft_model(tiny(name), peft.LoraConfig(r=2, target_modules=layers, fan_in_fan_out=name == "gpt2"))
+    report = verify(TransformerBridge(model))
+    assert report.passed, str(report)
+    assert "whose weight (Parameter) is not a plain matrix; merge adapters" in str(report)
