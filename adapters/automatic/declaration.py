@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 from adapters.architecture import Architecture, Block, Head, Mixer, Opaque, Part, Stack, Step
 from adapters.attention import Attention
-from adapters.automatic.attention import FoundAttention, NotFound
+from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks
 from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding, soft_cap
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
+from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
-from adapters.automatic.recording import ModuleCall, Recording, record
+from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
 from adapters.config import act_fn_name, config_of, first, rotary_values
+from adapters.feed_forward import MLP, MoE
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
 from adapters.views import AlibiScores
@@ -124,6 +126,10 @@ class _Inference:
             output_length=found.blocks[0].n_left,
         )
         unembed = find_unembedding(self.model, self.recording, last)
+        values = self._config_values(found, unembed)
+        stack = replace(
+            stack, block=_sized(stack.block, values), layers={i: _sized(b, values) for i, b in stack.layers.items()}
+        )
         architecture = Architecture(
             stacks=(stack,),
             embed=self.relative(embedding.embed),
@@ -134,7 +140,7 @@ class _Inference:
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
             heads=self._heads(found, final, unembed),
-            config_values=self._config_values(found, unembed),
+            config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
 
@@ -161,6 +167,8 @@ class _Inference:
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.facts.items()}
         if values.get("positional_embedding_type") == "rotary":
             values |= self._rotary_values()
+        if values["d_mlp"] is None:
+            values["d_mlp"] = values.get("d_expert")
         if values["n_key_value_heads"] == values["n_heads"]:
             values["n_key_value_heads"] = None
         if unembed and self.recording.logits is not None:
@@ -174,6 +182,8 @@ class _Inference:
     def _rotary_values(self) -> dict[str, object]:
         """What the configuration says of the rotation that was seen, as far as it says it as transformers does."""
         config = config_of(self.model)
+        if getattr(config, "is_heterogeneous", False):
+            return {}  # another one for each layer
         parameters = getattr(config, "rope_parameters", None) or {}
         kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
         if "rope_theta" in parameters or (kinds and "rope_theta" in parameters.get("full_attention", {})):
@@ -236,6 +246,8 @@ class _Inference:
                 return self._attention(part, norms, block.path)
             if mixes:
                 return self._opaque(part, block, Mixer, note, "")
+            if experts := experts_of(part, self.recording):
+                return self._mixture(part, block.path, experts)
             return self._mlp(part, block.path)
         except NotFound as why:
             plays = "attn" if attends and mixes is not False else "mlp"
@@ -255,6 +267,17 @@ class _Inference:
             self.fact("positional_embedding_type", "rotary")
         elif isinstance(declared.scores, AlibiScores):
             self.fact("positional_embedding_type", "alibi")
+        return declared
+
+    def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
+        found = FoundMixture(part, self.recording, block, experts)
+        declared = found.declare()
+        for name in ("num_experts", "experts_per_token", "d_expert"):
+            self.fact(name, getattr(found, name))
+        self.fact("gated_mlp", True)
+        self.fact("d_shared_expert", found.d_shared)
+        if found.act_fn:
+            self.fact("act_fn", act_fn_name(found.act_fn))
         return declared
 
     def _mlp(self, part: FoundPart, block: str) -> Part:
@@ -299,6 +322,28 @@ def _all_rotated(blocks: list[Block]) -> list[Block]:
         ))
         for block in blocks
     ]  # fmt: skip
+
+
+def _sized(block: Block, values: Mapping[str, object]) -> Block:
+    """A block whose parts say their sizes only where these are not those of the model."""
+    n_heads, d_head = values["n_heads"], values["d_head"]
+    n_kv_heads = values["n_key_value_heads"] or n_heads
+
+    def own(part: Part) -> Part:
+        if isinstance(part, MLP):
+            return replace(part, d_mlp=None if part.d_mlp == values["d_mlp"] else part.d_mlp)
+        if not isinstance(part, Attention):
+            return part
+        return replace(
+            part,
+            n_heads=None if part.n_heads == n_heads else part.n_heads,
+            n_kv_heads=None if part.n_kv_heads == n_kv_heads else part.n_kv_heads,
+            d_q=None if part.d_q == d_head else part.d_q,
+            d_k=None if part.d_k == d_head else part.d_k,
+            d_v=None if part.d_v == d_head else part.d_v,
+        )
+
+    return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:

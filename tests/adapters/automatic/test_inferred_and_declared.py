@@ -36,8 +36,7 @@ def both(case: str, monkeypatch: pytest.MonkeyPatch) -> tuple[TransformerBridge,
     return declared, inferred
 
 
-MIXTURES = [case for case in (*USUAL, *OTHER, *ALIKE) if any(word in case for word in ("moe", "mixtral", "oss"))]
-CASES = [case for case in (*USUAL, *OTHER, *ALIKE) if not case.startswith("t5") and case not in MIXTURES]
+CASES = [case for case in (*USUAL, *OTHER, *ALIKE) if not case.startswith("t5") ]
 
 
 @pytest.mark.parametrize("case", CASES)
