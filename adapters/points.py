@@ -13,8 +13,8 @@ from adapters.views import View
 
 #: ``input``: the first argument of a module. ``output``: what it returns. ``attention``: inside the attention that it
 #: computes. ``softmax``: the softmax in its forward. ``experts``: inside the module that holds a mixture's experts.
-#: ``router``: inside the module that chooses them by their logits.
-SiteKind = Literal["input", "output", "attention", "softmax", "experts", "router"]
+#: ``router``: inside the module that chooses them by their logits. ``recurrence``: inside a mixer.
+SiteKind = Literal["input", "output", "attention", "softmax", "experts", "router", "recurrence"]
 #: ``standard``: in an unfiltered cache. ``heavy``: there when the matching ``set_use_*`` is on. ``extra``: when named.
 Group = Literal["standard", "heavy", "extra"]
 
@@ -30,7 +30,8 @@ class Site:
             ``scores`` (what enters the softmax), ``pattern`` (what leaves it); inside expert e, ``{e}.gate``,
             ``{e}.pre`` (before and beside the activation function) and ``{e}.post`` (what enters its last projection);
             in a router, ``logits`` (of all experts, that the best are chosen from), ``product`` (what its matrix makes
-            of its input) and ``weights`` (of all, zero for those that are not chosen).
+            of its input) and ``weights`` (of all, zero for those that are not chosen); in a mixer, a channel of
+            `adapters.mixers.functions`, or ``state``.
     """
 
     path: str

@@ -4,13 +4,14 @@ A view has ``get(x, call)`` (site tensor to activation) and ``put(x, new, call)`
 site tensor). `call` describes the module call in progress; most views ignore it. ``put(x, get(x))`` equals ``x``.
 """
 
-from adapters.views.base import Branch, Call, Deferred, Derived, View, WriteThrough, split
+from adapters.views.base import Args, Branch, Call, Deferred, Derived, Kwargs, View, WriteThrough, split
 from adapters.views.heads import Heads, HeadsFirst, HeadsOfBatch, OneHead, Selected, columns, gathered, interleaved
 from adapters.views.scores import AlibiScores, MaskedScores, SinkPattern, SinkScores
 from adapters.views.stream import Composed, Copied, FlatRows, Scaled, WithBatchAxis
 
 __all__ = [
     "AlibiScores",
+    "Args",
     "Branch",
     "Call",
     "Composed",
@@ -21,6 +22,7 @@ __all__ = [
     "Heads",
     "HeadsFirst",
     "HeadsOfBatch",
+    "Kwargs",
     "MaskedScores",
     "OneHead",
     "Scaled",

@@ -36,7 +36,7 @@ def both(case: str, monkeypatch: pytest.MonkeyPatch) -> tuple[TransformerBridge,
     return declared, inferred
 
 
-CASES = [case for case in (*USUAL, *OTHER, *ALIKE) if not case.startswith("t5") ]
+CASES = [case for case in (*USUAL, *OTHER, *ALIKE) if not case.startswith("t5")]
 
 
 @pytest.mark.parametrize("case", CASES)
