@@ -52,11 +52,12 @@ def _is_among(name: str, names: Mapping[str, str]) -> bool:
     return any(name == each or name.startswith(each + ".") for each in names)
 
 
-def map_model(model: nn.Module, *, automatic: bool = False) -> ModelMap:
+def map_model(model: nn.Module, declared: Architecture | None = None, *, automatic: bool = False) -> ModelMap:
     """What plays which part in a Hugging Face model.
 
     Args:
         model: a Hugging Face model.
+        declared: its declaration; None: that of its class.
         automatic: where its class has no adapter, infer what one would declare from a run on a few tokens.
 
     Raises:
@@ -69,13 +70,13 @@ def map_model(model: nn.Module, *, automatic: bool = False) -> ModelMap:
         ['transformer.h.0', 'transformer.h.1']
     """
     core = model.get_submodule(core_path(model))
-    if automatic and not has_declaration(core):
+    if automatic and declared is None and not has_declaration(core):
         try:
             found = infer(model)
         except NotInferable as why:
             raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.") from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)
-    architecture = declaration_for(core)
+    architecture = declaration_for(core) if declared is None else declared
     if architecture.refuse is not None:
         architecture.refuse(model)
     return _mapped(model, core, architecture, None)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Architecture, Block, Head, Mixer, Opaque, Part, Stack, Step
+from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks
@@ -24,8 +24,10 @@ from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
 from adapters.config import act_fn_name, config_of, first, rotary_values
 from adapters.feed_forward import MLP, MoE
+from adapters.mixers.part import Mixer, axes_of, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
+from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
 from adapters.views import AlibiScores
 
 
@@ -62,12 +64,22 @@ def infer(model: nn.Module) -> Inferred:
         >>> infer(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61))).architecture.stack.path
         'layers'
     """
-    was_training = model.training
-    model.train(False)
+    subject = _subject(model)
+    was_training = subject.training
+    subject.train(False)
     try:
-        return _Inference(model, record(model, sample_inputs(model))).run()
+        return _Inference(subject, record(subject, sample_inputs(subject))).run()
     finally:
-        model.train(was_training)
+        subject.train(was_training)
+
+
+def _subject(model: nn.Module) -> nn.Module:
+    """What is run: the model; or its twin, where some of its parameters prove nothing, or half precision little."""
+    parameters = list(model.parameters())
+    half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
+    if any(p.is_meta for p in parameters) or not (half or trivial_parameters(model)) or why_no_twin(model):
+        return model
+    return model if 4 * sum(p.numel() for p in half) > ROOM else twin(model)
 
 
 def sample_inputs(model: nn.Module) -> dict[str, Tensor]:
@@ -289,8 +301,19 @@ class _Inference:
         self.fact("act_fn", act_fn_name(found.act_fn))
         return declared
 
-    @staticmethod
+    def _modules_of(self, owner: ModuleCall) -> tuple[tuple[str, str], ...]:
+        """The modules in a mixer that run once, with the axes of what they return."""
+        found = []
+        for call in self.recording.calls:
+            once = owner.holds(call) and call is not owner and len(self.recording.of(call.path)) == 1
+            if once and call.is_leaf and call.n_left == 1 and call.left and call.left[0].key is None:
+                path, shape = relative(call.path, owner.path), call.left[0].value.shape
+                if "." not in path and len(shape) > 1:
+                    found.append((path, axes_of(path, shape, self.recording.batch, self.recording.pos)))
+        return tuple(found)
+
     def _opaque(
+        self,
         part: FoundPart,
         block: ModuleCall,
         kind: type[Mixer] | type[Opaque],
@@ -306,8 +329,11 @@ class _Inference:
         if why:
             note["inside"] = why
         if kind is Mixer:
-            note["inside"] = "it mixes positions without a softmax: what is inside is not declared"
-            return Mixer(path, out_path, seen.key)
+            functions = functions_of(owner.module)
+            modules = self._modules_of(owner)
+            if not (functions or modules):
+                note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
+            return Mixer(path, out_path, seen.key, modules, functions)
         return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key)
 
 
