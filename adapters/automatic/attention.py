@@ -310,6 +310,49 @@ class FoundAttention:
         """No query attends to a later key."""
         return not bool(self.softmax.pattern[..., : self.query_pos].triu(1).any())
 
+    def window(self) -> int | None:
+        """How far back it looks at most; None where the last query sees the first key."""
+        seen = (self.softmax.pattern[:, :, -1, : self.query_pos] > 0).any(0).any(0)
+        return None if bool(seen[0]) else self.query_pos - int(seen.nonzero()[0])
+
+    def rotation(self) -> tuple[int, bool] | None:
+        """How many of each head's first columns are rotated, and whether neighbours turn together.
+
+        None where that is not what changes: other columns than the first, or in other pairs.
+        """
+        query = self.softmax.query
+        if query is None:
+            return None
+        before, after = self._normed("q").double(), query.detach().transpose(1, 2).double()
+        if before.shape != after.shape:
+            return None
+        after = after * float(before[:, 0].norm() / after[:, 0].norm())
+        close = 20 * tolerance(self.softmax.scores) * float(before.abs().max())
+        changed = ((before - after).abs().amax((0, 1, 2)) > close).nonzero().flatten().tolist()
+        if not changed:
+            return None
+        for dim in range(changed[-1] + 1 + (changed[-1] + 1) % 2, before.shape[-1] + 1, 2):
+            for adjacent in (False, True):
+                pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
+                sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
+                if bool(((sizes[0] - sizes[1]).abs() <= 2 * close).all()):
+                    return dim, adjacent
+        return None
+
+    def soft_cap(self, said: float | None) -> float:
+        """The soft cap of the scores: the one that the configuration says, where the scores are so; -1 where not."""
+        found = self._product()
+        if not said or found is None:
+            return -1.0
+        scores, product = self.softmax.scores.detach().double()[..., : found[0].shape[-1]], found[0]
+        seen = (self.softmax.pattern[..., : product.shape[-1]] > 0) & (scores.abs() < said)
+        capped, plain, product = said * (scores[seen] / said).atanh(), scores[seen], product[seen]
+
+        def left(x: Tensor) -> float:
+            return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
+
+        return said if left(capped) < 1e-5 or left(capped) < 0.1 * left(plain) else -1.0
+
     def scores_view(self) -> View:
         """How the scores are seen: `AlibiScores` where the module is given what is added to them for each key."""
         alibi, pattern = self.owner.given.get("alibi"), self.softmax.pattern

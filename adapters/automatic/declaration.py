@@ -26,7 +26,7 @@ from adapters.config import act_fn_name, config_of, first, rotary_values
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer, axes_of, functions_of
 from adapters.norms import Norm
-from adapters.paths import base_path, core_path
+from adapters.paths import base_path, core_path, token_embedding
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
 from adapters.views import AlibiScores
 
@@ -104,7 +104,8 @@ class _Inference:
         self.base, self.core = base_path(model), core_path(model)
         self.not_offered: dict[str, str] = {}
         self.facts: dict[str, Counter[object]] = {}
-        self.dtypes: set[torch.dtype] = set()
+        #: How far back each attention looks at most, None where it looks at the first token.
+        self.windows: list[int | None] = []
 
     def fact(self, name: str, value: object) -> None:
         """Something that a layer says of the model."""
@@ -158,9 +159,11 @@ class _Inference:
 
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
-        if unembed is None or final is not None:
+        if unembed is None or unembed.entered is None:
             return ()
-        head = find_head(self.recording, found.outputs[-1], found.blocks[-1].end, unembed)
+        if final is not None and self.recording.of(final.path)[-1].left[0].mark == unembed.entered.mark:
+            return ()
+        head = find_head(self.recording, found.blocks[-1].end, unembed)
         if head is None:
             return ()
         around, linear, norm = ("." + relative(each, self.core) for each in head[:3])
@@ -178,7 +181,15 @@ class _Inference:
         values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.facts.items()}
         if values.get("positional_embedding_type") == "rotary":
-            values |= self._rotary_values()
+            # Of slow rotations a run of few tokens sees nothing: the configuration may say that more columns turn.
+            values["rotary_dim"] = max(
+                (dim for dim in self.facts.get("rotary_dim", {}) if isinstance(dim, int)), default=None
+            )
+            said = self._rotary_values()
+            if said and (values["rotary_dim"] or 0) <= int(str(said["rotary_dim"])):
+                values |= said
+        values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
+        values |= self._window_values()
         if values["d_mlp"] is None:
             values["d_mlp"] = values.get("d_expert")
         if values["n_key_value_heads"] == values["n_heads"]:
@@ -191,9 +202,23 @@ class _Inference:
                 values["output_logits_soft_cap"] = cap
         return values
 
+    def _is_tied(self, unembed: ModuleCall) -> bool:
+        """One tensor is both the embedding and the unembedding."""
+        embedding = token_embedding(self.model)
+        weights = [getattr(module, "weight", None) for module in (embedding, unembed.module)]
+        return weights[0] is not None and weights[0] is weights[1]
+
+    def _window_values(self) -> dict[str, object]:
+        """Sliding windows, where the run shows that they are not those that the configuration says."""
+        config = config_of(self.model).get_text_config()
+        said = None if getattr(config, "is_heterogeneous", False) else first(config, "sliding_window")
+        if isinstance(said, int) and said < self.recording.pos and all(seen is None for seen in self.windows):
+            return {"use_local_attn": False, "window_size": None, "attn_types": None}
+        return {}
+
     def _rotary_values(self) -> dict[str, object]:
         """What the configuration says of the rotation that was seen, as far as it says it as transformers does."""
-        config = config_of(self.model)
+        config = config_of(self.model).get_text_config()
         if getattr(config, "is_heterogeneous", False):
             return {}  # another one for each layer
         parameters = getattr(config, "rope_parameters", None) or {}
@@ -272,11 +297,17 @@ class _Inference:
         declared = found.declare()
         self.fact("n_heads", found.n_heads)
         self.fact("n_key_value_heads", len(found.found["k"][1]))
-        self.fact("d_head", len(found.found["q"][1][0]))
+        self.fact("d_head", len(found.found["v"][1][0]))
         self.fact("attn_scale", found.scale())
         self.fact("attention_dir", "causal" if found.is_causal else "bidirectional")
+        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
+        self.fact("attn_scores_soft_cap", found.soft_cap(cap))
+        self.windows.append(found.window())
         if declared.rotary:
             self.fact("positional_embedding_type", "rotary")
+            if (rotation := found.rotation()) is not None:
+                self.fact("rotary_dim", rotation[0])
+                self.fact("rotary_adjacent_pairs", rotation[1])
         elif isinstance(declared.scores, AlibiScores):
             self.fact("positional_embedding_type", "alibi")
         return declared
@@ -294,7 +325,7 @@ class _Inference:
 
     def _mlp(self, part: FoundPart, block: str) -> Part:
         config = config_of(self.model)
-        said = first(config, "hidden_act", "hidden_activation", "activation_function")
+        said = first(config.get_text_config(), "hidden_act", "hidden_activation", "activation_function")
         found = FoundMLP(part, block, said if isinstance(said, str) else None)
         declared = found.declare()
         self.fact("d_mlp", found.d_mlp)

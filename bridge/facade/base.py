@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from adapters import Architecture, ModelMap, Weights, map_model
 from adapters.automatic.proof import Proof
 from adapters.config import ModelConfig
+from adapters.model import Automatic
 from bridge.facade.offered import Offered
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
@@ -41,7 +42,7 @@ class WrappedModel(nn.Module):
     refuses_silent_hooks = True
 
     def __init__(
-        self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, automatic: bool = True
+        self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, automatic: Automatic = True
     ) -> None:
         self.__dict__.pop("wiring", None)  # there where a bridge is made anew in place (see `__setattr__`)
         super().__init__()
