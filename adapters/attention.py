@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from einops import reduce
 from torch import Tensor
 
@@ -94,6 +95,15 @@ class Projection:
     part: View | None = None
 
 
+#: What a gate's projection goes through, by name.
+GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    "softplus": torch.nn.functional.softplus,
+    "tanh": torch.tanh,
+}
+
+
 @dataclass(frozen=True)
 class Attention:
     """An attention module.
@@ -123,8 +133,11 @@ class Attention:
             relative to the attention module ("": there is one, that no module puts out). Keys are then what is made
             from the latent; a part that all heads share is in `hook_rot_k` only.
         n_heads, n_kv_heads: its numbers of heads, where they are not those of `ModelConfig`.
-        z_is: what stands between ``pattern @ v`` and `hook_z`, which is what enters the output projection: a ``gate``,
-            a ``norm``, a ``factor``. None: nothing.
+        z_is: what stands between ``pattern @ v`` and `hook_z`, which is what enters the output projection: a ``gate``
+            (see `gate`), a ``norm``, a ``factor``; or ``sink``: the sigmoid of the scores' log-sum-exp less each head's
+            parameter, whose name `z_sinks` is. None: nothing.
+        gate: the projection that makes the gate, with one column for each of a head's, or one for each head.
+        gate_fn: the name of its activation function, of `GATE_FUNCTIONS`.
         v_norm: a norm of the values, relative to the attention module: the pattern is multiplied with what it puts out.
         flat_heads: scores and pattern are ``[(batch head), query, key]``.
         d_q, d_k, d_v: how wide a head's queries, keys and values are, where that is not its `d_head`.
@@ -152,7 +165,10 @@ class Attention:
     kv_latent: str | None = None
     n_heads: int | None = None
     n_kv_heads: int | None = None
-    z_is: Literal["gate", "norm", "factor"] | None = None
+    z_is: Literal["gate", "norm", "factor", "sink"] | None = None
+    gate: Projection | None = None
+    gate_fn: str | None = None
+    z_sinks: str | None = None
     v_norm: Norm | None = None
     flat_heads: bool = False
     d_q: int | None = None
@@ -253,6 +269,11 @@ def attention_points(
             scores, pattern = Composed(HeadsOfBatch(n_heads), scores), Composed(HeadsOfBatch(n_heads), pattern)
         inner.add("hook_attn_scores", Site(core, "attention", "scores"), scores, square, n_heads=n_heads)
         inner.add("hook_pattern", Site(core, "attention", "pattern"), pattern, square, n_heads=n_heads)
+    if part.gate:
+        gate = Site(join(module, part.gate.path), "output")
+        inner.add(
+            "hook_gate", gate, part.gate.part or Heads(n_heads), f"batch {pos} {part.heads('q')} d_gate", group="extra"
+        )
     output = join(module, part.o)
     z_axes = f"batch {pos} {part.heads('q')} {part.width('v')}"
     inner.add("hook_z", Site(output, "input"), Heads(n_heads), z_axes, aliases=("o.hook_in",))

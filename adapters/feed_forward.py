@@ -52,6 +52,8 @@ class MoE:
             ``logits``, with a softmax over the chosen ones afterwards; or ``scores``, each made from its logit alone (a
             sigmoid), perhaps by groups.
         router_matrix: the module, relative to the router, whose weight makes the logits ("": the router's own).
+        corrected: each expert has a term of its own in the choice, or experts are chosen by groups: the chosen ones are
+            not those of the largest weights.
         factor: what the sum of the chosen experts is multiplied with.
         shared: an expert that every token is sent to; its path is relative to `path`.
         shared_factor: what its result is multiplied with.
@@ -64,6 +66,7 @@ class MoE:
     experts: str = "experts"
     chosen_by: Literal["probabilities", "logits", "scores"] = "probabilities"
     router_matrix: str = ""
+    corrected: bool = False
     factor: float = 1.0
     shared: MLP | None = None
     shared_factor: float = 1.0

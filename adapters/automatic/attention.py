@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from adapters.attention import Attention, Projection
+from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.layouts import heads_view, relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart, Norms
@@ -102,6 +102,12 @@ class FoundAttention:
             reached if self._from_before(call, query) else None
             for call, reached in zip(self.sources, from_values, strict=True)
         ]
+        self.gates = [
+            (call, sets)
+            for call, reached in zip(self.sources, from_values, strict=True)
+            if call.is_linear and reached is not None and not self._from_before(call, query)
+            and (sets := disjoint_sets(reached)) and len(sets) == self.n_heads
+        ]  # fmt: skip
         self.found: dict[str, tuple[ModuleCall, Sets, ModuleCall | None]] = {}
         for letter, reached in (("q", reaches.from_query), ("k", reaches.from_keys), ("v", values)):
             carrier = self._carrier(reached)
@@ -185,8 +191,7 @@ class FoundAttention:
         )
         if len(self.found["v"][1]) != declared.n_kv_heads:
             raise NotFound(f"it has {declared.n_kv_heads} heads of keys, and {len(self.found['v'][1])} of values")
-        v_norm, z_is = self._values()
-        return replace(declared, v_norm=v_norm, z_is=z_is)
+        return self._with_values(declared)
 
     def _latent(self, *letters: str) -> str | None:
         """What a projection reads that is neither the part's input nor its norm: made inside of it.
@@ -287,7 +292,8 @@ class FoundAttention:
         """What the product of queries and keys is divided by; None where the scores are not that product."""
         found = self._product()
         q, k = self._normed("q").double(), self._normed("k").double()
-        if found is None or found[1].transpose(1, 2).shape != q.shape or found[2].shape[-1] != k.shape[-1]:
+        rotated = self._rotated()
+        if found is None or not (rotated or (found[1].transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
             return None
         product, query, key = found
         position = min(5, self.query_pos - 1)
@@ -300,7 +306,7 @@ class FoundAttention:
         factor = float((differences * products).sum() / (products * products).sum())
         if not bool(((differences - factor * products).abs() <= 1e-3 * differences.abs().max()).all()):
             return None
-        if not self._rotated():  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
+        if not rotated:  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
             factor *= float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (self.n_heads / k.shape[2]) ** 0.5
         usual = q.shape[-1] ** 0.5
         return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
@@ -381,58 +387,49 @@ class FoundAttention:
                 return name
         raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")
 
-    def _values(self) -> tuple[Norm | None, Literal["gate", "norm", "factor"] | None]:
-        """The norm of the values, and what stands between `pattern @ v` and `z`.
+    def _with_values(self, declared: Attention) -> Attention:
+        """The declaration with the norm of the values, and what stands between `pattern @ v` and `z`.
 
         Raises:
-            NotFound: something else does.
+            NotFound: something unknown does.
         """
         norm = self._norm("v")
-        v = self._normed("v")
-        close = 10 * tolerance(v)
+        declared = replace(declared, v_norm=norm and norm[0])
+        v = self._normed("v").double()
         pattern = self.softmax.pattern[..., : v.shape[1]].double()
-        mixed = torch.einsum(
-            "bhqk,bkhd->bqhd", pattern, v.repeat_interleave(self.n_heads // v.shape[2], dim=2).double()
-        )
+        mixed = torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(self.n_heads // v.shape[2], dim=2))
         z = self.z_by_head.detach().double()
         if mixed.shape != z.shape:
             raise NotFound(
                 f"what enters its output projection is {z.shape[-1]} wide for each head, values {v.shape[-1]}"
             )
-        bound = close * z.abs().max()
-        if bool(((mixed - z).abs() <= bound).all()):
-            return norm and norm[0], None
-        factor = float((mixed * z).sum() / (mixed * mixed).sum())
-        if bool(((factor * mixed - z).abs() <= bound).all()):
-            return norm and norm[0], "factor"
-        flat = mixed.flatten(2).to(v.dtype)
+        bound = 10 * tolerance(self.z.value) * float(z.abs().max())
+
+        def is_z(x: Tensor) -> bool:
+            return bool(((x - z).abs() <= bound).all())
+
+        if is_z(mixed):
+            return declared
+        if is_z(mixed * float((mixed * z).sum() / (mixed * mixed).sum())):
+            return replace(declared, z_is="factor")
+        flat = mixed.flatten(2)
         for call in self.sources:
             behind = not call.is_linear and call.left[0].mark == self.z.mark and call.entered is not None
-            if behind and call.entered and torch.allclose(call.entered.value.flatten(2), flat, atol=float(bound)):
-                return norm and norm[0], "norm"
-        if self._is_gated(v, mixed, z):
-            return norm and norm[0], "gate"
+            if behind and call.entered and bool(((call.entered.value.flatten(2) - flat).abs() <= bound).all()):
+                return replace(declared, z_is="norm")
+        for call, sets in self.gates:
+            rows = by_position(call.left[0].value, self.recording.batch, self.query_pos)
+            gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
+            for name, function in GATE_FUNCTIONS.items():
+                if gate is not None and gate.shape[-1] in (1, z.shape[-1]) and is_z(mixed * function(gate)):
+                    view = heads_view(sets, call.left[0].value.shape[-1])
+                    path = relative(call.path, self.owner.path)
+                    return replace(declared, z_is="gate", gate=Projection(path, view), gate_fn=name)
+        total = self.softmax.scores.detach().double().logsumexp(-1).transpose(1, 2)[..., None]
+        for name, parameter in self.owner.module.named_parameters(recurse=False):
+            if parameter.shape == (self.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
+                return replace(declared, z_is="sink", z_sinks=name)
         raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
-
-    def _is_gated(self, v: Tensor, mixed: Tensor, z: Tensor) -> bool:
-        """Whether each number of `z` is its own of `pattern @ v` times something that no value is in."""
-        call, sets, _ = self.found["v"]
-        live, query = call.left[0].live, min(5, self.query_pos - 1)
-        if self._norm("v") is not None:
-            return False
-        for head, column in ((0, 0), (self.n_heads - 1, z.shape[-1] - 1)):
-            one = self.z_by_head[0, query, head, column]
-            gradient = gradient_of(one, live)
-            rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
-            if rows is None:
-                return False
-            group = head // (self.n_heads // len(sets))
-            gate = z[0, query, head, column] / mixed[0, query, head, column]
-            expected = torch.zeros_like(rows[0, :query])
-            expected[:, sets[group][column]] = (self.softmax.pattern[0, head, query, :query].double() * gate).to(rows)
-            if not bool(((rows[0, :query] - expected).abs() <= 1e-3 * expected.abs().max()).all()):
-                return False
-        return True
 
 
 def _same_numbers(x: Tensor, y: Tensor, close: float) -> bool:

@@ -186,7 +186,7 @@ class _Inference:
                 (dim for dim in self.facts.get("rotary_dim", {}) if isinstance(dim, int)), default=None
             )
             said = self._rotary_values()
-            if said and (values["rotary_dim"] or 0) <= int(str(said["rotary_dim"])):
+            if said and int(str(values["rotary_dim"] or 0)) <= int(str(said["rotary_dim"])):
                 values |= said
         values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
         values |= self._window_values()

@@ -97,6 +97,18 @@ class FoundMixture:
             return "logits"
         raise NotFound(f"{self.router.path} computes softmaxes of {[tuple(s.scores.shape) for s in inside]}")
 
+    def _corrected(self) -> bool:
+        """Whether the chosen experts are others than those of the largest logits."""
+        if (
+            self.chosen_by() == "scores"
+        ):  # in groups, or with a term for each expert, which may not show in a few tokens
+            return True
+        logits = self.router.output(0).value.flatten(0, -2)
+        best = logits.topk(self.experts_per_token).values
+        routed = self.router.indices_seen.flatten(0, -2)
+        chosen = logits.gather(-1, routed.long()).sort(-1, descending=True).values
+        return not torch.equal(best, chosen)
+
     def declare(self) -> MoE:
         """The declaration.
 
@@ -115,6 +127,7 @@ class FoundMixture:
             experts=relative(self.experts.path, owner),
             chosen_by=self.chosen_by(),
             router_matrix=relative(linear[0].path, self.router.path) if linear and linear[0] is not self.router else "",
+            corrected=self._corrected(),
             factor=self.factors[0],
             shared=shared,
             shared_factor=self.factors[1],

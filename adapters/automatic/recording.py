@@ -51,7 +51,7 @@ class ModuleCall:
         entered: its first argument, where that is a tensor of numbers.
         left: what it returned: the tensors of numbers.
         n_left: how many elements its output has.
-        indices: which elements of its output are tensors of integers.
+        indices: which elements of its output are tensors of integers; `integers` are these.
         alone: it was given one argument.
         given: the tensors among its named arguments.
         changed: what entered it (``input``), or left it (``output``), was written over in place afterwards.
@@ -68,6 +68,12 @@ class ModuleCall:
     alone: bool = False
     given: dict[str, Tensor] = field(default_factory=dict)
     changed: tuple[Literal["input", "output"], ...] = ()
+    integers: list[Tensor] = field(default_factory=list)
+
+    @property
+    def indices_seen(self) -> Tensor:
+        """The last tensor of integers that it returned."""
+        return self.integers[-1]
 
     @property
     def is_leaf(self) -> bool:
@@ -267,6 +273,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
         call.n_left = 1 if isinstance(output, Tensor) else len(elements)
         call.left = [seen for key, x in elements if (seen := _seen(key, x))]
         call.indices = [key or 0 for key, x in elements if isinstance(x, Tensor) and not x.is_floating_point()]
+        call.integers = [x for _, x in elements if isinstance(x, Tensor) and not x.is_floating_point()]
         return given
 
     try:
