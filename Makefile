@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow gpu check docs pages format benchmarks mutants clean
+.PHONY: demo test real slow gpu check docs pages format benchmarks models mutants clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -52,6 +52,10 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/circuits.py time
 	$(BIN)/python benchmarks/trace.py
+
+# Tries every text architecture of transformers, and writes docs/models.md: some minutes.
+models: $(STAMP)
+	PYTHONPATH=. $(BIN)/python benchmarks/models.py
 
 # Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks`.
 N ?= 100

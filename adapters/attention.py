@@ -123,6 +123,7 @@ class Attention:
         q_norm, k_norm: norms of queries and keys, relative to the attention module.
         qk_norm_over: what those norms are given: each head, as ``batch pos head d_head`` (``heads``) or as ``batch head
             pos d_head`` (``heads first``), or all heads at once, ``batch pos (head d_head)`` (``width``).
+        qk_norm_last: these norms are given rotated queries and keys: what they put out enters the product.
         qk_shift: the module whose output is added to what queries and keys read, after the norm (Shortformer's position
             embeddings), relative to the base model.
         position_bias: the module of a position bias that is added to the scores, relative to the attention module; a
@@ -157,6 +158,7 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     qk_norm_over: Literal["heads", "heads first", "width"] = "heads"
+    qk_norm_last: bool = False
     qk_shift: str | None = None
     position_bias: str | None = None
     core: str = ""

@@ -125,7 +125,8 @@ class Weights:
             module = self.module(path)
             scale = getattr(module, "scalar_embed_scale", 1.0) * self.architecture.embed_factor
             weight = held(module, "weight")
-            assert isinstance(weight, Tensor)
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"{path} is a {type(module).__name__}, which has no table of embeddings")
             return weight if scale == 1.0 else weight * scale
 
         return get
@@ -134,7 +135,8 @@ class Weights:
         def get() -> Tensor:
             module = self.module(path)
             weight = held(module, "weight")
-            assert isinstance(weight, Tensor)
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"{path} is a {type(module).__name__}, which has no table of positions")
             return weight[getattr(module, "offset", 0) :]  # OPT keeps two rows before those of its positions
 
         return get

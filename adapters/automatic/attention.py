@@ -42,6 +42,7 @@ class FoundAttention:
     def __init__(self, part: FoundPart, recording: Recording, norms: Norms, block: str) -> None:
         self.part, self.recording, self.norms, self.block = part, recording, norms, block
         self.missing: dict[str, str] = {}
+        self.normed_last = False
         if part.owner is None:
             raise NotFound("its layers stand in the block itself, with no module around them")
         self.owner = part.owner
@@ -179,6 +180,7 @@ class FoundAttention:
             q_norm=q_norm and q_norm[0],
             k_norm=k_norm and k_norm[0],
             qk_norm_over=over.pop() if over else "heads",
+            qk_norm_last=self.normed_last,
             core="" if core == owner else relative(core, owner),
             q_latent=self._latent("q"),
             kv_latent=self._latent("k", "v"),
@@ -229,12 +231,24 @@ class FoundAttention:
                 if other.is_linear or other.start < call.end or other.entered is None:
                     continue
                 x = other.entered.value
-                if x.shape[-1] in (d_head, d_head * heads) and _same_numbers(
-                    x, self._by_head(made, letter), tolerance(x)
-                ):
+                wide = x.shape[-1] in (d_head, d_head * heads)
+                if wide and _same_numbers(x, self._by_head(made, letter), tolerance(x)):
                     norm = other
                     break
+                if wide and letter in "qk" and self._is_last(letter, other):
+                    norm = other
+                    self.normed_last = True
+                    break
         return None if norm is None else (Norm(relative(norm.path, self.owner.path), self.norms[norm]), norm)
+
+    def _is_last(self, letter: str, norm: ModuleCall) -> bool:
+        """Whether a norm puts out the queries (keys) that enter the product, not repeated for groups."""
+        factor = self.softmax.query if letter == "q" else self.softmax.key
+        if factor is None or factor.shape[1] % len(self.found[letter][1]):
+            return False
+        once = factor.detach()[:, :: factor.shape[1] // len(self.found[letter][1])]
+        made = norm.left[0].value
+        return made.shape == once.shape and torch.equal(made, once)
 
     def _by_head(self, made: Tensor, letter: str) -> Tensor:
         """What a projection made, ``[batch, pos, head, d_head]``."""
@@ -256,18 +270,26 @@ class FoundAttention:
         """Queries or keys as they leave their norm, ``[batch, pos, head, d_head]``."""
         call, sets, _ = self.found[letter]
         norm = self._norm(letter)
-        if norm is None:
+        if norm is None or (self.normed_last and letter in "qk"):
             return self._by_head(call.left[0].value, letter)
         rows = by_position(norm[1].left[0].value, self.recording.batch, self.query_pos)
         assert rows is not None
         return rows.unflatten(-1, (len(sets), -1))
 
+    def _turned(self, letter: str) -> Tensor | None:
+        """Queries (keys) behind their rotation, ``[batch, head, pos, d_head]``: before the norm that comes last."""
+        norm = self._norm(letter)
+        if self.normed_last and norm is not None and norm[1].entered is not None:
+            return norm[1].entered.value
+        factor = self.softmax.query if letter == "q" else self.softmax.key
+        return None if factor is None else factor.detach()
+
     def _rotated(self) -> bool:
         """Whether queries are changed, each head's size kept, before they meet the keys."""
-        query = self.softmax.query
+        query = self._turned("q")
         if query is None:
             return False
-        before, after = self._normed("q"), query.detach().transpose(1, 2)
+        before, after = self._normed("q"), query.transpose(1, 2)
         if before.shape != after.shape:
             return False
         close = 10 * tolerance(before)
@@ -321,20 +343,23 @@ class FoundAttention:
         seen = (self.softmax.pattern[:, :, -1, : self.query_pos] > 0).any(0).any(0)
         return None if bool(seen[0]) else self.query_pos - int(seen.nonzero()[0])
 
-    def rotation(self) -> tuple[int, bool] | None:
-        """How many of each head's first columns are rotated, and whether neighbours turn together.
+    def rotation(self) -> tuple[int, bool, bool] | None:
+        """How many of each head's first columns are rotated, whether neighbours turn together, whether that is exact.
 
         None where that is not what changes: other columns than the first, or in other pairs.
         """
-        query = self.softmax.query
+        query = self._turned("q")
         if query is None:
             return None
-        before, after = self._normed("q").double(), query.detach().transpose(1, 2).double()
+        before, after = self._normed("q").double(), query.transpose(1, 2).double()
         if before.shape != after.shape:
             return None
-        after = after * float(before[:, 0].norm() / after[:, 0].norm())
+        # What is not rotated passes as it is; a slow rotation shows in the last digits.
+        plain = torch.equal(before[:, 0], after[:, 0])
+        after = after if plain else after * float(before[:, 0].norm() / after[:, 0].norm())
         close = 20 * tolerance(self.softmax.scores) * float(before.abs().max())
-        changed = ((before - after).abs().amax((0, 1, 2)) > close).nonzero().flatten().tolist()
+        least = 0.0 if plain else close
+        changed = ((before - after).abs().amax((0, 1, 2)) > least).nonzero().flatten().tolist()
         if not changed:
             return None
         for dim in range(changed[-1] + 1 + (changed[-1] + 1) % 2, before.shape[-1] + 1, 2):
@@ -342,7 +367,7 @@ class FoundAttention:
                 pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
                 sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
                 if bool(((sizes[0] - sizes[1]).abs() <= 2 * close).all()):
-                    return dim, adjacent
+                    return dim, adjacent, plain
         return None
 
     def soft_cap(self, said: float | None) -> float:

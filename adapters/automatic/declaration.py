@@ -106,6 +106,7 @@ class _Inference:
         self.facts: dict[str, Counter[object]] = {}
         #: How far back each attention looks at most, None where it looks at the first token.
         self.windows: list[int | None] = []
+        self.exact_rotation = False
 
     def fact(self, name: str, value: object) -> None:
         """Something that a layer says of the model."""
@@ -181,13 +182,12 @@ class _Inference:
         values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.facts.items()}
         if values.get("positional_embedding_type") == "rotary":
-            # Of slow rotations a run of few tokens sees nothing: the configuration may say that more columns turn.
-            values["rotary_dim"] = max(
-                (dim for dim in self.facts.get("rotary_dim", {}) if isinstance(dim, int)), default=None
-            )
+            dims = [dim for dim in self.facts.get("rotary_dim", {}) if isinstance(dim, int)]
             said = self._rotary_values()
-            if said and int(str(values["rotary_dim"] or 0)) <= int(str(said["rotary_dim"])):
-                values |= said
+            values |= said
+            # Where queries are scaled beside, a run of few tokens may not show that slow columns turn.
+            if dims and (self.exact_rotation or "rotary_dim" not in said):
+                values["rotary_dim"] = max(dims)
         values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
         values |= self._window_values()
         if values["d_mlp"] is None:
@@ -308,6 +308,7 @@ class _Inference:
             if (rotation := found.rotation()) is not None:
                 self.fact("rotary_dim", rotation[0])
                 self.fact("rotary_adjacent_pairs", rotation[1])
+                self.exact_rotation |= rotation[2]
         elif isinstance(declared.scores, AlibiScores):
             self.fact("positional_embedding_type", "alibi")
         return declared

@@ -148,7 +148,8 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
         linear = [call for call in behind if call.is_linear and call.end < norm.start]
         around = [call for call in behind if linear and call.holds(norm) and call.holds(linear[-1])]
         if around:
-            return min(around, key=lambda call: call.end - call.start).path, linear[-1].path, norm.path, kind
+            head = min(around, key=lambda call: call.end - call.start)
+            return head.path, linear[-1].path, norm.path, kind
     return None
 
 

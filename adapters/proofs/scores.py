@@ -56,7 +56,7 @@ def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> He
     """Queries or keys behind their norm, where they have one."""
     made = evidence.get(f"{place.part}hook_{letter}")
     norm = part.q_norm if letter == "q" else part.k_norm
-    if norm is None or made is None:
+    if norm is None or made is None or part.qk_norm_last:
         return made
     call = evidence.call(place.module, norm.path)
     if call is None or call.result is None:
@@ -81,7 +81,7 @@ class _Attention:
         """Whether queries and keys are rotated here."""
         at = self.place.part
         q, k = (normed(self.evidence, self.place, self.part, letter) for letter in "qk")
-        for letter in "qk":
+        for letter in "qk" if not self.part.qk_norm_last else "":
             self._norm_reads(letter)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
         if q is None or k is None or scores is None or pattern is None or v is None or z is None:
@@ -91,7 +91,7 @@ class _Attention:
         if self.part.rotary:
             turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
             config = config_of(self.evidence.bridge.core)
-            turned = (turned_q, turned_k)
+            turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
             if self.part.kv_latent is not None:
                 rotated = self._latent(q, k, *turned)
             else:
@@ -107,6 +107,18 @@ class _Attention:
         self._values(v, pattern, z)
         self._mask(pattern)
         return rotated
+
+    def _normed_last(self, *normed: Heads | None) -> tuple[Tensor | None, Tensor | None]:
+        """What the norms behind the rotation are given; what they put out is what enters the product."""
+        given: list[Tensor | None] = []
+        for letter, norm, seen in zip("qk", (self.part.q_norm, self.part.k_norm), normed, strict=True):
+            call = self.evidence.call(self.place.module, norm.path) if norm else None
+            if call is None or call.input is None or call.result is None:
+                given.append(seen)
+                continue
+            self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, call.result.transpose(1, 2))
+            given.append(call.input.transpose(1, 2))
+        return given[0], given[1]
 
     def _latent(self, q: Heads, k: Heads, turned_q: Heads | None, turned_k: Heads | None) -> bool:
         """Behind what the latent makes, keys have columns that all heads share; only these columns are rotated."""
