@@ -141,7 +141,7 @@ class Mechanics:
 
     def writing_back(self) -> None:
         """Writing back what was read changes nothing."""
-        # One run for each kind of hook point, in all layers at once; where that differs, one for each of them.
+        # Several kinds of hook point at once, in all layers; where that differs, each kind, and then each of them.
 
         def same(x: Tensor, hook: Hook) -> Tensor:
             return x
@@ -157,15 +157,20 @@ class Mechanics:
             kept: list[NamedHook] = [(route, keep) for route in routes if route not in names]
             return self.logits([(names, same), *kept])
 
-        def results() -> Iterator[tuple[str, Tensor, Tensor]]:
-            for names in self.kinds():
-                together = result(names)
-                if len(names) == 1 or self.close(together, self.plain)[0]:
-                    yield names[0], together, self.plain
-                else:
-                    yield from ((name, result([name]), self.plain) for name in names)
+        def results(kinds: list[list[str]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+            names = [name for kind in kinds for name in kind]
+            together = result(names)
+            if len(names) == 1 or self.close(together, self.plain)[0]:
+                yield from ((kind[0], together, self.plain) for kind in kinds)
+            elif len(kinds) > 1:
+                for kind in kinds:
+                    yield from results([kind])
+            else:
+                yield from ((name, result([name]), self.plain) for name in names)
 
-        self.add_worst("writing back what was read changes nothing", results())
+        kinds = self.kinds()
+        found = (pair for start in range(0, len(kinds), 6) for pair in results(kinds[start : start + 6]))
+        self.add_worst("writing back what was read changes nothing", found)
 
     def kinds(self) -> list[list[str]]:
         """The hook points by what they are, whatever their layer or expert."""
@@ -247,16 +252,26 @@ class Mechanics:
     def resid_mid_reaches_both(self) -> None:
         """Halving resid_mid reaches both branches."""
 
+        seen: dict[str, Tensor] = {}
+
         def halve(x: Tensor, hook: Hook) -> Tensor:
+            seen[hook.name] = x.clone()
             return x * 0.5
 
+        # All at once: what a layer makes of halved streams is compared with itself.
+        middles = list(self.middles())
+        names = [name for mid, after, added in middles for name in (mid, after, *added)]
+
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for mid, after, added in self.middles():
-                before = self.cache([mid])
-                with self.bridge.hooks(fwd_hooks=[(mid, halve)]):
-                    cache = self.cache([mid, after, *added])
-                yield mid, cache[mid], before[mid] * 0.5
-                yield mid, sum((cache[name] for name in added), cache[mid]), cache[after]
+            if not middles:
+                return
+            with self.bridge.hooks(fwd_hooks=[([mid for mid, _, _ in middles], halve)]):
+                cache = self.cache(list(dict.fromkeys(names)))
+            for mid, after, added in middles:
+                yield mid, cache[mid], seen[mid] * 0.5
+                # What leaves a step is halved in its turn, where that is another middle.
+                total = seen[after] if after in seen else cache[after]
+                yield mid, sum((cache[name] for name in added), cache[mid]), total
 
         self.add_worst("halving resid_mid reaches both branches", pairs())
 
@@ -269,9 +284,14 @@ class Mechanics:
             return
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for layer in range(self.cfg.n_layers):
-                residual = self.bridge(self.tokens, stop_at_layer=layer)
-                yield f"layer {layer}", self.bridge(residual, start_at_layer=layer), self.plain
+            # Each layer alone, on what the one before it made; then the logits from each of a few of them.
+            n = self.cfg.n_layers
+            residual = self.bridge(self.tokens, stop_at_layer=0)
+            for layer in range(n):
+                if layer in (0, n // 2, n - 1):
+                    yield f"layer {layer}", self.bridge(residual, start_at_layer=layer), self.plain
+                if layer < n - 1:
+                    residual = self.bridge(residual, start_at_layer=layer, stop_at_layer=layer + 1)
 
         self.add_worst(name, pairs())
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from adapters.norms import NormKind, NormScale
+from adapters.attention import Attention
+from adapters.norms import Norm, NormKind, NormScale
 from adapters.paths import join
 from adapters.proofs.evidence import Evidence
 from adapters.proofs.protocol import Hook
@@ -28,13 +31,29 @@ def prove_norms(evidence: Evidence, findings: Findings) -> None:
         view = _scale(hook.view)
         if view is not None:
             _norm(evidence, findings, name.removesuffix(".hook_scale"), hook, view)
+    for path, norm in _declared(evidence):
+        if norm.kind.identity:
+            call = evidence.call(path)
+            seen, entered = (call.result, call.input) if call else (None, None)
+            findings.equal(CLAIM, f"{path}, which is to compute nothing", seen, entered)
+
+
+def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
+    """Every declared norm that is there, with its path."""
+    architecture = evidence.bridge.architecture
+    if architecture.embed_norm:
+        yield join(evidence.base, architecture.embed_norm.path), architecture.embed_norm
+    for stack in evidence.stacks():
+        if stack.final_norm:
+            yield join(evidence.base, stack.final_norm.path), stack.final_norm
+    for head in architecture.heads:
+        if head.norm and evidence.call(evidence.from_model(head.path)):
+            yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
         step = place.named.step
-        for norm in (step.pre, step.post, step.stream_norm):
-            if norm and norm.kind.identity:
-                call = evidence.call(place.path, norm.path)
-                seen, entered = (call.result, call.input) if call else (None, None)
-                findings.equal(CLAIM, join(place.path, norm.path), seen, entered)
+        yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
+        if isinstance(step.part, Attention):
+            yield from ((join(place.module, n.path), n) for n in (step.part.q_norm, step.part.k_norm) if n)
 
 
 def _scale(view: View) -> NormScale | None:

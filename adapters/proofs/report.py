@@ -117,7 +117,8 @@ class Findings:
             return self.holds(claim, place, False, f"shape {list(seen.shape)} for {list(expected.shape)}")
         if not seen.numel():
             return self.holds(claim, place, True)
-        a, b = seen.detach().double(), expected.detach().double()
+        wide = torch.float64 if torch.float64 in (seen.dtype, expected.dtype) else torch.float32
+        a, b = seen.detach().to(wide), expected.detach().to(wide)
         both = torch.isfinite(a) & torch.isfinite(b)
         if not bool((both | (a == b)).all()):
             return self.holds(claim, place, False, "one is infinite where the other is not")

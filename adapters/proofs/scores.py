@@ -32,7 +32,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
     """
     for claim in (SCORES, PATTERN, VALUES, MASK):
         findings.claim(claim)
-    rotates = []
+    rotates: list[tuple[str, bool]] = []
     biases: dict[str, Tensor] = {}
     for place in evidence.places():
         part = place.named.step.part
@@ -43,13 +43,18 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
                 findings.untold(claim, f"{place.part}: its scores cannot be seen")
             continue
         proof = _Attention(evidence, findings, place, part)
-        rotates.append(proof.prove(biases))
+        rotated = proof.prove(biases)
+        if part.rotary:
+            rotates.append((place.stack.name, rotated))
     cfg = evidence.bridge.cfg
-    if rotates:
-        declared = cfg.positional_embedding_type == "rotary"
+    if any(isinstance(place.named.step.part, Attention) for place in evidence.places()):
         if cfg.positional_embedding_type == "relative_positional_bias":
             findings.holds(SCORES, "position bias", bool(biases), "cfg says that there is one, and no table of it ran")
-        findings.holds(SCORES, "rotary", any(rotates) == declared, f"in the layers {rotates}, and cfg says {declared}")
+        kind = cfg.positional_embedding_type
+        findings.holds(SCORES, "rotary", bool(rotates) or kind != "rotary", "cfg says that they are rotated")
+        for stack in {name for name, _ in rotates}:
+            turned = any(rotated for name, rotated in rotates if name == stack)
+            findings.holds(SCORES, f"{stack}, rotary", turned, "queries and keys are rotated in no layer")
 
 
 def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Heads | None:

@@ -107,14 +107,16 @@ def _entries(place: Place) -> list[str]:
 
 def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
     first = evidence.bridge.architecture.stack
-    norm = first.final_norm
-    call = evidence.call(evidence.base, norm.path) if norm else None
-    if call is None:
-        findings.untold(READS, "what the encoder returns, which has no final norm")
+    if place.stack is first:
+        findings.holds(READS, place.part, False, "there is no encoder before it whose output it could read")
         return
+    read = next((left for *_, left, _ in reversed(list(streams_of(evidence, first)))), None)
+    if first.final_norm:
+        norm = evidence.call(evidence.base, first.final_norm.path)
+        read = norm.result if norm else None
     for projection in (part.k, part.v):
         own = evidence.call(place.module, projection.path)
-        findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, call.result)
+        findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
 def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
@@ -191,8 +193,7 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     stream = evidence.get(first)
     if architecture.embeddings is not None:
         findings.equal(ENDS, first, stream, evidence.get("hook_full_embed"))
-        if architecture.embed_norm:
-            _sum_of_embeddings(evidence, findings, architecture.embed_norm)
+        _sum_of_embeddings(evidence, findings, architecture.embed_norm)
         return
     embed = evidence.get("hook_embed")
     # Shortformer's positions are added to what queries and keys read.
@@ -219,14 +220,18 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
             findings.equal(ENDS, stack.name, begun, evidence.get(f"{stack.name}_embed.hook_out"))
 
 
-def _sum_of_embeddings(evidence: Evidence, findings: Findings, norm: Norm) -> None:
+def _sum_of_embeddings(evidence: Evidence, findings: Findings, norm: Norm | None) -> None:
+    """What the module of all embeddings makes is their sum, or the norm of it."""
     names = ("embed.hook_embed", "embed.hook_pos_embed", "embed.hook_token_type_embed")
     parts = [part for part in map(evidence.get, names) if part is not None]
+    total = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
+    full = evidence.get("hook_full_embed")
+    if norm is None:
+        findings.equal(ENDS, "hook_full_embed", full, total)
+        return
     call = evidence.call(evidence.base, norm.path)
-    total = parts[0].double()
-    for part in parts[1:]:
-        total = total + part.double()
-    findings.equal(ENDS, "embed", call.input if call else None, total.to(parts[0].dtype))
+    findings.equal(ENDS, "embed", call.input if call else None, total)
+    findings.equal(ENDS, "hook_full_embed", full, call.result if call else None)
 
 
 def _ends(evidence: Evidence, findings: Findings) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import adapters.model
@@ -98,15 +98,21 @@ class Facts:
     Attributes:
         cfg: of the model.
         tensors: the paths of the modules that return a tensor, not a tuple.
+        dropouts: the paths of those that do nothing in evaluation mode.
     """
 
     cfg: ModelConfig
     tensors: frozenset[str]
+    dropouts: frozenset[str]
 
     def of_a_tensor(self, path: str) -> str:
         """Why another element of what a module in a block returns is the same: it returns a tensor."""
         tensor = any(found.endswith(f".{path}") for found in self.tensors)
         return "it returns a tensor, of which no element is taken" if tensor else ""
+
+    def behind_a_dropout(self, path: str) -> str:
+        """Why what a module in a block returns is what entered it."""
+        return "a dropout stands between" if any(found.endswith(f".{path}") for found in self.dropouts) else ""
 
 
 def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
@@ -147,7 +153,8 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     if part.out_key != 1:
         yield "no element", replace(part, out_key=None if part.out_key == 0 else 0), FIRST
     yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.out or part.path)
-    yield "out of the block", replace(part, out=None if part.out else part.path), "" if part.out else "it is by default"
+    if part.out:
+        yield "out of the module", replace(part, out=None), facts.behind_a_dropout(part.out)
     if part.sinks:
         yield "sinks left out", replace(part, sinks=None), ""
     else:
@@ -359,6 +366,8 @@ def same_fact(cfg: ModelConfig, name: str, other: object) -> str:
         return "the same function"
     if name.startswith("rotary_") and not rotary:
         return "nothing is rotated"
+    if name in ("rotary_base", "rotary_adjacent_pairs") and cfg.rotary_dim == 2:
+        return "one pair turns, whose speed is one"
     if name == "rotary_base_local" and "local" not in (cfg.attn_types or ()):
         return "no layer has a window"
     if name == "rotary_base" and cfg.rotary_base_local is not None and set(cfg.attn_types or ()) == {"local"}:
@@ -396,7 +405,8 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
     with torch.no_grad(), recorded(model) as calls:
         model(tokens, **more)
     tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
-    yield from architecture_changes(declared, Facts(cfg, tensors))
+    dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
+    yield from architecture_changes(declared, Facts(cfg, tensors, dropouts))
     yield from fact_changes(declared, cfg)
 
 
@@ -411,14 +421,21 @@ def declared_as(architecture: Architecture) -> Iterator[None]:
 REFUSALS = (UnsupportedModelError, ValueError, TypeError, AttributeError, RuntimeError, IndexError, KeyError)
 
 
-def tried(model: PreTrainedModel, mutation: Mutation) -> Report | Exception:
-    """What comes of a changed declaration: a report, or that it cannot be wrapped."""
+def tried(model: PreTrainedModel, mutation: Mutation, level: str = "quick first") -> Report | Exception:
+    """What comes of a changed declaration: a report, or that it cannot be wrapped.
+
+    Args:
+        model, mutation: what is tried.
+        level: ``quick first``, or ``full`` for a report of all claims that are broken.
+    """
     with declared_as(mutation.declared):
         try:
             bridge = TransformerBridge(model)
         except REFUSALS as error:
             return error
-        return verify(bridge)
+        # Both levels make the same checks, in the same order: what the first refuses, the second would.
+        report = verify(bridge, level="quick") if level == "quick first" else None
+        return verify(bridge) if report is None or report.passed else report
 
 
 def main(cases: Sequence[str]) -> int:
