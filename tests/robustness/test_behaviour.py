@@ -44,7 +44,9 @@ def test_a_second_fold_of_value_biases_changes_nothing():
     bridge.process_weights(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=True)
     b_O = bridge.b_O.clone()
     assert not bridge.b_V.any()
-    bridge.cfg.processed.clear()
+    bridge.cfg.processed = {}
+    del bridge.core.config.transformer_bridge_processed
+    assert not bridge.cfg.processed
     bridge.process_weights(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=True)
     torch.testing.assert_close(bridge.b_O, b_O)
 
