@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -50,7 +52,7 @@ def adapted_bias(module: nn.Module, bias: Tensor | None, like: Tensor) -> Tensor
     """
     if not hasattr(module, "base_layer"):
         return bias
-    given: Tensor = module.forward(like.new_zeros(1, module.in_features))[0]
+    given: Tensor = module.forward(like.new_zeros(1, cast(int, module.in_features)))[0]
     unchanged = not bool(given.any()) if bias is None else torch.equal(given, bias)
     return bias if unchanged else given
 
