@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -62,39 +63,51 @@ def is_opaque(implementation: str) -> bool:
 
 
 class KernelTap:
-    """Watches the attention function of one module inside a ``with`` statement.
+    """Watches the attention function of one module inside ``with`` statements.
+
+    The entry that stands in for the function in `AttentionInterface` is there as long as anything holds on to it, so
+    that it is not made anew for each call.
+    """
+
+    def __init__(self) -> None:
+        self._entry: _Entry | None = None
+
+    def stand(self, implementation: str | None) -> None:
+        """Sees to it that an implementation can be watched."""
+        assert implementation is not None
+        if self._entry is ALL_ATTENTION_FUNCTIONS[implementation]:
+            return
+        self.leave()
+        with _LOCK:
+            there = ALL_ATTENTION_FUNCTIONS[implementation]
+            self._entry = there if isinstance(there, _Entry) else _Entry(implementation)
+            self._entry.users += 1
+            ALL_ATTENTION_FUNCTIONS[implementation] = self._entry
+
+    def leave(self) -> None:
+        """Lets go of it."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            with _LOCK:
+                entry.users -= 1
+                if not entry.users:
+                    entry.leave()
+
+
+@contextmanager
+def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> Iterator[None]:
+    """Watches the attention function of a module whose `KernelTap` stands.
 
     Args:
         module: the attention module.
         watch: sees the torch functions that it calls.
         before: stands before it, where it is no torch function.
     """
-
-    def __init__(self, module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> None:
-        self._watched = _Watched(module, watch, before)
-        implementation = implementation_of(module)
-        assert implementation is not None
-        self._implementation = implementation
-        self._token: Token[_Watched | None] | None = None
-
-    def __enter__(self) -> None:
-        with _LOCK:
-            entry = ALL_ATTENTION_FUNCTIONS[self._implementation]
-            if not isinstance(entry, _Entry):
-                entry = _Entry(self._implementation, entry)
-                ALL_ATTENTION_FUNCTIONS[self._implementation] = entry
-            entry.users += 1
-        self._token = _WATCHED.set(self._watched)
-
-    def __exit__(self, *exc: object) -> None:
-        assert self._token is not None
-        _WATCHED.reset(self._token)
-        with _LOCK:
-            entry = ALL_ATTENTION_FUNCTIONS[self._implementation]
-            if isinstance(entry, _Entry):
-                entry.users -= 1
-                if not entry.users:
-                    entry.leave()
+    token = _WATCHED.set(_Watched(module, watch, before))
+    try:
+        yield
+    finally:
+        _WATCHED.reset(token)
 
 
 class _Entry:
@@ -102,18 +115,28 @@ class _Entry:
 
     Args:
         name: of the implementation.
-        own: its function.
+
+    Attributes:
+        users: how many taps need it.
     """
 
-    def __init__(self, name: str, own: Callable[..., Any]) -> None:
-        self._name, self._own = name, own
-        self._was_local = name in ALL_ATTENTION_FUNCTIONS._local_mapping
+    def __init__(self, name: str) -> None:
+        self._name = name
+        #: The function, where it was put into this mapping alone; others are registered for all, also later.
+        self._local = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
         self.users = 0
 
+    def _own(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        function = self._local or ALL_ATTENTION_FUNCTIONS._global_mapping[self._name]
+        output: tuple[Tensor, Tensor | None] = function(*args, **options)
+        return output
+
     def leave(self) -> None:
-        """Puts back what was there."""
-        if self._was_local:
-            ALL_ATTENTION_FUNCTIONS[self._name] = self._own
+        """Puts back what was there, unless somebody put something else in its place meanwhile."""
+        if ALL_ATTENTION_FUNCTIONS[self._name] is not self:
+            return
+        if self._local is not None:
+            ALL_ATTENTION_FUNCTIONS[self._name] = self._local
         else:
             del ALL_ATTENTION_FUNCTIONS[self._name]
 

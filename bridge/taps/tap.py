@@ -86,14 +86,18 @@ class Tap:
 
     def heard(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
-        run = CURRENT.get().run
-        start = None if run is None else run.start_at
-        return [
-            point
-            for channel in channels
-            for point in self.points.get(channel, ())
-            if point.is_heard and (start is None or point.point.depth >= start)
-        ]
+        context = CURRENT.get()
+        start = None if context.run is None else context.run.start_at
+        found = []
+        for channel in channels:
+            for point in self.points.get(channel, ()):
+                if start is not None and point.point.depth < start:
+                    continue
+                for listener in point.listeners:
+                    if listener.scope in context.visible:
+                        found.append(point)
+                        break
+        return found
 
     def show(self, channel: str, x: Tensor, call: Call) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""

@@ -21,7 +21,6 @@ from bridge.hooks.context import CURRENT, Generation, Scope, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.tracing import opened
-from bridge.run.compiled import uncompiled
 from bridge.run.protocol import Input
 from bridge.trace.access import Access
 from bridge.trace.every_step import EveryStep, Operation, apply
@@ -30,6 +29,7 @@ from bridge.trace.protocol import TracedGenerates
 from bridge.trace.stops import Stop, Stops
 from bridge.trace.trace import explain
 from bridge.trace.turns import Turns
+from bridge.wiring.compiled import uncompiled
 
 _NOT_HERE = ("return_cache", "return_input_tokens", "output_logits", "names_filter", "device", "return_type")
 
