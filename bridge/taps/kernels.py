@@ -77,18 +77,20 @@ class KernelTap:
         assert implementation is not None
         if self._entry is ALL_ATTENTION_FUNCTIONS[implementation]:
             return
-        self.leave()
         with _LOCK:
             there = ALL_ATTENTION_FUNCTIONS[implementation]
+            if self._entry is there:
+                return  # another thread was quicker
+            self.leave()
             self._entry = there if isinstance(there, _Entry) else _Entry(implementation)
             self._entry.users += 1
             ALL_ATTENTION_FUNCTIONS[implementation] = self._entry
 
     def leave(self) -> None:
         """Lets go of it."""
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            with _LOCK:
+        with _LOCK:
+            entry, self._entry = self._entry, None
+            if entry is not None:
                 entry.users -= 1
                 if not entry.users:
                     entry.leave()

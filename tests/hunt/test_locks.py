@@ -12,9 +12,10 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
-from bridge.run import compiled, layer_range, wiring
-from bridge.run.compiled import uncompiled
-from bridge.taps import kernels
+from bridge.run import layer_range
+from bridge.taps import attention, kernels
+from bridge.wiring import compiled, wiring
+from bridge.wiring.compiled import uncompiled
 from tests.conftest import tiny, torch_hooks
 
 pytestmark = pytest.mark.unchecked  # checks of annotations would stand between a function and its lines
@@ -108,6 +109,25 @@ def test_attention_functions_that_are_watched(tokens):
     at_once(kernels, job)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
     assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
+
+
+@pytest.mark.parametrize("when", ["before the kernel", "in the kernel"])
+def test_a_hook_that_is_removed_while_its_module_runs(tokens, monkeypatch, when):
+    """Nothing holds on to the attention function after the module's run."""
+    bridge = TransformerBridge(tiny("llama"))
+    own, looked_up = ALL_ATTENTION_FUNCTIONS["sdpa"], attention.is_looked_up
+    handles = bridge.add_hook("blocks.1.attn.hook_pattern", lambda x, hook: handles[0].remove())
+
+    def removes(*args):
+        handles[0].remove()
+        return looked_up(*args)
+
+    if when == "before the kernel":
+        monkeypatch.setattr(attention, "is_looked_up", removes)
+    bridge(tokens)
+    assert not bridge.wiring.listening
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+    assert torch_hooks(bridge.original_model) == 0
 
 
 def test_compiled_code_that_is_kept_away(tokens):
