@@ -55,6 +55,7 @@ TESTS = {
     "bridge/tasks": "tests/tasks",
     "bridge/trace": "tests/trace",
     "bridge/weights": "tests/weights tests/analysis",
+    "bridge/wiring": "tests/wiring tests/run tests/hooks tests/robustness tests/hunt tests/matrix",
     "weight_processing": "tests/weight_processing tests/robustness",
 }
 

@@ -226,6 +226,27 @@ def test_windows_under_a_kernel_that_shows_nothing(flash_by_hand, kind, padded, 
         torch.testing.assert_close(ours[real], expected[real], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["attn_scores", "pattern", "rot_q", "rot_k", "z"])
+def test_queries_packed_in_groups(name):
+    """One query of a padded batch is given to the kernel packed by groups of heads: an edit is of each head."""
+    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]])
+
+    def edit(x, hook):
+        head = 1 if name in ("attn_scores", "pattern") else 2
+        steps = torch.linspace(0.5, 2, x.shape[head]).view([-1 if axis == head else 1 for axis in range(4)])
+        return x * steps
+
+    made = []
+    for implementation in ("eager", "sdpa"):
+        bridge = TransformerBridge(tiny("llama", implementation))
+        more = {"attention_mask": mask, "output_logits": True, **NEW}
+        plain = torch.stack(bridge.generate(TOKENS, **more)["logits"])
+        with bridge.hooks([(f"blocks.1.attn.hook_{name}", edit)]):
+            made.append(torch.stack(bridge.generate(TOKENS, **more)["logits"]))
+        assert not torch.allclose(made[-1][1:], plain[1:], atol=1e-3)
+    torch.testing.assert_close(made[0], made[1], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.int32, torch.float16, torch.float64])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_type_of_a_mask_is_no_matter(implementation, dtype):
