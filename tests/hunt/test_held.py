@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
@@ -194,8 +194,9 @@ def test_windows_under_a_kernel_that_shows_nothing(flash_by_hand, kind, padded, 
 
         def run(how, bridge=bridge, **more):
             if past:
-                own = bridge.original_model(TOKENS[:, :past], attention_mask=mask[:, :past], use_cache=True)
-                more |= {"past_key_values": own.past_key_values}
+                kept = DynamicCache()  # which knows no windows, and forgets nothing
+                bridge.original_model(TOKENS[:, :past], attention_mask=mask[:, :past], past_key_values=kept)
+                more |= {"past_key_values": kept}
             return how(TOKENS[:, past:], attention_mask=mask, **more)
 
         plain = run(bridge)
