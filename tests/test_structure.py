@@ -57,7 +57,7 @@ MUTABLE = {
     ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
-    ("bridge/taps/stand_ins.py", "_LOCK"): "likewise",
+    ("bridge/taps/stand_ins.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
 }
 
 

@@ -55,7 +55,6 @@ class WrappedModel(nn.Module):
         self.block_output = found.block_output
         self.no_layer_runs = found.no_layer_runs
         self._wire(found)
-        read_record(self)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
@@ -67,6 +66,7 @@ class WrappedModel(nn.Module):
         self.names = Names(self.wiring.points)
         self._weights: Weights | None = None
         self._tree = Tree(self.names, lambda: self.weights)
+        read_record(self)
 
     @property
     def weights(self) -> Weights:

@@ -161,7 +161,6 @@ class WeightsAsBefore(TransformerBridge):
         embed, unembed = (given.get(name, value).to(value) for name, value in zip(ends, now, strict=True))
         if not torch.equal(embed.T, unembed):
             untie(self.core, self.architecture)
-            self.cfg.tie_word_embeddings = False
 
     def _load_by_canonical_names(self, state_dict: Mapping[str, Tensor]) -> None:
         getters = self.weights.getters
