@@ -6,7 +6,6 @@ site tensor). `call` describes the module call in progress; most views ignore it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +121,12 @@ class View:
     def __repr__(self) -> str:
         return type(self).__name__
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
 
 class Branch(View):
     """One of several readers of a tensor: its edit, and its gradient, are of that reader alone."""
@@ -167,35 +172,57 @@ class Heads(View):
         return new.flatten(-2)
 
 
-@dataclass(frozen=True, repr=False)
-class Part(View):
-    """A part of a fused projection, chosen by a function that returns a view of its argument."""
+class Selected(View):
+    """A part of a fused projection: `get` returns a view of its argument, which can be written to."""
 
-    select: Callable[[Tensor], Tensor]
     identity = False
-
-    def get(self, x: Tensor, call: Call) -> Tensor:
-        return self.select(x)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         whole = x.clone()
-        self.select(whole).copy_(new)
+        self.get(whole, call).copy_(new)
         return whole
 
 
-def columns(start: int, stop: int, n_heads: int | None = None) -> Part:
+@dataclass(frozen=True)
+class columns(Selected):
     """Columns `start` to `stop` of the last axis, split into heads where `n_heads` is given."""
 
-    def select(x: Tensor) -> Tensor:
-        part = x[..., start:stop]
-        return part if n_heads is None else split(part, n_heads)
+    start: int
+    stop: int
+    n_heads: int | None = None
 
-    return Part(select)
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        part = x[..., self.start : self.stop]
+        return part if self.n_heads is None else split(part, self.n_heads)
 
 
-def interleaved(n_heads: int, index: int, parts: int = 3) -> Part:
+@dataclass(frozen=True)
+class interleaved(Selected):
     """Part `index` of a projection laid out as ``(head part d_head)`` (GPT-NeoX, BLOOM)."""
-    return Part(lambda x: x.unflatten(-1, (n_heads, parts, -1)).select(-2, index))
+
+    n_heads: int
+    index: int
+    parts: int = 3
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x.unflatten(-1, (self.n_heads, self.parts, -1)).select(-2, self.index)
+
+
+@dataclass(frozen=True)
+class gathered(View):
+    """Columns of the last axis in any order: ``rows`` has those of each head, or, if `flat`, one row for all."""
+
+    rows: tuple[tuple[int, ...], ...]
+    flat: bool = False
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x[..., torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)]
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        whole = x.clone()
+        whole[..., torch.tensor(self.rows[0] if self.flat else self.rows, device=x.device)] = new
+        return whole
 
 
 class HeadsFirst(View):
@@ -314,6 +341,22 @@ class Scaled(View):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new / self.factor
+
+
+class Copied(View):
+    """Of a tensor that the model writes over afterwards, a copy of what `inner` sees."""
+
+    identity = False
+
+    def __init__(self, inner: View) -> None:
+        self.inner = inner
+        self.writes_through, self.contextual = inner.writes_through, inner.contextual
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return self.inner.get(x, call).clone()
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return self.inner.put(x, new, call)
 
 
 class WithBatchAxis(Derived):

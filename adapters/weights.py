@@ -52,7 +52,7 @@ class Weights:
                 self._add_stack(stack)
         self._add_heads()
         unembed = "." + architecture.unembed
-        if self.has(unembed):
+        if architecture.unembed and self.has(unembed):
             self.getters["unembed.W_U"] = lambda: self.matrix(unembed)
             self.getters["unembed.b_U"] = self.bias(unembed, lambda: (cfg.d_vocab_out,))
 
@@ -125,7 +125,7 @@ class Weights:
     def _token_embedding(self, path: str) -> Get:
         def get() -> Tensor:
             module = self.module(path)
-            scale = getattr(module, "scalar_embed_scale", 1.0)
+            scale = getattr(module, "scalar_embed_scale", 1.0) * self.architecture.embed_factor
             weight = held(module, "weight")
             assert isinstance(weight, Tensor)
             return weight if scale == 1.0 else weight * scale

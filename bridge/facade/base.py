@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters import Architecture, ModelMap, Weights, map_model
+from adapters.automatic.proof import Proof
 from adapters.config import ModelConfig
+from bridge.facade.offered import Offered
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
 from bridge.weights.component_tree import Tree
@@ -18,12 +21,14 @@ from bridge.wiring.boundary import strip
 from bridge.wiring.wiring import Wiring
 from weight_processing.process import read_record
 
+_LOGGER = logging.getLogger("bridge")
+
 
 class WrappedModel(nn.Module):
     """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
 
     Args:
-        hf_model, tokenizer: as for `TransformerBridge`.
+        hf_model, tokenizer, automatic: as for `TransformerBridge`.
     """
 
     #: Whether attribution to logits counts the final norm's weight. HookedTransformer leaves it out.
@@ -34,7 +39,9 @@ class WrappedModel(nn.Module):
     #: Whether a run of some layers is refused where a hook of a ``with`` statement would never be called.
     refuses_silent_hooks = True
 
-    def __init__(self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(
+        self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, automatic: bool = True
+    ) -> None:
         self.__dict__.pop("wiring", None)  # there where a bridge is made anew in place (see `__setattr__`)
         super().__init__()
         if not isinstance(hf_model, nn.Module):
@@ -47,7 +54,8 @@ class WrappedModel(nn.Module):
                 f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
                 "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
             )
-        found = map_model(hf_model)
+        self._automatic = automatic
+        found = map_model(hf_model, automatic=automatic)
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
         self.cfg: ModelConfig = found.cfg
@@ -55,11 +63,15 @@ class WrappedModel(nn.Module):
         self.block_output = found.block_output
         self.no_layer_runs = found.no_layer_runs
         self._wire(found)
+        if found.inferred:
+            self._keep_what_is_proved(found)
+            _LOGGER.warning("%s", self.offered().summary)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
     def _wire(self, found: ModelMap) -> None:
         self.wiring = Wiring(self.original_model, found.points)
+        self._inferred, self._not_offered = found.inferred, found.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
         self.__dict__["architecture"] = found.architecture
@@ -67,6 +79,28 @@ class WrappedModel(nn.Module):
         self._weights: Weights | None = None
         self._tree = Tree(self.names, lambda: self.weights)
         read_record(self)
+
+    def _keep_what_is_proved(self, found: ModelMap) -> None:
+        """Tries an inferred declaration on the model, and leaves out what does not hold."""
+        proof = Proof(self).run()
+        self.no_layer_runs = proof.no_layer_runs
+        self._wire(found.without(proof.not_offered))
+
+    def offered(self) -> Offered:
+        """What the bridge offers, and what it does not, with the reasons. Print it.
+
+        Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and what
+        could not be proved on the model is left out.
+
+        Example:
+            >>> from transformers import OlmoConfig, OlmoForCausalLM
+            >>> from bridge import TransformerBridge
+            >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+            >>> bridge = TransformerBridge(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61)))
+            >>> bridge.offered().inferred, dict(bridge.offered().not_offered)
+            (True, {})
+        """
+        return Offered(self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred)
 
     @property
     def weights(self) -> Weights:
@@ -170,10 +204,13 @@ class WrappedModel(nn.Module):
         super().__setstate__(state)
         self.cfg.attach(self.original_model)
         strip(self.original_model)
-        self._wire(map_model(self.original_model))
+        found = map_model(self.original_model, automatic=self._automatic)
+        self._wire(found)
+        if found.inferred:
+            self._keep_what_is_proved(found)
 
     def __copy__(self) -> Self:
-        new = type(self)(self.original_model, self.tokenizer)
+        new = type(self)(self.original_model, self.tokenizer, automatic=self._automatic)
         new.cfg, new._weights = self.cfg, None
         return new
 
