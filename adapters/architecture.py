@@ -46,7 +46,8 @@ class Step:
     Attributes:
         part: what is inside.
         pre: the norm that it reads the stream through (None: it reads the stream as it is).
-        post: the norm that its result goes through before it is added.
+        post: the norm that its result goes through before it is added. Where that result is put out by no module, the
+            part's `out` is the path of this norm, too.
         factor: what its result is multiplied with, behind `post`.
         stream_norm: a norm that stands on the stream itself, behind the sum (BERT).
         parallel: it reads the stream that the step before it reads, not what that one makes of it. Steps that read the

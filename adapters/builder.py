@@ -279,8 +279,10 @@ class BlockBuilder:
         """What the part returns, and what is added to the stream."""
         step, part, name = named.step, named.step.part, named.name
         flat = isinstance(part, MLP) and part.flat
-        out = part.out if not isinstance(part, MoE) else None
-        returned = Site(join(self.path, out or part.path), "output", part.out_key)
+        if step.post and part.out == step.post.path:  # a sum that no module puts out
+            returned = Site(join(self.path, part.out), "input")
+        else:
+            returned = Site(join(self.path, part.out or part.path), "output", part.out_key)
         projection = {Attention: (f"{name}.o.hook_out",), Mixer: (), Opaque: ()}.get(
             type(part), (f"{name}.out.hook_out",)
         )

@@ -262,7 +262,8 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         hf = hf.get_text_config()
     stack = architecture.stack
     n_heads = given.pop("n_heads") if "n_heads" in given else hf.num_attention_heads
-    n_kv = first(hf, "num_key_value_heads", "num_kv_heads")
+    own_groups = "n_key_value_heads" in given  # a configuration may have another number for each layer
+    n_kv = given["n_key_value_heads"] if own_groups else first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = given.pop("d_model", None) or hf.hidden_size
     d_head = given.pop("d_head") if "d_head" in given else first(hf, "head_dim") or d_model // n_heads
     layers = members_of(root.get_submodule(stack.path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import nn
 
@@ -14,6 +15,9 @@ from adapters.config import ModelConfig, model_config
 from adapters.paths import base_path, core_path, join
 from adapters.points import Point
 from adapters.registry import UnsupportedModelError, declaration_for, has_declaration
+
+#: Whether what plays which part is inferred: where a class has no adapter, never, always.
+Automatic = bool | Literal["always"]
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,14 @@ def _is_among(name: str, names: Mapping[str, str]) -> bool:
     return any(name == each or name.startswith(each + ".") for each in names)
 
 
-def map_model(model: nn.Module, *, automatic: bool = False) -> ModelMap:
+def map_model(model: nn.Module, declared: Architecture | None = None, *, automatic: Automatic = False) -> ModelMap:
     """What plays which part in a Hugging Face model.
 
     Args:
         model: a Hugging Face model.
-        automatic: where its class has no adapter, infer what one would declare from a run on a few tokens.
+        declared: its declaration; None: that of its class.
+        automatic: where its class has no adapter, infer what one would declare from a run on a few tokens; ``always``:
+            where it has one, too.
 
     Raises:
         UnsupportedModelError: there is no adapter for its class, and none could be inferred, or was to be.
@@ -69,13 +75,13 @@ def map_model(model: nn.Module, *, automatic: bool = False) -> ModelMap:
         ['transformer.h.0', 'transformer.h.1']
     """
     core = model.get_submodule(core_path(model))
-    if automatic and not has_declaration(core):
+    if declared is None and (automatic == "always" or (automatic and not has_declaration(core))):
         try:
             found = infer(model)
         except NotInferable as why:
-            raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.") from None
+            raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.".strip()) from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)
-    architecture = declaration_for(core)
+    architecture = declaration_for(core) if declared is None else declared
     if architecture.refuse is not None:
         architecture.refuse(model)
     return _mapped(model, core, architecture, None)

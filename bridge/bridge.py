@@ -16,7 +16,8 @@ class TransformerBridge(TraceMethods, AnalysisMethods, LoadingMethods):
         hf_model: any model of a supported family, or a subclass, or a PEFT model around one; or one of any other.
         tokenizer: its tokenizer; it is never changed. Without one, the bridge takes tokens only.
         automatic: where the model's class has no adapter, infer one from a run on a few tokens, prove it on the model,
-            and say so in the log (`bridge`); `offered` says what it has. False: refuse.
+            and say so in the log (`bridge`); `offered` says what it has. False: refuse. ``"always"``: infer one where
+            the class has an adapter, too.
 
     Attributes:
         original_model: the model.

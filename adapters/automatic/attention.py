@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,18 +13,14 @@ from adapters.attention import Attention, Projection
 from adapters.automatic.layouts import heads_view, relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart, Norms
-from adapters.automatic.recording import ModuleCall, Recording, Softmax
+from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
 from adapters.proofs.gradients import Reached, by_position, disjoint_sets, gradients_of_scores, gradients_of_z
-from adapters.views import AlibiScores, MaskedScores, View
+from adapters.views import AlibiScores, Composed, Heads, MaskedScores, OneHead, View
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 #: The columns of each head, in a projection's output.
 Sets = tuple[tuple[int, ...], ...]
-
-
-class NotFound(Exception):
-    """Something is not what a declaration could say; the message says what."""
 
 
 class FoundAttention:
@@ -52,6 +49,13 @@ class FoundAttention:
             raise NotFound(f"it computes {len(part.softmaxes)} softmaxes")
         self.softmax: Softmax = part.softmaxes[0]
         scores = self.softmax.scores
+        self.flat_heads = scores.ndim == 3 and scores.shape[0] % recording.batch == 0 and scores.shape[1] > 1
+        if self.flat_heads:
+            rows = (recording.batch, -1)
+            self.softmax = replace(
+                self.softmax, scores=scores.unflatten(0, rows), pattern=self.softmax.pattern.unflatten(0, rows)
+            )
+            scores = self.softmax.scores
         if scores.ndim != 4 or scores.shape[0] != recording.batch:
             raise NotFound(f"its scores have the shape {tuple(scores.shape)}, not [batch, head, query, key]")
         self.n_heads = scores.shape[1]
@@ -87,8 +91,17 @@ class FoundAttention:
         if keys[-1] >= scores.shape[-1]:
             raise NotFound(f"its scores have {scores.shape[-1]} keys")
         key_pos = self.key_pos if self.key_pos != self.query_pos + 1 else self.query_pos  # a sink is no key
-        reaches = gradients_of_scores(scores, live, query=query, keys=keys, query_pos=self.query_pos, key_pos=key_pos)
-        values = gradients_of_z(self.z_by_head, live, query=query, key_pos=key_pos)
+        try:
+            reaches = gradients_of_scores(
+                scores, live, query=query, keys=keys, query_pos=self.query_pos, key_pos=key_pos
+            )
+            from_values = gradients_of_z(self.z_by_head, live, query=query, key_pos=key_pos)
+        except RuntimeError as error:
+            raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
+        values = [
+            reached if self._from_before(call, query) else None
+            for call, reached in zip(self.sources, from_values, strict=True)
+        ]
         self.found: dict[str, tuple[ModuleCall, Sets, ModuleCall | None]] = {}
         for letter, reached in (("q", reaches.from_query), ("k", reaches.from_keys), ("v", values)):
             carrier = self._carrier(reached)
@@ -96,6 +109,14 @@ class FoundAttention:
                 self.missing[letter] = "no projection has columns of its own for each head"
             else:
                 self.found[letter] = carrier
+
+    def _from_before(self, call: ModuleCall, query: int) -> bool:
+        """Whether `z` at a position is made from what a call puts out at the one before: a gate's is not."""
+        live = call.left[0].live
+        z = self.z_by_head[:, query]
+        gradient = gradient_of(z.pow(2).sum() + z.sum(), live)
+        rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
+        return rows is not None and bool(rows[:, query - 1].any())
 
     def _carrier(self, reached: Sequence[Reached]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
         """The last linear layer with columns of its own for each head; with the norm behind it that mixes heads."""
@@ -126,8 +147,11 @@ class FoundAttention:
         owner = self.owner.path
         projections = {}
         for letter, (call, sets, _) in self.found.items():
-            width = call.left[0].value.shape[-1]
-            projections[letter] = Projection(relative(call.path, owner), heads_view(sets, width))
+            made = call.left[0].value
+            view = heads_view(sets, made.shape[-1])
+            if made.ndim == 4 and made.shape[1] == 1:
+                view = Composed(OneHead(), view or Heads(len(sets)))
+            projections[letter] = Projection(relative(call.path, owner), view)
         out, seen = self.part.out
         out_path = None if out is self.owner else relative(out.path, self.block)
         q_norm, k_norm = self._norm("q"), self._norm("k")
@@ -150,9 +174,40 @@ class FoundAttention:
             k_norm=k_norm and k_norm[0],
             qk_norm_over=over.pop() if over else "heads",
             core="" if core == owner else relative(core, owner),
+            q_latent=self._latent("q"),
+            kv_latent=self._latent("k", "v"),
+            n_heads=self.n_heads,
+            n_kv_heads=len(self.found["k"][1]),
+            d_q=len(self.found["q"][1][0]),
+            d_k=len(self.found["k"][1][0]),
+            d_v=len(self.found["v"][1][0]),
+            flat_heads=self.flat_heads,
         )
-        self._check_values()
-        return declared
+        if len(self.found["v"][1]) != declared.n_kv_heads:
+            raise NotFound(f"it has {declared.n_kv_heads} heads of keys, and {len(self.found['v'][1])} of values")
+        v_norm, z_is = self._values()
+        return replace(declared, v_norm=v_norm, z_is=z_is)
+
+    def _latent(self, *letters: str) -> str | None:
+        """What a projection reads that is neither the part's input nor its norm: made inside of it.
+
+        Raises:
+            NotFound: keys have one, and values none, or another.
+        """
+        found: set[str | None] = set()
+        for letter in letters:
+            entered = self.found[letter][0].entered
+            assert entered is not None
+            made = [c for c in self.sources if c.left[0].mark == entered.mark and c.end < self.found[letter][0].start]
+            given = self.owner.entered is not None and entered.mark == self.owner.entered.mark
+            pre = self.part.pre is not None and bool(made) and made[-1].path == self.part.pre.path
+            if given or pre:
+                found.add(None)
+            else:
+                found.add(relative(made[-1].path, self.owner.path) if made else "")
+        if len(found) > 1:
+            raise NotFound("keys and values are not made from one latent")
+        return found.pop()
 
     def _core(self) -> str:
         """The module whose forward computes scores and pattern."""
@@ -245,7 +300,8 @@ class FoundAttention:
         factor = float((differences * products).sum() / (products * products).sum())
         if not bool(((differences - factor * products).abs() <= 1e-3 * differences.abs().max()).all()):
             return None
-        factor *= float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (self.n_heads / k.shape[2]) ** 0.5
+        if not self._rotated():  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
+            factor *= float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (self.n_heads / k.shape[2]) ** 0.5
         usual = q.shape[-1] ** 0.5
         return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
 
@@ -253,6 +309,49 @@ class FoundAttention:
     def is_causal(self) -> bool:
         """No query attends to a later key."""
         return not bool(self.softmax.pattern[..., : self.query_pos].triu(1).any())
+
+    def window(self) -> int | None:
+        """How far back it looks at most; None where the last query sees the first key."""
+        seen = (self.softmax.pattern[:, :, -1, : self.query_pos] > 0).any(0).any(0)
+        return None if bool(seen[0]) else self.query_pos - int(seen.nonzero()[0])
+
+    def rotation(self) -> tuple[int, bool] | None:
+        """How many of each head's first columns are rotated, and whether neighbours turn together.
+
+        None where that is not what changes: other columns than the first, or in other pairs.
+        """
+        query = self.softmax.query
+        if query is None:
+            return None
+        before, after = self._normed("q").double(), query.detach().transpose(1, 2).double()
+        if before.shape != after.shape:
+            return None
+        after = after * float(before[:, 0].norm() / after[:, 0].norm())
+        close = 20 * tolerance(self.softmax.scores) * float(before.abs().max())
+        changed = ((before - after).abs().amax((0, 1, 2)) > close).nonzero().flatten().tolist()
+        if not changed:
+            return None
+        for dim in range(changed[-1] + 1 + (changed[-1] + 1) % 2, before.shape[-1] + 1, 2):
+            for adjacent in (False, True):
+                pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
+                sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
+                if bool(((sizes[0] - sizes[1]).abs() <= 2 * close).all()):
+                    return dim, adjacent
+        return None
+
+    def soft_cap(self, said: float | None) -> float:
+        """The soft cap of the scores: the one that the configuration says, where the scores are so; -1 where not."""
+        found = self._product()
+        if not said or found is None:
+            return -1.0
+        scores, product = self.softmax.scores.detach().double()[..., : found[0].shape[-1]], found[0]
+        seen = (self.softmax.pattern[..., : product.shape[-1]] > 0) & (scores.abs() < said)
+        capped, plain, product = said * (scores[seen] / said).atanh(), scores[seen], product[seen]
+
+        def left(x: Tensor) -> float:
+            return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
+
+        return said if left(capped) < 1e-5 or left(capped) < 0.1 * left(plain) else -1.0
 
     def scores_view(self) -> View:
         """How the scores are seen: `AlibiScores` where the module is given what is added to them for each key."""
@@ -282,19 +381,58 @@ class FoundAttention:
                 return name
         raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")
 
-    def _check_values(self) -> None:
-        """`pattern @ v = z`.
+    def _values(self) -> tuple[Norm | None, Literal["gate", "norm", "factor"] | None]:
+        """The norm of the values, and what stands between `pattern @ v` and `z`.
 
         Raises:
-            NotFound: it is not.
+            NotFound: something else does.
         """
-        v = self._by_head(self.found["v"][0].left[0].value, "v")
-        pattern = self.softmax.pattern[..., : v.shape[1]]
-        v = v.repeat_interleave(self.n_heads // v.shape[2], dim=2)
-        z = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), v.double())
-        real = self.z_by_head.detach().double()
-        if z.shape != real.shape or not bool(((z - real).abs() <= 10 * tolerance(v) * real.abs().max()).all()):
-            raise NotFound("what enters its output projection is not pattern @ v: something stands between")
+        norm = self._norm("v")
+        v = self._normed("v")
+        close = 10 * tolerance(v)
+        pattern = self.softmax.pattern[..., : v.shape[1]].double()
+        mixed = torch.einsum(
+            "bhqk,bkhd->bqhd", pattern, v.repeat_interleave(self.n_heads // v.shape[2], dim=2).double()
+        )
+        z = self.z_by_head.detach().double()
+        if mixed.shape != z.shape:
+            raise NotFound(
+                f"what enters its output projection is {z.shape[-1]} wide for each head, values {v.shape[-1]}"
+            )
+        bound = close * z.abs().max()
+        if bool(((mixed - z).abs() <= bound).all()):
+            return norm and norm[0], None
+        factor = float((mixed * z).sum() / (mixed * mixed).sum())
+        if bool(((factor * mixed - z).abs() <= bound).all()):
+            return norm and norm[0], "factor"
+        flat = mixed.flatten(2).to(v.dtype)
+        for call in self.sources:
+            behind = not call.is_linear and call.left[0].mark == self.z.mark and call.entered is not None
+            if behind and call.entered and torch.allclose(call.entered.value.flatten(2), flat, atol=float(bound)):
+                return norm and norm[0], "norm"
+        if self._is_gated(v, mixed, z):
+            return norm and norm[0], "gate"
+        raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
+
+    def _is_gated(self, v: Tensor, mixed: Tensor, z: Tensor) -> bool:
+        """Whether each number of `z` is its own of `pattern @ v` times something that no value is in."""
+        call, sets, _ = self.found["v"]
+        live, query = call.left[0].live, min(5, self.query_pos - 1)
+        if self._norm("v") is not None:
+            return False
+        for head, column in ((0, 0), (self.n_heads - 1, z.shape[-1] - 1)):
+            one = self.z_by_head[0, query, head, column]
+            gradient = gradient_of(one, live)
+            rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
+            if rows is None:
+                return False
+            group = head // (self.n_heads // len(sets))
+            gate = z[0, query, head, column] / mixed[0, query, head, column]
+            expected = torch.zeros_like(rows[0, :query])
+            expected[:, sets[group][column]] = (self.softmax.pattern[0, head, query, :query].double() * gate).to(rows)
+            if not bool(((rows[0, :query] - expected).abs() <= 1e-3 * expected.abs().max()).all()):
+                return False
+        return True
 
 
 def _same_numbers(x: Tensor, y: Tensor, close: float) -> bool:

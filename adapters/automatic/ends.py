@@ -134,23 +134,21 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
     return next((call for call in recording.calls if call.module is layer and call.start > after and call.left), None)
 
 
-def find_head(
-    recording: Recording, last: Seen, after: int, unembed: ModuleCall
-) -> tuple[str, str, str, NormKind] | None:
+def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, str, NormKind] | None:
     """A linear layer and a norm between the last stream and the output layer, and the module around the two.
 
     Returns:
         The paths of that module, of the linear layer and of the norm, and what the norm computes.
     """
-    between = [call for call in recording.calls if call.start > after and call.end < unembed.start]
-    for norm in between:
-        kind = norm_kind(norm)
+    behind = [call for call in recording.calls if call.start > after]
+    for norm in behind:
+        kind = norm_kind(norm) if norm.end < unembed.start else None
         if kind is None or unembed.entered is None or norm.left[0].mark != unembed.entered.mark:
             continue
-        linear = [call for call in between if call.is_linear and call.entered and call.entered.mark == last.mark]
-        around = [call for call in between if linear and call.holds(norm) and call.holds(linear[0])]
+        linear = [call for call in behind if call.is_linear and call.end < norm.start]
+        around = [call for call in behind if linear and call.holds(norm) and call.holds(linear[-1])]
         if around:
-            return min(around, key=lambda call: call.end - call.start).path, linear[0].path, norm.path, kind
+            return min(around, key=lambda call: call.end - call.start).path, linear[-1].path, norm.path, kind
     return None
 
 

@@ -7,11 +7,10 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from adapters.attention import Projection
-from adapters.automatic.attention import NotFound
 from adapters.automatic.layouts import neurons_view, relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart
-from adapters.automatic.recording import ModuleCall, Seen
+from adapters.automatic.recording import ModuleCall, NotFound, Seen, gradient_of
 from adapters.feed_forward import MLP
 
 #: The activation functions whose names are known, with HookedTransformer's first.
@@ -61,7 +60,7 @@ class FoundMLP:
         row = (0,) * (post.ndim - 2) + (2,)
         neurons = torch.arange(self.d_mlp, device=post.device)
         weights = 1 + (neurons % 7)
-        (gradient,) = torch.autograd.grad((post[row] * weights).sum(), [made], retain_graph=True, allow_unused=True)
+        gradient = gradient_of((post[row] * weights).sum(), made)
         if gradient is None:
             return
         elsewhere = gradient.clone()
@@ -86,8 +85,8 @@ class FoundMLP:
         others = set(columns)
         for neuron in (live[0], live[len(live) // 2]):
             post = self.post.live[row][neuron]
-            (one,) = torch.autograd.grad(post, [made], retain_graph=True, allow_unused=True)
-            if {c for c in one[row].nonzero().flatten().tolist() if c in others} != {columns[neuron]}:
+            one = gradient_of(post, made)
+            if one is None or {c for c in one[row].nonzero().flatten().tolist() if c in others} != {columns[neuron]}:
                 return False
         return True
 
@@ -122,6 +121,7 @@ class FoundMLP:
             out=None if out is self.part.owner else relative(out.path, self.block),
             out_key=seen.key,
             flat=self.post.value.ndim == 2,
+            d_mlp=self.d_mlp,
         )
 
     def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:

@@ -45,7 +45,10 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
         return _of_numbers(x, y, None, None, said)
     probed = None
     if call.alone and tolerance(x) < 1e-3 and not isinstance(call.module, nn.Identity):
-        probed = recognise_module(call.module, x.shape[-1], x, weight=weight, bias=bias, tolerance=tolerance(x))
+        try:
+            probed = recognise_module(call.module, x.shape[-1], x, weight=weight, bias=bias, tolerance=tolerance(x))
+        except RuntimeError:  # it takes no rows alone: torch says that shapes do not fit
+            return None
     if probed is None or (found := _kind(probed, said)) is None:
         return _of_numbers(x, y, weight, bias, said)
     return found

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from adapters.automatic.recording import ModuleCall, Recording, Seen, Softmax
+from adapters.automatic.recording import ModuleCall, NotFound, Recording, Seen, Softmax, gradient_of
 from adapters.automatic.stream import Sum, Term, Value
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
 
@@ -74,10 +72,13 @@ class Parts:
         post = None
         if producer in self.norms and producer.entered is not None:
             before = self.values.get(producer.entered.mark)
-            if before is not None and before.made and before is not total.before:
+            if before is not None and before is not total.before:
                 post = Norm(producer.path, self.norms[producer])
-                out = self._outermost(before, producer.start)
-                producer = before.made[0][0]
+                if before.made:
+                    out = self._outermost(before, producer.start)
+                    producer = before.made[0][0]
+                elif producer.entered is not None:  # a sum that no module puts out: it stands where the norm reads it
+                    out = producer, producer.entered
         linear = self._matrices(start, producer)
         softmaxes = [s for s in self.recording.softmaxes if start < s.time < producer.end]
         owner = self._owner(producer, linear, softmaxes, start)
@@ -141,10 +142,13 @@ def mixes_positions(part: FoundPart) -> bool | None:
     """
     entry = part.owner.entered if part.owner else part.calls[0].entered if part.calls else None
     made = part.out[1].live
-    if entry is None or not made.requires_grad or not entry.live.requires_grad or made.ndim != 3:
+    if entry is None or made.ndim != 3:
         return None
     last = made.shape[1] - 1
-    (gradient,) = torch.autograd.grad(made[0, last].sum(), [entry.live], retain_graph=True, allow_unused=True)
+    try:
+        gradient = gradient_of(made[0, last].sum(), entry.live)
+    except NotFound:
+        return None
     if gradient is None or gradient.ndim != 3:
         return None
     return bool((gradient[0, :last] != 0).any())

@@ -13,7 +13,7 @@ from torch import Tensor
 from adapters.automatic.declaration import sample_inputs
 from adapters.automatic.norms import tolerance
 from adapters.points import Point
-from adapters.verification import Bridge, Hook, NamedHook
+from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
 #: What goes wrong inside a run where a point does not stand where it should.
 _WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)

@@ -145,6 +145,24 @@ class Recording:
         return [call for call in self.calls if start < call.start and call.end <= end]
 
 
+class NotFound(Exception):
+    """Something is not what a declaration could say; the message says what."""
+
+
+def gradient_of(total: Tensor, live: Tensor) -> Tensor | None:
+    """The gradient of a number with respect to what a module was given or returned; None where that has no part in it.
+
+    Raises:
+        NotFound: the model has written over what the gradient is made from.
+    """
+    if not total.requires_grad or not live.requires_grad:
+        return None
+    try:
+        return torch.autograd.grad(total, [live], retain_graph=True, allow_unused=True)[0]
+    except RuntimeError as error:
+        raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
+
+
 _SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _CHOICES = {torch.topk, Tensor.topk}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from adapters import Architecture, ModelMap, Weights, map_model
 from adapters.automatic.proof import Proof
 from adapters.config import ModelConfig
+from adapters.model import Automatic
 from bridge.facade.offered import Offered
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
@@ -40,7 +42,7 @@ class WrappedModel(nn.Module):
     refuses_silent_hooks = True
 
     def __init__(
-        self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, automatic: bool = True
+        self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, automatic: Automatic = True
     ) -> None:
         self.__dict__.pop("wiring", None)  # there where a bridge is made anew in place (see `__setattr__`)
         super().__init__()
@@ -54,7 +56,6 @@ class WrappedModel(nn.Module):
                 f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
                 "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
             )
-        self._automatic = automatic
         found = map_model(hf_model, automatic=automatic)
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
@@ -194,8 +195,10 @@ class WrappedModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("wiring", "names", "core", "architecture", "_tree", "_weights"):
+        for name in ("wiring", "names", "core", "_tree", "_weights"):
             state.pop(name)
+        if not self._inferred:  # declared anew by its adapter
+            state.pop("architecture")
         state.pop("_facts", None)  # found out anew by the tokenizer's part
         state.pop("_places", None)  # likewise by the first trace
         return state
@@ -204,14 +207,31 @@ class WrappedModel(nn.Module):
         super().__setstate__(state)
         self.cfg.attach(self.original_model)
         strip(self.original_model)
-        found = map_model(self.original_model, automatic=self._automatic)
-        self._wire(found)
-        if found.inferred:
-            self._keep_what_is_proved(found)
+        self._wire(self._mapped_again(self.original_model, self.__dict__.get("architecture")))
+
+    def _mapped_again(self, model: nn.Module, architecture: Architecture | None) -> ModelMap:
+        """What plays which part in a copy of the model, without what was not proved of an inferred adapter."""
+        found = map_model(model, architecture)
+        return replace(found.without(self._not_offered), inferred=True) if self._inferred else found
+
+    def beside(self, model: nn.Module) -> Self:
+        """A bridge of the same declaration, facts and class around another model, which has this one's modules.
+
+        Args:
+            model: the model.
+        """
+        new = type(self).__new__(type(self))
+        state = self.__getstate__()
+        state["_modules"] = {**state["_modules"], "original_model": model}
+        nn.Module.__setstate__(new, state)
+        new.cfg = copy.copy(self.cfg)
+        new.cfg.attach(model)
+        new._wire(self._mapped_again(model, self.architecture))
+        return new
 
     def __copy__(self) -> Self:
-        new = type(self)(self.original_model, self.tokenizer, automatic=self._automatic)
-        new.cfg, new._weights = self.cfg, None
+        new = self.beside(self.original_model)
+        new.cfg = self.cfg
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

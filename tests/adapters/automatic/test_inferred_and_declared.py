@@ -8,7 +8,6 @@ from dataclasses import fields
 import pytest
 import torch
 
-from adapters import model as mapping
 from adapters import verify
 from adapters.config import ModelConfig
 from bridge import TransformerBridge
@@ -26,23 +25,21 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "bridge")
 
 
-def both(case: str, monkeypatch: pytest.MonkeyPatch) -> tuple[TransformerBridge, TransformerBridge]:
+def both(case: str) -> tuple[TransformerBridge, TransformerBridge]:
     """A bridge of what is declared for a case's model, and one of what is inferred for it."""
     model = tiny(case)
     declared = TransformerBridge(model)
-    monkeypatch.setattr(mapping, "has_declaration", lambda model: False)
-    inferred = TransformerBridge(model)
+    inferred = TransformerBridge(model, automatic="always")
     assert inferred.offered().inferred and not declared.offered().inferred
     return declared, inferred
 
 
-MIXTURES = [case for case in (*USUAL, *OTHER, *ALIKE) if any(word in case for word in ("moe", "mixtral", "oss"))]
-CASES = [case for case in (*USUAL, *OTHER, *ALIKE) if not case.startswith("t5") and case not in MIXTURES]
+CASES = [case for case in (*USUAL, *OTHER, *ALIKE) if not case.startswith("t5")]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_inferred_points_are_those_of_the_declaration(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    declared, inferred = both(case, monkeypatch)
+def test_inferred_points_are_those_of_the_declaration(case: str) -> None:
+    declared, inferred = both(case)
     assert set(inferred.hook_dict) == set(declared.hook_dict)
     tokens = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -53,14 +50,14 @@ def test_inferred_points_are_those_of_the_declaration(case: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa", "gpt_neox", "gemma2-gqa", "bert", "phi3-gqa"])
-def test_inferred_facts_are_those_of_the_declaration(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    declared, inferred = both(case, monkeypatch)
+def test_inferred_facts_are_those_of_the_declaration(case: str) -> None:
+    declared, inferred = both(case)
     for field in fields(ModelConfig):
         if field.name not in NOT_MEASURED:
             assert getattr(inferred.cfg, field.name) == getattr(declared.cfg, field.name), field.name
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa"])
-def test_what_is_inferred_verifies(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = verify(both(case, monkeypatch)[1])
+def test_what_is_inferred_verifies(case: str) -> None:
+    report = verify(both(case)[1])
     assert report.passed, str(report)
