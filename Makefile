@@ -16,11 +16,12 @@ test: $(STAMP)
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
 
-# Kills a harvest at twenty random moments, and other tests that take minutes, with Ray.
+# Kills a harvest at twenty random moments, and other tests that take minutes: with Ray, with torch's compiler.
 slow: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest -m slow
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest/test_ray.py
+	UNCHECKED=1 $(BIN)/python -m pytest -n 0 -m slow tests/programs/compiled.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -25,12 +25,13 @@ MAY_USE = {
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps"},
     "bridge.generation": {"adapters", "bridge.hooks", "bridge.run", "bridge.analysis", "bridge.cache"},
     "bridge.trace": {"adapters", "bridge.hooks", "bridge.run", "bridge.generation"},
+    "bridge.programs": {"adapters", "bridge.hooks", "bridge.taps", "bridge.run", "bridge.trace"},
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"bridge.native"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.run", "bridge.weights", "bridge.analysis",
-        "bridge.cache", "bridge.generation", "bridge.trace", "bridge.native", "bridge.embedded", "bridge.loading",
+        "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native", "bridge.embedded", "bridge.loading",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},
@@ -172,7 +173,7 @@ THEIRS = {
     "_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks",
     "_push_saved_tensors_default_hooks",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
-    "_current_graph_task_id", "_remove_final_layer_norm", "_local_mapping",
+    "_current_graph_task_id", "_remove_final_layer_norm", "_local_mapping", "_apply_gate",
 }  # fmt: skip
 
 
