@@ -31,7 +31,8 @@ MAY_USE = {
     "bridge.loading": {"bridge.native"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.run", "bridge.weights", "bridge.analysis",
-        "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native", "bridge.embedded", "bridge.loading",
+        "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native", "bridge.embedded",
+        "bridge.loading",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},
