@@ -25,7 +25,8 @@ MAY_USE = {
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps"},
     "bridge.generation": {"adapters", "bridge.hooks", "bridge.run", "bridge.analysis", "bridge.cache"},
     "bridge.trace": {"adapters", "bridge.hooks", "bridge.run", "bridge.generation"},
-    "bridge.programs": {"adapters", "bridge.hooks", "bridge.taps", "bridge.run", "bridge.trace"},
+    "bridge.export": {"bridge.version"},
+    "bridge.programs": {"adapters", "bridge.hooks", "bridge.taps", "bridge.run", "bridge.trace", "bridge.export"},
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"bridge.native"},
@@ -41,7 +42,7 @@ MAY_USE = {
 }  # fmt: skip
 #: What stands on top, and may use every room but these.
 ON_TOP = (
-    "bridge.cli", "bridge.legacy", "bridge.export", "bridge.harvest", "bridge.pictures",
+    "bridge.cli", "bridge.legacy", "bridge.harvest", "bridge.pictures",
     "bridge.circuits", "bridge.lens", "bridge.tasks",
 )  # fmt: skip
 
@@ -175,6 +176,7 @@ THEIRS = {
     "_push_saved_tensors_default_hooks",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
     "_current_graph_task_id", "_remove_final_layer_norm", "_local_mapping", "_apply_gate",
+    "_can_set_experts_implementation",
 }  # fmt: skip
 
 

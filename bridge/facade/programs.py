@@ -1,19 +1,25 @@
-"""Programs: a run with its hooks as a plain module."""
+"""Programs: a run with its hooks as a plain module, here or in another runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.exporters import ExportedModel
 
 from bridge.facade.hooks import HookMethods
+from bridge.facade.tokens import TokenMethods
 from bridge.hooks.names import NamesFilter
 from bridge.programs.program import Program
+from bridge.run.checks import as_tokens
 from bridge.run.hooked import check_specs, checked_function
-from bridge.run.protocol import HookSpec
+from bridge.run.protocol import HookSpec, Input
 
 
-class ProgramMethods(HookMethods):
+class ProgramMethods(HookMethods, TokenMethods):
     """The methods of a bridge that make programs of runs."""
 
     def program(
@@ -65,3 +71,41 @@ class ProgramMethods(HookMethods):
         none = isinstance(capture, Sequence) and not isinstance(capture, str) and not capture
         points = [] if none or capture is None else self.select_hooks(capture)
         return Program(self, points, pairs, inputs or {})
+
+    def export(
+        self,
+        example: Input | Mapping[str, Tensor],
+        format: str = "dynamo",
+        *,
+        capture: NamesFilter = (),
+        interventions: Sequence[HookSpec] = (),
+        inputs: Mapping[str, Tensor | float] | None = None,
+        dynamic: bool = True,
+        path: str | Path | None = None,
+        **options: Any,
+    ) -> ExportedModel:
+        """A run with captured activations and interventions for another runtime, through transformers' exporters.
+
+        Args:
+            example: text, texts, tokens ``[batch, pos]``, or the model's arguments by name, as a tokenizer gives them.
+                What it has is what the exported program takes, with the declared inputs.
+            format: ``"dynamo"`` (`torch.export`), ``"onnx"``, ``"executorch"`` or ``"openvino"``.
+            capture, interventions, inputs: as for `program`.
+            dynamic, path, options: as for `Program.export`.
+
+        Returns:
+            transformers' `ExportedModel`: ``exported(input_ids=..., vector=...)`` runs it in its runtime and returns
+            what the program returns.
+
+        Raises:
+            ImportError: the format needs something that is not installed; the error names the command.
+            UnknownHookError, TypeError, ValueError: as for `program` and `Program.export`.
+        """
+        program = self.program(capture, interventions, inputs)
+        if isinstance(example, str) or (isinstance(example, Sequence) and example and isinstance(example[0], str)):
+            batch = self.batch_of([example] if isinstance(example, str) else example)
+            mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
+            example = {"input_ids": batch.tokens, "attention_mask": mask}
+        elif not isinstance(example, Mapping):
+            example = {"input_ids": as_tokens(example)}
+        return program.export(example, format, dynamic=dynamic, path=path, **options)

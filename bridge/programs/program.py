@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.exporters import ExportedModel
 
+from adapters.paths import core_path
+from bridge.export.export import export_for_generation, export_program
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
+from bridge.programs.generation import Run, generating
 from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
 from bridge.programs.one_pass import AnyFunction, Kwargs, OnePass
+from bridge.programs.taps import AttentionWatch
 from bridge.run.model_inputs import accepted_arguments, places_among_tokens
 from bridge.run.protocol import Runs
-
-#: A run of a program as it was lowered: tokens, the declared inputs, the model's further arguments.
-Run = Callable[[Tensor | None, Mapping[str, Tensor], Kwargs], Kwargs]
 
 
 class Program(nn.Module):
@@ -73,13 +76,35 @@ class Program(nn.Module):
             )
 
     @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the hook points with interventions."""
+        return tuple([step.hook.name for step in self._lowered.steps if step.changes])
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The axes of the captured activations, by name."""
+        return {step.hook.name: step.hook.point.axes for step in self._lowered.steps if step.captured}
+
+    @property
+    def core(self) -> PreTrainedModel:
+        """The Hugging Face model among the module objects, without what wraps it (PEFT)."""
+        found = self.model.get_submodule(core_path(self.model))
+        assert isinstance(found, PreTrainedModel)
+        return found
+
+    def attention_under_way(self) -> AttentionWatch | None:
+        """What sees the attention that a tapped module is computing now, in this thread."""
+        found: AttentionWatch | None = getattr(self._lowered.here, "attention", None)
+        return found
+
+    @property
     def config(self) -> PreTrainedConfig:
         """The Hugging Face model's configuration."""
         return self._config
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{name}: {list(example.shape)}" for name, example in self.inputs.items())
-        changed = ", ".join(step.hook.name for step in self._lowered.steps if step.changes)
+        changed = ", ".join(self.changed)
         return (
             f"{type(self).__name__} of {self._class.__name__}{' (compiled)' if self.compiled else ''}\n"
             f"  returns  {', '.join(('logits', *self.captured))}\n"
@@ -205,6 +230,28 @@ class Program(nn.Module):
             if length > self._max_length:
                 raise ValueError(f"the tokens have {length} positions; the model has a context of {self._max_length}")
 
+    def generating(self, inputs: Mapping[str, object]) -> PreTrainedModel:
+        """What has transformers' `generate` and runs this program in each step; `bridge.generate` takes the program.
+
+        Args:
+            inputs: the declared inputs, of every step.
+
+        Raises:
+            TypeError: an input that is missing, or that was not declared, or is of another kind.
+            ValueError: the model has an encoder, or stands in another (PEFT).
+        """
+        unknown = [name for name in inputs if name not in self.inputs]
+        if unknown:
+            declared = ", ".join(self.inputs) or "none"
+            raise TypeError(f"{', '.join(unknown)} was not declared; the program has the inputs {declared}")
+        if self.core is not self.model:
+            raise ValueError(
+                "a program around a PEFT model cannot generate: merge its weights first, merge_and_unload()"
+            )
+        if not hasattr(self._lowered.here, "one_pass"):
+            self._lowered.here.one_pass = None
+        return generating(self.core, self._run, checked_inputs(self.inputs, inputs))
+
     def compile(self, **options: Any) -> Program:  # type: ignore[override]
         """The same program, through `torch.compile`: one graph, for any number of rows and positions.
 
@@ -227,3 +274,64 @@ class Program(nn.Module):
         other.compiled = True
         other._run = torch.compile(other.run_lowered, **{"fullgraph": True, "dynamic": True, **options})
         return other
+
+    def export(
+        self,
+        example: Tensor | Mapping[str, object],
+        format: str = "dynamo",
+        *,
+        dynamic: bool = True,
+        path: str | Path | None = None,
+        **options: Any,
+    ) -> ExportedModel:
+        """This program for another runtime, through transformers' exporters.
+
+        Args:
+            example: tokens ``[batch, pos]``, or the arguments of the model by name, as a tokenizer gives them. What it
+                has is what the exported program takes, with the declared inputs.
+            format: ``"dynamo"`` (`torch.export`), ``"onnx"``, ``"executorch"`` or ``"openvino"``.
+            dynamic: other numbers of rows and positions than the example's may be given.
+            path: a folder to save it in.
+            options: of the exporter's configuration (`OnnxConfig`, ...), such as `opset_version` or `dynamic_shapes`.
+
+        Returns:
+            transformers' `ExportedModel`: ``exported(input_ids=..., vector=...)`` runs it in its runtime and returns
+            what the program returns. `ExportedModel.from_pretrained(path)` reads it back.
+
+        Raises:
+            ImportError: the format needs something that is not installed; the error names the command.
+            TypeError, ValueError: a format that does not exist, an example that does not fit, an option that nobody
+                knows.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> program = bridge.program(capture=["blocks.3.hook_resid_post"])
+            >>> exported = program.export(bridge.to_tokens("Mary and John"), "dynamo")  # doctest: +SKIP
+        """
+        return export_program(self, example, format, dynamic, path, options)
+
+    def export_for_generation(
+        self,
+        example: Tensor | Mapping[str, object],
+        format: str = "dynamo",
+        *,
+        dynamic: bool = True,
+        path: str | Path | None = None,
+        generation_config: GenerationConfig | None = None,
+        multi_token_decode: bool = False,
+        **options: Any,
+    ) -> ExportedModel:
+        """This program for another runtime, in two parts: one for a prompt, one for a token more.
+
+        Args:
+            example: as for `export`: what the model's `generate` is given.
+            format, dynamic, path, options: as for `export`.
+            generation_config, multi_token_decode: as for transformers' `export_for_generation`.
+
+        Returns:
+            transformers' `ExportedModel`, with the components ``prefill`` and ``decode``.
+        """
+        return export_for_generation(
+            self, example, format, dynamic, path, generation_config, multi_token_decode, options
+        )

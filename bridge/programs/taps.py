@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -71,9 +72,13 @@ class LoweredAttention(LoweredTap):
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's forward."""
         one_pass = current(self.here)
-        watch = _AttentionWatch(self, Call(self.module, args, kwargs), one_pass)
-        with watch:
-            output = type(self.module).forward(self.module, *args, **kwargs)
+        watch = AttentionWatch(self, Call(self.module, args, kwargs), one_pass)
+        self.here.attention = watch
+        try:
+            with watch:
+                output = type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            self.here.attention = None
         watch.check()
         return output
 
@@ -105,7 +110,7 @@ class _Watch(TorchFunctionMode):
         return self.tap.show(channel, x, self.the_call, self.one_pass)
 
 
-class _AttentionWatch(_Watch):
+class AttentionWatch(_Watch):
     """Shows what one call of an attention module computes, as `bridge.taps.attention` does for a run."""
 
     def __init__(self, tap: LoweredAttention, call: Call, one_pass: OnePass) -> None:
@@ -167,7 +172,8 @@ class _AttentionWatch(_Watch):
             pattern = self.show("pattern", softmax_of(new, scores, call.pattern))
             if self.tap.changes("scores", "pattern"):
                 return call.result(pattern)
-        return scaled_dot_product_attention(
+        # By its place: an exporter puts a function of its own there, which its runtime can take.
+        return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
