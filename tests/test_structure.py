@@ -29,7 +29,7 @@ MAY_USE = {
     "bridge.programs": {"adapters", "bridge.hooks", "bridge.taps", "bridge.run", "bridge.trace", "bridge.export"},
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
-    "bridge.loading": {"bridge.native"},
+    "bridge.loading": {"bridge.native", "bridge.hooks"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.run", "bridge.weights", "bridge.analysis",
         "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native", "bridge.embedded",
@@ -60,6 +60,7 @@ MUTABLE = {
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
     ("bridge/taps/kernels.py", "_LOCK"): "likewise",
+    ("bridge/loading/patches.py", "_LOCK"): "held while transformers' registries hold what one load alone is to see",
 }
 
 
@@ -176,7 +177,7 @@ THEIRS = {
     "_push_saved_tensors_default_hooks",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
     "_current_graph_task_id", "_remove_final_layer_norm", "_local_mapping", "_apply_gate",
-    "_can_set_experts_implementation",
+    "_can_set_experts_implementation", "_model_mapping",
 }  # fmt: skip
 
 
