@@ -32,8 +32,13 @@ from bridge.hooks.names import suggestion
 
 #: Names, or patterns of names, of transformers' classes, and the classes in their place.
 Patches = Mapping[str, type[nn.Module]]
+#: What transformers records the outputs of, by the name of the output.
+Table = dict[str, Any]
+Conversions = list[Any]
+#: A model's class, or one of transformers' Auto classes.
+Loader = type[Any]
 #: By model type or class name, what makes the checkpoint's tensors those of the patched modules.
-WeightConversions = Mapping[str, Sequence[Any]]
+WeightConversions = Mapping[str, Sequence[object]]
 
 _LOCK = threading.RLock()
 #: The load that the present code is part of.
@@ -71,7 +76,7 @@ class _Stand(type):
 
 @contextmanager
 def patched(
-    patches: Patches | None, conversions: WeightConversions | None, loader: type[Any], config: object
+    patches: Patches | None, conversions: WeightConversions | None, loader: Loader, config: object
 ) -> Iterator[None]:
     """Loads in the body of a ``with`` statement, in this thread, with patches.
 
@@ -126,15 +131,15 @@ def keep_recording(model: nn.Module, patches: Patches | None) -> None:
                 maybe_install_capturing_hooks(module)
 
 
-class _Conversions(list[Any]):
+class _Conversions(Conversions):
     """Weight conversions for one load. transformers copies a list of conversions before it uses it."""
 
-    def __init__(self, load: object, conversions: list[Any], before: list[Any] | None) -> None:
+    def __init__(self, load: object, conversions: Conversions, before: Conversions | None) -> None:
         super().__init__(conversions)
         self._load, self._before = load, before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(list(self) if _LOAD.get() is self._load else self._before, memo)
+    def __deepcopy__(self, memo: dict[int, object]) -> Conversions | None:
+        return copy.deepcopy(list(self) if _LOAD.get() is self._load else self._before, {**memo})
 
 
 def _checked(patches: Patches) -> Patches:
@@ -144,7 +149,7 @@ def _checked(patches: Patches) -> Patches:
     return patches
 
 
-def _import_model(loader: type[Any], config: object) -> None:
+def _import_model(loader: Loader, config: object) -> None:
     """Imports the module of the model's class, so that its classes are there."""
     mapping = getattr(loader, "_model_mapping", None)
     if mapping is not None:
@@ -160,7 +165,7 @@ def _modules() -> list[ModuleType]:
     ]
 
 
-def _stands(patches: Patches, load: object) -> dict[str, Any]:
+def _stands(patches: Patches, load: object) -> Table:
     """What is to stand in the place of each class that the patches name.
 
     Raises:
@@ -194,9 +199,9 @@ def _patch_for(name: str, patches: Patches) -> str | None:
     return next((pattern for pattern in patches if re.search(pattern, name)), None)
 
 
-def _recorders(stands: Mapping[str, _Stand]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _recorders(stands: Mapping[str, _Stand]) -> list[tuple[Table, Table]]:
     """What transformers records the outputs of, and copies of it: it puts new classes there for good."""
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    found: list[tuple[Table, Table]] = []
     for module in _modules() if stands else ():
         for value in list(vars(module).values()):
             table = vars(value).get("_can_record_outputs") if isinstance(value, type) else None

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from adapters.views import Args, Kwargs
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, checked
 from bridge.programs.functions import Function
-from bridge.programs.one_pass import AnyFunction, Args, Kwargs, OnePass
+from bridge.programs.one_pass import AnyFunction, OnePass
 from bridge.programs.steps import Changes
 from bridge.trace.edit import BodyInStep, Edit, EditHook
 from bridge.trace.errors import PointPassedError

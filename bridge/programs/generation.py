@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from bridge.programs.one_pass import Kwargs
+from adapters.views import Kwargs
 
 #: What runs a program: tokens, the declared inputs, the model's further arguments.
 Run = Callable[[Tensor | None, Mapping[str, Tensor], Kwargs], Kwargs]

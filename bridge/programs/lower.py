@@ -10,12 +10,13 @@ from torch import nn
 
 from adapters.paths import has_module, token_embedding
 from adapters.points import Site
+from adapters.views import Kwargs
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, wants_gradients
 from bridge.programs.edits import edit_changes
 from bridge.programs.functions import Function
 from bridge.programs.mixtures import LoweredExperts
-from bridge.programs.one_pass import AnyFunction, Kwargs, OnePass
+from bridge.programs.one_pass import AnyFunction, OnePass
 from bridge.programs.shells import shell_of, written
 from bridge.programs.sites import LoweredSite
 from bridge.programs.steps import Changes, Step, TakesOver
@@ -102,6 +103,10 @@ def lower(
     taps: dict[tuple[str, type[LoweredTap]], dict[str, list[Step]]] = {}
     for site in dict.fromkeys([*by_site, *sources]):
         module = _module_at(model, site, prefix, by_site.get(site, ()))
+        if site.kind not in (*_TAPS, "input", "output"):
+            raise ValueError(
+                f"{by_site[site][0].hook.name} is inside a mixer, where a program cannot stand: use run_with_hooks"
+            )
         if site.kind in _TAPS:
             _check_tap(module, by_site[site])
             taps.setdefault((site.path, _TAPS[site.kind]), {})[str(site.key)] = by_site[site]

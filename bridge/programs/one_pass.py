@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from adapters.points import Site
 
-#: What a forward is called with, and a function of which nothing more is known.
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+#: A function of which nothing more is known.
 AnyFunction = Callable[..., Any]
 
 

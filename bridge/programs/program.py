@@ -12,13 +12,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.exporters import ExportedModel
 
 from adapters.paths import core_path
+from adapters.views import Kwargs
 from bridge.export.export import export_for_generation, export_program
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.programs.generation import Run, generating
 from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
-from bridge.programs.one_pass import AnyFunction, Kwargs, OnePass
+from bridge.programs.one_pass import AnyFunction, OnePass
 from bridge.programs.taps import AttentionWatch
 from bridge.run.model_inputs import accepted_arguments, places_among_tokens
 from bridge.run.protocol import Runs

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from bridge.run.boundary import strip
-from bridge.run.compiled import AsWritten
 from bridge.taps.tap import Tap
+from bridge.wiring.boundary import strip
+from bridge.wiring.compiled import AsWritten
 
 #: The dictionaries of torch hooks, of which a shell has copies.
 _HOOKS = (

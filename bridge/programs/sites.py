@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from adapters.points import Site
-from adapters.views import Call
+from adapters.views import Args, Call, Kwargs
 from bridge.hooks.modules import first_parameter
-from bridge.programs.one_pass import Args, Kwargs, current
+from bridge.programs.one_pass import current
 from bridge.programs.steps import Step
 
 

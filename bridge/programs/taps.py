@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from adapters.views import Call
-from bridge.programs.one_pass import AnyFunction, Args, Kwargs, OnePass, current
+from adapters.views import Args, Call, Kwargs
+from bridge.programs.one_pass import AnyFunction, OnePass, current
 from bridge.programs.steps import Step
 from bridge.taps.attention_call import AttentionCall
 from bridge.taps.kernels import implementation_of, is_looked_up
