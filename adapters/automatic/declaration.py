@@ -182,11 +182,10 @@ class _Inference:
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.facts.items()}
         if values.get("positional_embedding_type") == "rotary":
             # Of slow rotations a run of few tokens sees nothing: the configuration may say that more columns turn.
-            values["rotary_dim"] = max(
-                (dim for dim in self.facts.get("rotary_dim", {}) if isinstance(dim, int)), default=None
-            )
+            turned = max((dim for dim in self.facts.get("rotary_dim", {}) if isinstance(dim, int)), default=None)
+            values["rotary_dim"] = turned
             said = self._rotary_values()
-            if said and (values["rotary_dim"] or 0) <= int(str(said["rotary_dim"])):
+            if said and (turned or 0) <= int(str(said["rotary_dim"])):
                 values |= said
         values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
         values |= self._window_values()
