@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+import bridge.legacy.loading_from_pretrained as loading
+import bridge.legacy.utils as utils
+from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.legacy.kinds import (
+    Embed,
+    LayerNorm,
+    LayerNormPre,
+    PosEmbed,
+    RMSNorm,
+    RMSNormPre,
+    TransformerBlock,
+    Unembed,
+)
 from bridge.legacy.loaded import LoadedAsBefore, Made
-from bridge.legacy.loading_from_pretrained import fill_missing_keys, starts_with_bos
-from bridge.legacy.placing import PartsAsBefore
+from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, fill_missing_keys, starts_with_bos
+from bridge.legacy.parts import Part
+from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
+from bridge.legacy.point import HookPoint
 from bridge.legacy.reweighing import WeightsAsBefore
+from bridge.legacy.root_module import HookedRootModule
 from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
+from bridge.legacy.utils import USE_DEFAULT_VALUE
 from bridge.loading.boot import context_fields
 from bridge.native import NativeConfig, NativeModel
+from bridge.weights.factored_matrix import FactoredMatrix
 
-__all__ = ["HookedTransformer", "Output"]
+# What HookedTransformer's module lets be imported from it, besides.
+__all__ = [
+    "DTYPE_FROM_STRING", "USE_DEFAULT_VALUE", "ActivationCache", "Embed", "FactoredMatrix", "HookPoint",
+    "HookedRootModule", "HookedTransformer", "HookedTransformerConfig", "HookedTransformerKeyValueCache", "LayerNorm",
+    "LayerNormPre", "Loss", "LossPerToken", "Output", "PosEmbed", "RMSNorm", "RMSNormPre", "SingleLoss",
+    "TransformerBlock", "Unembed", "loading", "utils",
+]  # fmt: skip
+
+SingleLoss = Float[Tensor, ""]
+LossPerToken = Float[Tensor, "batch pos-1"]
+Loss = SingleLoss | LossPerToken
 
 Side = Literal["left", "right"]
+#: Fields of a configuration that say nothing of the weights, and that the model's keeps.
+_KEPT = {"init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed"}
 #: The data sets of HookedTransformer that are like what models were trained on.
 _LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
@@ -41,7 +73,7 @@ _NOT_HERE = {
 }
 
 
-class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBefore, UngroupsAsBefore):
+class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsAsBefore):  # type: ignore[misc]
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
     The Hugging Face model runs, as in any bridge; `state_dict` and `named_parameters` have its names, and
@@ -74,6 +106,10 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
     ) -> None:
         model, found, where = self._make(cfg, tokenizer, move_to_device)
         super().__init__(model)
+        if isinstance(cfg, HookedTransformerConfig | Mapping):
+            given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
+            for name in _KEPT & given.keys():
+                setattr(self.cfg, name, given[name])
         self.intended_device = where
         self.dataset: Any = None
         if tokenizer is not None:
@@ -284,31 +320,6 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
         text = self.dataset[random.randrange(len(self.dataset))]["text"]
         return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
-    def hook_points(self) -> list[Any]:
-        """All hook points."""
-        return list(self.hook_dict.values())
-
-    def clear_contexts(self) -> None:
-        """Empties the `ctx` of all hook points."""
-        self._clear_contexts()
-
-    def remove_all_hook_fns(
-        self,
-        direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        """Removes hooks, and leaves contexts as they are."""
-        self.reset_hooks(False, direction, including_permanent, level)
-
-    def cache_all(self, cache: dict[str, Tensor] | None = None, **kwargs: Any) -> dict[str, Tensor]:
-        """The old name of `add_caching_hooks` without a filter."""
-        return self.add_caching_hooks(None, cache=cache, **kwargs)
-
-    def cache_some(self, cache: dict[str, Tensor] | None, names: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The old name of `add_caching_hooks` with a filter."""
-        return self.add_caching_hooks(names, cache=cache, **kwargs)
-
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""
         return fill_missing_keys(self, state_dict)
@@ -339,3 +350,19 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
         if name in _NOT_HERE:
             raise AttributeError(f"HookedTransformer has no {name} here: {_NOT_HERE[name]}. See docs/migration.md")
         return super().__getattr__(name)
+
+
+def _with_one_layer(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
+    """A model around a part that is made from a configuration."""
+    config = copy.copy(HookedTransformerConfig.unwrap(cfg))
+    length = kwargs.get("length", more[0] if more and "normalization_type" in fields else None)
+    changes = {"n_layers": 1, "tokenizer_name": None, "d_vocab": max(config.d_vocab, 1), "seed": None} | fields
+    changes["d_vocab_out"] = max(config.d_vocab_out, 1)
+    if isinstance(length, int):
+        changes["d_model"] = length
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return HookedTransformer(config)
+
+
+Part.makes_host = _with_one_layer
