@@ -27,8 +27,14 @@ from bridge.legacy.kinds import (
     TransformerBlock,
     Unembed,
 )
-from bridge.legacy.loaded import LoadedAsBefore, Made
-from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, fill_missing_keys, starts_with_bos
+from bridge.legacy.loaded import LoadedAsBefore, Made, as_type
+from bridge.legacy.loading_from_pretrained import (
+    DTYPE_FROM_STRING,
+    fill_missing_keys,
+    get_official_model_name,
+    starts_with_bos,
+)
+from bridge.legacy.own_format import own_format, take_own
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.point import HookPoint
@@ -63,7 +69,6 @@ _LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
 _NOT_HERE = {
     "get_residual": "input_to_embed, or a run with stop_at_layer=0, gives the first residual stream",
     "get_pos_offset": "the model works its positions out itself",
-    "init_weights": "a model made from a configuration has its weights; loaded ones are not drawn anew",
     "check_hooks_to_add": "heavy hook points need no switch before hooks are added",
     "fold_layer_norm": "model.process_weights(fold_ln=True, ...) works on the model, not on a state dict",
     "center_writing_weights": "model.process_weights(center_writing_weights=True, ...) works on the model",
@@ -178,13 +183,22 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         """
         if first_n_layers is not None and hf_model is not None:
             raise ValueError("first_n_layers is for a model that is loaded, and hf_model is loaded already")
-        processing = any(
-            (fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices)
-        )
+        steps = (fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases)
+        own = own_format(get_official_model_name(model_name), cls._asked_of_hub(from_pretrained_kwargs))
+        if own is not None and hf_model is None:
+            config = loading.get_pretrained_model_config(
+                model_name, device=device, dtype=as_type(dtype), first_n_layers=first_n_layers,
+                default_prepend_bos=default_prepend_bos, checkpoint_index=checkpoint_index,
+                checkpoint_value=checkpoint_value, n_ctx=n_ctx, **own.hub,
+            )  # fmt: skip
+            made = cls(config, tokenizer, move_to_device, default_padding_side)
+            take_own(made, own, config)
+            made.process_weights_(*steps)
+            return made
         bridge = cls._load(
             model_name, hf_model=hf_model, tokenizer=tokenizer, device=device, move_to_device=move_to_device,
-            dtype=dtype, passed_on=from_pretrained_kwargs, n_devices=n_devices, processing=processing, n_ctx=n_ctx,
-            checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
+            dtype=dtype, passed_on=from_pretrained_kwargs, n_devices=n_devices, processing=any(steps),
+            checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value, n_ctx=n_ctx,
         )  # fmt: skip
         if bridge.core.config.is_encoder_decoder:
             raise ValueError(f"{model_name} is an encoder-decoder model: HookedEncoderDecoder.from_pretrained loads it")
@@ -199,10 +213,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         if bridge.tokenizer is not None:
             bridge._adopt(bridge.tokenizer, default_padding_side)  # a copy already
         cfg.default_prepend_bos = starts_with_bos(cfg, default_prepend_bos)
-        if processing:
-            bridge.process_weights_(
-                fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases
-            )
+        if any(steps):
+            bridge.process_weights_(*steps)
         return bridge
 
     @classmethod
@@ -319,6 +331,16 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
             self.load_sample_training_dataset()
         text = self.dataset[random.randrange(len(self.dataset))]["text"]
         return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
+
+    def init_weights(self) -> None:
+        """Draws the weights of a model that was made from a configuration anew, as that says.
+
+        Raises:
+            TypeError: the model was loaded.
+        """
+        if not isinstance(self.core, NativeModel):
+            raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
+        self.core.draw_weights()
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""

@@ -15,7 +15,7 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.names import suggestion
 from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
+from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, HUB, get_official_model_name
 from bridge.run.tokenization import TokenError
 
 #: What `from_pretrained` passes on, besides its own arguments.
@@ -79,7 +79,7 @@ class LoadedAsBefore(TransformerBridge):
         **loading: Any,
     ) -> Any:
         """A bridge around a loaded model, or around the given one: a copy of it where anything has to change."""
-        kind = _type(passed_on.pop("torch_dtype", dtype))
+        kind = as_type(passed_on.pop("torch_dtype", dtype))
         passed_on.pop("low_cpu_mem_usage", None)  # as transformers always loads now
         for name in passed_on:
             if name not in _PASSED_ON:
@@ -100,6 +100,10 @@ class LoadedAsBefore(TransformerBridge):
         bridge.intended_device = torch.device(device or get_device()) if n_devices == 1 else None
         bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
         return bridge
+
+    @classmethod
+    def _asked_of_hub(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: given[name] for name in HUB if name in given}
 
     @classmethod
     def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any, torch.device | None]:
@@ -194,7 +198,12 @@ class UnprocessedAsBefore(LoadedAsBefore):
         return {theirs: getattr(config, ours) for theirs, ours in names.items()}
 
 
-def _type(dtype: torch.dtype | str) -> torch.dtype:
+def as_type(dtype: torch.dtype | str) -> torch.dtype:
+    """A type by its name, as HookedTransformer has it.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPE_FROM_STRING:

@@ -133,14 +133,6 @@ def test_each_name_is_of_one_model():
     assert len(OFFICIAL_MODEL_NAMES) == len(set(OFFICIAL_MODEL_NAMES)) > 190
 
 
-@pytest.mark.parametrize(
-    "name", ["solu-1l", "attn-only-2l-demo", "gelu-4l", "NeelNanda/SoLU_1L512W_C4_Code", "redwood_attn_2l"]
-)
-def test_models_in_a_format_of_their_own(name):
-    with pytest.raises(ValueError, match="TransformerLens' own format"):
-        get_official_model_name(name)
-
-
 def test_an_unknown_model_gets_a_suggestion():
     with pytest.raises(ValueError, match=r"no model is known as 'gpt2-smal'. Did you mean gpt2-small"):
         get_official_model_name("gpt2-smal")
