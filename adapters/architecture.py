@@ -10,22 +10,8 @@ from torch import nn
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
+from adapters.mixers.part import Mixer
 from adapters.norms import Norm, NormKind
-
-
-@dataclass(frozen=True)
-class Mixer:
-    """A part that mixes positions without attention: a state space, a linear attention, a convolution.
-
-    Attributes:
-        path: the module, relative to the block.
-        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
-    """
-
-    path: str
-    out: str | None = None
-    out_key: int | None = None
-
 
 Part = Attention | MLP | MoE | Mixer
 

@@ -10,6 +10,7 @@ from adapters.architecture import Architecture, Head, Mixer, NamedStep, Part, St
 from adapters.attention import Attention, attention_points, qk_norm_points
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
+from adapters.mixers.part import mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, members_of, path_from
 from adapters.points import Group, Point, PointList, Site
@@ -265,6 +266,8 @@ class BlockBuilder:
             if experts is None:
                 raise ValueError(f"{module} is declared as a mixture, and config_values has no num_experts")
             mixture_points(self.points.inside(named.name), part, module, self.rows, experts)
+        elif isinstance(part, Mixer):
+            mixer_points(self.points.inside(named.name), part, module)
 
     def _add_result(self, named: NamedStep) -> None:
         """What the part returns, and what is added to the stream."""

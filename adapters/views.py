@@ -14,6 +14,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+#: What a module is called with.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 @dataclass(slots=True)
 class Call:
@@ -27,8 +31,8 @@ class Call:
     """
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     sources: tuple[tuple[nn.Module, Tensor], ...] = ()
     scratch: dict[str, Any] = field(default_factory=dict)
 
@@ -36,6 +40,14 @@ class Call:
     def input(self) -> Tensor:
         """The first argument of the module."""
         return self.args[0] if self.args else self.kwargs["hidden_states"]
+
+    def without_graph(self) -> Call:
+        """The same call, of tensors that hold no graph: for what is kept."""
+        if not torch.is_grad_enabled():
+            return self
+        args = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.args])
+        kwargs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.kwargs.items()}
+        return Call(self.module, args, kwargs, self.sources, self.scratch)
 
 
 def split(x: Tensor, n: int) -> Tensor:
@@ -60,8 +72,10 @@ class Deferred:
 
     def _versions(self) -> tuple[int, ...]:
         """Of what it is computed from."""
-        tensors = (self.x, self.call.input) if self.view.contextual else (self.x,)
-        return tuple([tensor._version for tensor in tensors if not tensor.is_inference()])
+        x = self.x
+        if not self.view.contextual:
+            return () if x.is_inference() else (x._version,)
+        return tuple([tensor._version for tensor in (x, self.call.input) if not tensor.is_inference()])
 
     @property
     def keeps_more(self) -> bool:

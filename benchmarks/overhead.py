@@ -9,6 +9,7 @@ ratio is of two things done in turn in this one, so that a machine whose speed d
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib.util
 import statistics
@@ -80,8 +81,10 @@ def measure(name: str, shape: tuple[int, int], rounds: int, arguments: argparse.
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
     make = {"dtype": dtype}
-    hf = cls._from_config(config, attn_implementation=arguments.attention, **make).eval().to(arguments.device)
-    eager = cls._from_config(config, attn_implementation="eager", **make).eval().to(arguments.device)
+    # A configuration of its own for each: it holds the attention implementation.
+    hf = cls._from_config(copy.deepcopy(config), attn_implementation=arguments.attention, **make).eval()
+    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager", **make).eval()
+    hf, eager = hf.to(arguments.device), eager.to(arguments.device)
     eager.load_state_dict(hf.state_dict())
     bridge = TransformerBridge(hf)
     tokens = torch.randint(0, config.vocab_size, shape).to(arguments.device)
@@ -143,7 +146,6 @@ def measure(name: str, shape: tuple[int, int], rounds: int, arguments: argparse.
 
 def peer(hf: Any, eager: Any, tokens: Any, layer: str, rounds: int, arguments: argparse.Namespace) -> None:
     """The same for TransformerLens' bridge, around a copy of the same model."""
-    import copy
     import tempfile
 
     from transformer_lens.model_bridge import TransformerBridge as Peer

@@ -11,6 +11,7 @@ eager attention with `output_attentions`, alternated, medians; page faults, and 
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
 import resource
@@ -72,8 +73,8 @@ def one(index: int, shape: tuple[int, int]) -> None:
     transformers.utils.logging.set_verbosity_error()
     torch.set_grad_enabled(False)
     name, (cls, config, _) = list(MODELS.items())[index]
-    plain = cls._from_config(config, attn_implementation="eager").eval()
-    model = cls._from_config(config, attn_implementation="sdpa").eval()
+    plain = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    model = cls._from_config(copy.deepcopy(config), attn_implementation="sdpa").eval()
     bridge = TransformerBridge(model)
     tokens = torch.randint(0, config.vocab_size, shape)
     sites = {hook.point.site for hook in bridge.hook_dict.values() if hook.point.group == "standard"}

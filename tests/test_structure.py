@@ -22,15 +22,16 @@ MAY_USE = {
     "bridge.weights": {"adapters", "bridge.hooks"},
     "bridge.analysis": {"adapters", "bridge.hooks", "bridge.weights"},
     "bridge.cache": {"adapters", "bridge.hooks", "bridge.analysis"},
-    "bridge.run": {"adapters", "bridge.hooks", "bridge.taps"},
-    "bridge.generation": {"adapters", "bridge.hooks", "bridge.run", "bridge.analysis", "bridge.cache"},
-    "bridge.trace": {"adapters", "bridge.hooks", "bridge.run", "bridge.generation"},
+    "bridge.wiring": {"adapters", "bridge.hooks", "bridge.taps"},
+    "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.wiring"},
+    "bridge.generation": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.analysis", "bridge.cache"},
+    "bridge.trace": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.generation"},
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"bridge.native"},
     "bridge.facade": {
-        "adapters", "weight_processing", "bridge.hooks", "bridge.run", "bridge.weights", "bridge.analysis",
-        "bridge.cache", "bridge.generation", "bridge.trace", "bridge.native", "bridge.embedded", "bridge.loading",
+        "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
+        "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.native", "bridge.embedded", "bridge.loading",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},
@@ -56,7 +57,7 @@ MUTABLE = {
     ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
-    ("bridge/taps/kernels.py", "_LOCK"): "likewise",
+    ("bridge/taps/stand_ins.py", "_LOCK"): "likewise",
 }
 
 
@@ -163,7 +164,7 @@ def test_no_file_is_too_long():
 #: Underscore names of other people's classes that have no public way, by attribute: torch, transformers, the standard
 #: library. What is ours and begins with an underscore belongs to the file that it stands in.
 THEIRS = {
-    "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_version",
+    "_forward_pre_hooks_with_kwargs", "_global_mapping", "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_version",
     "_compiled_call_impl", "_call_impl", "_asdict", "_replace", "_schema", "_attn_implementation", "_orig_mod", "_C",
     "_hf_hook", "_len_torch_function_stack", "_len_torch_dispatch_stack", "_get_function_stack_at",
     "_pop_torch_function_stack",

@@ -13,9 +13,9 @@ from adapters import Architecture, ModelMap, Weights, map_model
 from adapters.config import ModelConfig
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
-from bridge.run.boundary import strip
-from bridge.run.wiring import Wiring
 from bridge.weights.component_tree import Tree
+from bridge.wiring.boundary import strip
+from bridge.wiring.wiring import Wiring
 from weight_processing.process import read_record
 
 

@@ -27,8 +27,8 @@ from bridge.generation.prompt import (
 from bridge.generation.recorder import StepRecorder
 from bridge.hooks.context import Generation, forward_pass
 from bridge.hooks.modules import Finder
-from bridge.run.compiled import as_written, kept_as_written
 from bridge.run.protocol import Input
+from bridge.wiring.compiled import as_written, kept_as_written
 
 #: Options of the model's `generate` with which it processes tokens that do not stay in the sequence.
 _OTHER_RUNS = (

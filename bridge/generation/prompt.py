@@ -19,7 +19,7 @@ from bridge.run.checks import as_tokens, check_embeddings, check_ids, check_text
 from bridge.run.model_inputs import check_zero_or_one
 from bridge.run.protocol import Input
 from bridge.run.tokenization import HasTokenizer, batch_of
-from bridge.run.wiring import Wiring
+from bridge.wiring.wiring import Wiring
 
 #: Arguments of the model's own `generate`.
 Arguments = dict[str, Any]

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from bridge.hooks.context import CURRENT, Scope, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
-from bridge.run.wiring import Wiring
+from bridge.wiring.wiring import Wiring
 
 
 class StepRecorder:

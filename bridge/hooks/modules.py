@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -46,6 +46,17 @@ class Finder:
             if found is None:
                 raise RuntimeError(gone(".".join(self.parts)))
         return found
+
+    def steps(self) -> Iterator[tuple[dict[str, Any], str, nn.Module | None]]:
+        """The steps from the model to the module: the modules among which it was looked for, the name, what was found.
+
+        None stands for a step that led through an attribute.
+        """
+        found: Any = self.root
+        for part in self.parts:
+            child = found._modules.get(part)
+            yield found._modules, part, child
+            found = getattr(found, part) if child is None else child
 
 
 def check_places(finders: Iterable[Finder]) -> None:

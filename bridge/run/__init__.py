@@ -1,1 +1,1 @@
-"""One forward pass: inputs, torch hooks, layer ranges, recording, loss."""
+"""One forward pass: inputs, layer ranges, recording, loss."""

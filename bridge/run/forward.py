@@ -16,11 +16,11 @@ from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
 from bridge.run import layer_range
 from bridge.run.checks import check_residual, check_whole_logits
-from bridge.run.compiled import as_written
 from bridge.run.hooked import check_hooks_run
 from bridge.run.loss import check_counted, lm_loss
 from bridge.run.model_inputs import Inputs, check_arguments, prepare
 from bridge.run.protocol import Input, Runs
+from bridge.wiring.compiled import as_written
 
 RETURN_TYPES = ("logits", "loss", "both", "predictions", "logits_and_cache", None)
 _OURS = (

@@ -13,7 +13,7 @@ from adapters.config import ModelConfig
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import HookFunction
 from bridge.hooks.names import Names, NamesFilter
-from bridge.run.wiring import Wiring
+from bridge.wiring.wiring import Wiring
 
 #: What a run takes: a text, texts, tokens ``[pos]`` or ``[batch, pos]`` (a tensor, or lists of ids), or embeddings
 #: ``[batch, pos, d_model]``.

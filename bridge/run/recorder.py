@@ -7,15 +7,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from adapters.views import Deferred
+from adapters.views import Args, Call, Deferred, Kwargs
 from bridge.hooks.context import Scope, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.run.positions import PosSlice, check_pos_slice, picked_positions
-from bridge.run.wiring import Wiring
+from bridge.wiring.wiring import Wiring
+
+#: For views that do not look at the call.
+_NO_CALL = Call(nn.Identity(), (), {})
 
 
 class Recorder:
@@ -57,10 +60,14 @@ class Recorder:
         """Listens in the next run inside the ``with`` statement."""
         scope = Scope()
         whole = self.pos_slice is None and self.device is None
-        read = Listener("read", self._keep if whole else self._read, scope, deferrable=whole)
-        if whole and not self.everything:
-            read = Listener("read", self._keep_lean, scope, deferrable=True)
-        with _listening(wiring, self.points, read), of_the_next_run(scope):
+        one = self._read if not whole else self._keep if self.everything else self._keep_lean
+        listener = Listener("read", one, scope, deferrable=whole)
+        listening = (
+            wiring.reading(self.points, listener, self._keep_all)
+            if whole
+            else _listening(wiring, self.points, listener)
+        )
+        with listening, of_the_next_run(scope):
             if not self.gradients:
                 yield
                 return
@@ -81,6 +88,27 @@ class Recorder:
             return
         self.values[hook.name] = act.detach() if act.requires_grad else act
         self._versions.append((hook.name, act, act._version))
+
+    def _keep_all(
+        self, points: tuple[HookPoint, ...], x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> None:
+        """Keeps what the points at a place see, where nobody changes anything: hundreds of times in one run."""
+        call, inference = _NO_CALL, x.is_inference()
+        if x.requires_grad:
+            x = x.detach()
+        for point in points:
+            view = point.view
+            if view.identity and not inference:
+                self.values[point.name] = x
+                self._versions.append((point.name, x, x._version))
+                continue
+            if view.contextual and call is _NO_CALL:
+                call = Call(module, args, kwargs).without_graph()
+            if self.everything and (view.deferrable or not view.contextual) and not inference:
+                self.values[point.name] = Deferred(view, x, call)
+            else:
+                with torch.no_grad():
+                    self._keep(view.get(x, call), point)
 
     def _keep_lean(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation, and nothing larger that it could be computed from."""

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
-from adapters.views import Call
+from adapters.views import Args, Call, Kwargs
+from bridge.hooks.hook_point import HookPoint
 from bridge.taps.attention_call import AttentionCall
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
-from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up
+from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
 from bridge.taps.tap import SOFTMAXES, Tap, Watch
 
 #: The functions in which eager attention multiplies queries and keys.
@@ -31,15 +32,29 @@ _INSIDE = ("scores", "pattern")
 class AttentionTap(Tap):
     """The tap of an attention module. Its channels are ``q``, ``k``, ``scores`` and ``pattern``."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._kernel = KernelTap()
+
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
         watch = _AttentionWatch(self, Call(self.module, args, kwargs))
-        # Where the kernel is looked up by name, only that call is watched: the mode sees every torch function.
-        by_name = is_looked_up(type(self.module).forward, implementation_of(self.module))
-        with KernelTap(self.module, watch, watch.kernel) if by_name else watch:
-            output = self.original(*args, **kwargs)
+        implementation = implementation_of(self.module)
+        if implementation is not None and is_looked_up(type(self.module).forward, implementation):
+            # Only the call of the kernel is watched: the mode sees every torch function.
+            self._kernel.stand(implementation)
+            with watched_kernel(self.module, watch, watch.kernel):
+                output = self.original(*args, **kwargs)
+        else:
+            with watch:
+                output = self.original(*args, **kwargs)
         watch.check()
         return output
+
+    def _leave(self) -> None:
+        super()._leave()
+        if not (self.points or self.opened):
+            self._kernel.leave()
 
 
 class _AttentionWatch(Watch):
@@ -54,20 +69,26 @@ class _AttentionWatch(Watch):
         super().__init__()
         self._tap, self._call = tap, call
         self._seen: set[str] = set()  # the products, the inside, which are seen once
+        # A trace may ask for something while the module runs: then it is asked anew who listens.
+        self._asks = bool(tap.opened)
+        self._heard: dict[tuple[str, ...], list[HookPoint]] = {
+            channels: tap.heard(channels) for channels in (_PRODUCT, _INSIDE)
+        }
 
-    # Who listens is asked when there is something to show: a trace may ask for it while the module runs.
+    def _heard_now(self, channels: tuple[str, ...]) -> list[HookPoint]:
+        return self._tap.heard(channels) if self._asks else self._heard[channels]
 
     @property
     def _products(self) -> bool:
         """Somebody waits for queries and keys."""
-        return "products" not in self._seen and bool(self._tap.heard(_PRODUCT))
+        return "products" not in self._seen and bool(self._heard_now(_PRODUCT))
 
     @property
     def _inside(self) -> bool:
         """Somebody waits for scores or pattern."""
-        return "inside" not in self._seen and bool(self._tap.heard(_INSIDE))
+        return "inside" not in self._seen and bool(self._heard_now(_INSIDE))
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows what it is given and what it makes."""
         if func is scaled_dot_product_attention:
             return self._scaled_dot_product(*args, **kwargs)
@@ -94,7 +115,7 @@ class _AttentionWatch(Watch):
                 f'at {names}; load the model with attn_implementation="sdpa" or "eager"'
             )
 
-    def _softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
         self._seen.add("inside")
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self._tap.show("scores", scores, self._call)
@@ -179,7 +200,7 @@ class _AttentionWatch(Watch):
     def _only_look(self) -> bool:
         return all(
             listener.kind == "read" and not point.sources
-            for point in self._tap.heard(_INSIDE)
+            for point in self._heard_now(_INSIDE)
             for listener in point.heard_by()
         )
 
@@ -190,18 +211,18 @@ class _AttentionWatch(Watch):
         given = (*self._call.args, *self._call.kwargs.values())
         fixed = any(isinstance(x, Cache) and x.is_compileable for x in given)  # its keys are written over
         waits = not (attention.has_a_past or fixed or autocasts(attention.query.device.type))
-        attention = attention.kept()
+        attention, call = attention.kept(), self._call.without_graph()
         scores: Tensor | None = None
-        for channel in _INSIDE:
-            for point in self._tap.heard((channel,)):
-                for listener in point.heard_by():
-                    if waits and listener.deferrable:
-                        listener.fn(DeferredAttention(point.view, attention, channel, self._call), hook=point)
-                        continue
-                    with torch.no_grad():
-                        scores = attention.scores() if scores is None else scores
-                        shown = scores if channel == "scores" else attention.pattern(scores)
-                        listener.fn(point.view.get(shown, self._call), hook=point)
+        for point in self._heard_now(_INSIDE):
+            channel = str(point.point.site.key)
+            for listener in point.heard_by():
+                if waits and listener.deferrable:
+                    listener.fn(DeferredAttention(point.view, attention, channel, call), hook=point)
+                    continue
+                with torch.no_grad():
+                    scores = attention.scores() if scores is None else scores
+                    shown = scores if channel == "scores" else attention.pattern(scores)
+                    listener.fn(point.view.get(shown, self._call), hook=point)
 
 
 def _softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tensor]) -> Tensor:
@@ -212,6 +233,6 @@ def _softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tens
     return softmax(scores.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0)
 
 
-def _are_heads(args: tuple[Any, ...]) -> bool:
+def _are_heads(args: Args) -> bool:
     """Whether these are two tensors ``[batch, head, ...]``, as queries and keys are."""
     return len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args)

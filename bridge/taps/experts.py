@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adapters.experts import gate_and_up, joined, width
-from adapters.views import Call
+from adapters.views import Call, Kwargs
 from bridge.taps.tap import Tap, Watch
 
 
@@ -57,7 +57,7 @@ class _ExpertsWatch(Watch):
         self._tap, self._call = tap, call
         self._ran: set[int] = set()
 
-    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the projections."""
         if func not in _PRODUCTS and func not in _SUMS:
             return func(*args, **kwargs)
@@ -118,7 +118,7 @@ class _Choice(Watch):
         super().__init__()
         self._tap, self._call, self._done = tap, call, False
 
-    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what the best are chosen from."""
         if self._done or func not in _CHOICES:
             return func(*args, **kwargs)
@@ -133,7 +133,7 @@ _SUMS = {torch.add, Tensor.add, Tensor.__add__}
 _CHOICES = {torch.topk, Tensor.topk}
 
 
-def _operands(args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _operands(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Any, Any]:
     """The two tensors of a product or a sum, however they are named."""
     first = args[0] if args else kwargs.get("input")
     names = ("other", "weight", "mat2")

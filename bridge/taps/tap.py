@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adapters.views import Call
+from adapters.views import Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass, Scope
 from bridge.hooks.hook_point import HookPoint
 
@@ -86,14 +86,18 @@ class Tap:
 
     def heard(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
-        run = CURRENT.get().run
-        start = None if run is None else run.start_at
-        return [
-            point
-            for channel in channels
-            for point in self.points.get(channel, ())
-            if point.is_heard and (start is None or point.point.depth >= start)
-        ]
+        context = CURRENT.get()
+        start = None if context.run is None else context.run.start_at
+        found = []
+        for channel in channels:
+            for point in self.points.get(channel, ()):
+                if start is not None and point.point.depth < start:
+                    continue
+                for listener in point.listeners:
+                    if listener.scope in context.visible:
+                        found.append(point)
+                        break
+        return found
 
     def show(self, channel: str, x: Tensor, call: Call) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
@@ -126,14 +130,14 @@ class Watch(TorchFunctionMode):
         self._run: ForwardPass | None = CURRENT.get().run
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if CURRENT.get().run is not self._run:
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 
-    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Calls a function of the module's, or does something else in its place."""
         raise NotImplementedError
 

@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, changed_in_place, checked, version_of
-from bridge.run.wiring import Wiring
 from bridge.trace.copies import Copied, mapped
 from bridge.trace.errors import LateEditError, Line, PointNeverCameError, PointPassedError, asking_line
 from bridge.trace.places import Place, Places, has_passed, place_of
 from bridge.trace.turns import Turns
+from bridge.wiring.wiring import Wiring
 
 #: What a trace can be asked for: a hook point, or a module's inputs or output.
 Asked = HookPoint | tuple[str, str]

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from torch import nn
 
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
-from adapters.views import Branch
-from bridge.hooks.context import CURRENT, Scope, open_scope
+from bridge.hooks.context import Scope, open_scope
 from bridge.hooks.followers import Following, take_over_from
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.modules import Finder, check_places
-from bridge.run.boundary import PassBoundary, only_there
-from bridge.run.checkpointing import CheckpointedBlocks
-from bridge.run.compiled import AsWritten, refuse_inside_compiled
-from bridge.run.separate_reads import SeparateReading
-from bridge.run.site import SiteHook
 from bridge.taps.tap import Tap
 from bridge.taps.taps import TAPS, tap_on
+from bridge.wiring.boundary import PassBoundary, only_there
+from bridge.wiring.checkpointing import CheckpointedBlocks
+from bridge.wiring.clashes import check_clash
+from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
+from bridge.wiring.reading_plan import Keep, ReadingPlan
+from bridge.wiring.separate_reads import SeparateReading
+from bridge.wiring.site import SiteHook
 
 
 class Wiring:
@@ -54,6 +56,7 @@ class Wiring:
         self._connected = 0
         self._editors = 0
         self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
+        self._plans: deque[ReadingPlan] = deque(maxlen=4)
         for order, point in enumerate(points):
             self.place(make(point, order, self))
         blocks = [hook.point.site.path for name, hook in self.points.items() if name.endswith("hook_resid_pre")]
@@ -67,6 +70,7 @@ class Wiring:
             self.check_in_place,
         )
         self._blocks = [Finder(model, path) for path in blocks]
+        self._lists = [Finder(model, path) for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks)]
         inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
         check_places([Finder(model, path) for path in inside if path and has_module(model, path)])
 
@@ -80,6 +84,7 @@ class Wiring:
         hook.sources = tuple([self._site(source) for source in point.sources])
         self._by_block.clear()
         self._siblings.clear()
+        self._plans.clear()
 
     def adopt(self, hook: HookPoint) -> None:
         """Takes in a hook point that a module of the user's calls itself: there is no torch hook behind it."""
@@ -94,7 +99,9 @@ class Wiring:
             RuntimeError: a module was replaced while hooks were on it.
             ValueError: one module stands at two places in the list of blocks.
         """
-        check_places(self._blocks)
+        blocks = [id(block) for held in self._lists for block in held.module._modules.values()]
+        if len(set(blocks)) != len(self._blocks):  # one stands twice, or is gone
+            check_places(self._blocks)
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
         with self._lock:  # other threads may attach hooks meanwhile
@@ -117,12 +124,12 @@ class Wiring:
         """Attaches a listener, and the torch hook it needs if nobody needed it yet.
 
         Raises:
-            ValueError: see `_check`; nothing is attached then.
+            ValueError: see `check_clash`; nothing is attached then.
         """
         refuse_inside_compiled()
         with self._lock:
             if listener.kind != "read":
-                self._check(point, listener)
+                check_clash(point, listener, partial(self._in_block, point.point.stack, point.point.depth))
             if not point.listeners:
                 self._connect(point)
             point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
@@ -202,6 +209,32 @@ class Wiring:
             except BaseException:
                 self.stop_listening(attached, listener)
                 raise
+
+    @contextmanager
+    def reading(self, points: Sequence[HookPoint], listener: Listener, keep: Keep) -> Iterator[None]:
+        """Listens to many points inside a ``with`` statement, for runs that see the listener's scope.
+
+        Args:
+            points: the hook points.
+            listener: attached where somebody else stands too, who may change what is read, or a tap does.
+            keep: is given what passes all other places.
+        """
+        refuse_inside_compiled()
+        with self._lock:
+            plan = next((plan for plan in self._plans if plan.points == points and plan.holds), None)
+            if plan is None:
+                plan = ReadingPlan(points, self._homes)
+                self._plans.append(plan)
+            quick = plan.is_free
+            self._connected += quick
+        others = plan.others if quick else points
+        self.listen(others, listener)
+        try:
+            with plan.attached(keep, listener.scope) if quick else nullcontext():
+                yield
+        finally:
+            self.stop_listening(others, listener)
+            self._connected -= quick
 
     def stop_listening(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Removes what `listen` attached."""
@@ -346,42 +379,8 @@ class Wiring:
             for following in self._following.pop(key):
                 following.remove()
 
-    def _check(self, point: HookPoint, listener: Listener) -> None:
-        """Refuses what one run cannot give.
-
-        Raises:
-            ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are given
-                inputs of their own.
-        """
-        clash: Callable[[HookPoint], bool]
-        if point.point.branches and listener.kind in ("bwd", "edge"):
-            clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow"})
-        elif _own_inputs(point):
-            clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
-        else:
-            return
-        context = CURRENT.get()
-        for other in self._in_block(point.point.stack, point.point.depth):
-            if clash(other) and any(
-                x.kind in kinds and (x.scope is listener.scope or x.visible(context)) for x in other.listeners
-            ):
-                raise ValueError(
-                    f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
-                    "input of its own, and then the gradient at the other, which all heads share, means nothing. "
-                    "Use two runs. (A filter is asked about every hook point: let it leave out names with attn_in and "
-                    "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
-                )
-
     def _in_block(self, stack: str, depth: int) -> list[HookPoint]:
         if not self._by_block:
             for hook in self.points.values():
                 self._by_block.setdefault((hook.point.stack, hook.point.depth), []).append(hook)
         return self._by_block.get((stack, depth), [])
-
-
-def _own_inputs(point: HookPoint) -> bool:
-    return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
-
-
-def _shared_norm(point: HookPoint) -> bool:
-    return bool(point.point.branches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adapters.points import Site
-from adapters.views import Call
+from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.modules import Finder, first_parameter
-from bridge.run.separate_reads import as_read_alone, read_separately, separate_readers
+from bridge.wiring.separate_reads import as_read_alone, read_separately, separate_readers
 
 #: For views that do not look at the call.
 _NO_CALL = Call(nn.Identity(), (), {})
@@ -57,6 +58,15 @@ class SiteHook:
         """The module that it stands on; None in a copy."""
         return None if self._find is None else self._find.module
 
+    def steps(self) -> Iterator[tuple[dict[str, Any], str, nn.Module | None]]:
+        """The steps that lead to its module (see `Finder.steps`)."""
+        return iter(()) if self._find is None else self._find.steps()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anybody stands here."""
+        return bool(self.points or self.watchers or self.readers)
+
     def add(self, point: HookPoint) -> None:
         """Lets a hook point see what passes here."""
         if not self.points or self.points[-1].order < point.order:
@@ -75,7 +85,7 @@ class SiteHook:
 
     def update(self) -> None:
         """Attaches or detaches the torch hook, as it is needed now."""
-        if not (self.points or self.watchers or self.readers):
+        if not self.is_needed:
             if self._handle is not None:
                 self._handle.remove()
             self._handle = self.attached_to = None
@@ -98,7 +108,7 @@ class SiteHook:
             if point.view.writes_through and any(listener.kind != "read" for listener in point.listeners):
                 self._last_writer = index
 
-    def see(self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the points in turn, and keeps the tensor for those who need it elsewhere."""
         run = CURRENT.get().run
         if run is None and torch._C._current_graph_task_id() != -1:
@@ -115,9 +125,7 @@ class SiteHook:
             run.sources[self] = (module, x)
         return x
 
-    def pass_points(
-        self, x: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: ForwardPass | None
-    ) -> Tensor:
+    def pass_points(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs, run: ForwardPass | None) -> Tensor:
         """What the points make of the tensor, one after the other."""
         call, start, points, index = _NO_CALL, None if run is None else run.start_at, self.points, -1
         while (index := index + 1) < len(points):
@@ -154,7 +162,7 @@ class SiteHook:
                 )
 
     # `kwargs` may be missing: another thread may be registering this very hook while a forward pass runs.
-    def on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> Any:
         """The forward pre-hook."""
         kwargs = {} if kwargs is None else kwargs
         name = None if args else first_parameter(type(module).forward)
@@ -164,7 +172,7 @@ class SiteHook:
             return None
         return ((new, *args[1:]), kwargs) if name is None else (args, kwargs | {name: new})
 
-    def on_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def on_output(self, module: nn.Module, args: Args, output: Any) -> Any:
         """The forward hook."""
         if isinstance(output, Tensor):
             new = self.see(output, module, args, {})

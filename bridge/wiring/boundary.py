@@ -14,9 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext
 from bridge.hooks.modules import Finder
-from bridge.run.checkpointing import CheckpointedBlocks
-from bridge.run.compiled import AsWritten
-from bridge.run.site import SiteHook
+from bridge.wiring.checkpointing import CheckpointedBlocks
+from bridge.wiring.compiled import AsWritten
+from bridge.wiring.reading_plan import Reader
+from bridge.wiring.site import SiteHook
 
 
 class PassBoundary:
@@ -102,4 +103,4 @@ def strip(model: nn.Module) -> None:
                 del hooks[key]
 
 
-_OURS = (SiteHook, PassBoundary)
+_OURS = (SiteHook, PassBoundary, Reader)

@@ -1,0 +1,1 @@
+"""Where hook points meet torch: the torch hooks and taps that stand while somebody listens."""

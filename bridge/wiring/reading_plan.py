@@ -1,0 +1,135 @@
+"""How a run reads many activations at little cost: where it stands is worked out once, and read by one function each.
+
+A cache of everything stands at hundreds of places. To attach a listener to each hook point, and to ask each time who
+sees what, costs as much as a small model's forward pass. Where nobody changes anything, none of that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from adapters.views import Args, Kwargs
+from bridge.hooks.context import CURRENT, Scope
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.modules import first_parameter
+from bridge.wiring.site import SiteHook
+
+#: What is called with what passed a place: its hook points, the tensor, and the call: module, args, kwargs.
+Keep = Callable[[tuple[HookPoint, ...], Tensor, nn.Module, Args, Kwargs], None]
+
+
+class _Place:
+    """One site that is read: its module, and the hook points that stand there."""
+
+    __slots__ = ("before", "hooks", "key", "module", "points", "site")
+
+    def __init__(self, site: SiteHook, module: nn.Module, points: tuple[HookPoint, ...]) -> None:
+        self.site, self.module, self.points = site, module, points
+        self.key = int(site.site.key or 0)
+        self.before = site.site.kind == "input"
+        self.hooks: dict[int, Any] = module._forward_pre_hooks if self.before else module._forward_hooks
+
+
+class Reader:
+    """The torch hook at one place, for one run."""
+
+    __slots__ = ("_keep", "_place", "_scope")
+
+    def __init__(self, place: _Place | None, keep: Keep | None, scope: Scope | None) -> None:
+        self._place, self._keep, self._scope = place, keep, scope
+
+    # A copy of the model that is made meanwhile carries inert ones.
+    def __reduce__(self) -> tuple[object, ...]:
+        return Reader, (None, None, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+        return Reader(None, None, None)
+
+    def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
+        """The forward hook."""
+        if self._scope in CURRENT.get().visible and self._place is not None and self._keep is not None:
+            x = output if isinstance(output, Tensor) else output[self._place.key]
+            self._keep(self._place.points, x, module, args, {})
+
+    def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
+        """The forward pre-hook."""
+        if self._scope in CURRENT.get().visible and self._place is not None and self._keep is not None:
+            x = args[0] if args else (kwargs or {})[first_parameter(type(module).forward)]
+            self._keep(self._place.points, x, module, args, kwargs or {})
+
+
+class ReadingPlan:
+    """Where a run stands that reads certain hook points.
+
+    Args:
+        points: the hook points.
+        sites: for each hook point, the torch hook of its site; None where a tap serves it.
+
+    Attributes:
+        points: the hook points.
+        others: those that are read as by any listener: inside of a forward, or with the help of another site.
+    """
+
+    def __init__(self, points: Sequence[HookPoint], sites: Mapping[HookPoint, SiteHook | None]) -> None:
+        self.points = list(points)
+        self.others: list[HookPoint] = []
+        at: dict[SiteHook, list[HookPoint]] = {}
+        for point in points:
+            site = sites[point]
+            if site is None or point.sources:
+                self.others.append(point)
+            else:
+                at.setdefault(site, []).append(point)
+        #: Where each module was found: the dictionary that held it, under which name.
+        self._found: dict[tuple[int, str], tuple[dict[str, Any], str, nn.Module]] = {}
+        self._lasting = True
+        self._places = [_Place(site, self._find(site), tuple(at[site])) for site in at]
+
+    def _find(self, site: SiteHook) -> nn.Module:
+        module = site.module
+        assert module is not None
+        for holder, name, child in site.steps():
+            if child is None:
+                self._lasting = False
+            else:
+                self._found[id(holder), name] = (holder, name, child)
+        return module
+
+    @property
+    def holds(self) -> bool:
+        """Whether every module still stands where it was found."""
+        return self._lasting and all(holder.get(name) is module for holder, name, module in self._found.values())
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody else stands at these places, who might change what is read."""
+        return not any(place.site.is_needed for place in self._places)
+
+    @contextmanager
+    def attached(self, keep: Keep, scope: Scope | None) -> Iterator[None]:
+        """Reads inside a ``with`` statement, in runs that see a scope.
+
+        Args:
+            keep: is given what is read. It may keep the tensor, and must not change it.
+            scope: the scope; None: all runs see it.
+        """
+        readers = [(Reader(place, keep, scope), place) for place in self._places]
+        try:
+            for reader, place in readers:
+                # Into torch's own dictionaries: a handle for each would cost more than to read. No two readers have
+                # one id while they live, and torch's own numbers are small.
+                if place.before:
+                    place.module._forward_pre_hooks_with_kwargs[id(reader)] = True
+                    place.hooks[id(reader)] = reader.on_input
+                else:
+                    place.hooks[id(reader)] = reader.on_output
+            yield
+        finally:
+            for reader, place in readers:
+                place.hooks.pop(id(reader), None)
+                if place.before:
+                    place.module._forward_pre_hooks_with_kwargs.pop(id(reader), None)
