@@ -38,6 +38,8 @@ class WrappedModel(nn.Module):
     original_model: nn.Module
     core: PreTrainedModel
     architecture: Architecture
+    #: The class of its hook points.
+    makes_points: type[HookPoint] = HookPoint
     #: Whether a run of some layers is refused where a hook of a ``with`` statement would never be called.
     refuses_silent_hooks = True
 
@@ -71,7 +73,7 @@ class WrappedModel(nn.Module):
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
     def _wire(self, found: ModelMap) -> None:
-        self.wiring = Wiring(self.original_model, found.points)
+        self.wiring = Wiring(self.original_model, found.points, self.makes_points)
         self._inferred, self._not_offered = found.inferred, found.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
