@@ -36,7 +36,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
             PointList("", -1, "", stack.pos, points).add(f"{stack.name}_embed.hook_out", embed, group="extra")
         n = len(members_of(model.get_submodule(blocks)))
         for index in range(n):
-            points += BlockBuilder(stack, cfg, base, index, n).build()
+            points += BlockBuilder(stack, cfg, base, index, n, model).build()
         if stack.final_norm:
             _add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
     after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
@@ -114,10 +114,11 @@ class BlockBuilder:
         cfg: the model's configuration.
         base: the path of the base model.
         index, n: which block of how many.
+        model: the Hugging Face model, with what wraps it.
     """
 
-    def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int) -> None:
-        self.stack, self.cfg, self.base = stack, cfg, base
+    def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int, model: nn.Module) -> None:
+        self.stack, self.cfg, self.base, self.model = stack, cfg, base, model
         self.block, self.last = stack.block_at(index), index == n - 1
         self.path = join(base, stack.path, str(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
@@ -271,7 +272,9 @@ class BlockBuilder:
             experts = self.cfg.num_experts
             if experts is None:
                 raise ValueError(f"{module} is declared as a mixture, and config_values has no num_experts")
-            mixture_points(self.points.inside(named.name), part, module, self.rows, experts)
+            path = join(module, part.experts)
+            held = self.model.get_submodule(path) if has_module(self.model, path) else None
+            mixture_points(self.points.inside(named.name), part, module, self.rows, experts, held)
         elif isinstance(part, Mixer):
             mixer_points(self.points.inside(named.name), part, module)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -15,18 +15,22 @@ from adapters.architecture import Architecture, Mixer, feeds_forward
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
 from adapters.offloaded import input_device
-from adapters.paths import has_module, members_of
+from adapters.paths import core_path, has_module, members_of, path_from
+
+#: Says what was done to a model's weights: given what was noted last, what is true of them now.
+ReadsRecord = Callable[[dict[str, str]], dict[str, str]]
 
 
 @dataclass(repr=False)
 class ModelConfig:
     """The properties of a model that interpretability code asks for.
 
-    Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype` and
-    `n_params` are read from the parameters at the time of asking. ``use_attn_result``, ``use_split_qkv_input``,
-    ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy hook points. Where layers
-    are mixtures of experts, `d_expert` and `d_shared_expert` are the widths of these, and `d_mlp` is that of the layers
-    which are not (where all are, of an expert).
+    Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype`,
+    `n_params`, `d_vocab`, `d_vocab_out`, `normalization_type`, `tie_word_embeddings` and `processed` are read from the
+    model at the time of asking: somebody else may have resized, loaded or processed it. ``use_attn_result``,
+    ``use_split_qkv_input``, ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy
+    hook points. Where layers are mixtures of experts, `d_expert` and `d_shared_expert` are the widths of these, and
+    `d_mlp` is that of the layers which are not (where all are, of an expert).
     `positions_from_mask`: the first token of a row padded in front is at position 0, as in HookedTransformer; False
     leaves positions to the Hugging Face model, which counts padding too.
     `processed` says, for each transform of `process_weights` that was asked for, that it is done or why it is not.
@@ -93,13 +97,15 @@ class ModelConfig:
     processed: dict[str, str] = field(default_factory=dict, compare=False)
     extra: dict[str, object] = field(default_factory=dict)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
+    #: The paths of the matrices that `d_vocab` and `d_vocab_out` are the rows of.
+    _vocabularies: tuple[str, str] = field(default=("", ""), repr=False, compare=False)
 
     def __repr__(self) -> str:
         """The fields that are not as in most models, one a line."""
         told = []
         for f in fields(self):
             usual = f.default_factory() if f.default_factory is not MISSING else f.default
-            if f.name not in ("_model", "model_name", "original_architecture") and getattr(self, f.name) != usual:
+            if f.name[0] != "_" and f.name not in _FIRST_LINE and getattr(self, f.name) != usual:
                 told.append(f"{f.name} = {getattr(self, f.name)!r}")
         if self._model is not None:
             told.append(f"{self.n_params:,} parameters, {self.dtype} on {self.device}")
@@ -128,8 +134,40 @@ class ModelConfig:
         return sum(p.numel() for p in self._parameters())
 
     def attach(self, model: nn.Module) -> None:
-        """Says whose facts these are: `device`, `dtype` and `n_params` are read from its parameters."""
+        """Says whose facts these are: what is read at the time of asking is read from this model."""
         self._model = model
+
+    def watch(self, record: ReadsRecord) -> None:
+        """Says how `processed` is read from the model at the time of asking.
+
+        Args:
+            record: says what was done to its weights.
+        """
+        self.__dict__["_record"] = record
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_record"}
+
+    def _rows_at(self, which: int) -> int | None:
+        """How many rows the embedding (0) or the unembedding (1) has now; None where that is not known."""
+        path = self._vocabularies[which]
+        if self._model is None or not path:
+            return None
+        core = self._model.get_submodule(core_path(self._model))
+        return _rows(core.get_submodule(path)) if has_module(core, path) else None
+
+    def _now(self, name: str, known: Any) -> object:
+        """What a field that others may change is now, which was `known` when it was set."""
+        if name == "processed":
+            record: ReadsRecord | None = self.__dict__.get("_record")
+            return known if record is None else record(known)
+        if name == "normalization_type":
+            return f"{known}Pre" if known in ("LN", "RMS") and self.processed.get("fold_ln") == "done" else known
+        if name == "tie_word_embeddings":
+            model = self._model
+            return known if model is None else _ties(config_of(model.get_submodule(core_path(model))))
+        rows = self._rows_at(("d_vocab", "d_vocab_out").index(name))
+        return known if rows is None else rows
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         if self._model is None:
@@ -138,13 +176,33 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and `device`, `dtype` and `n_params`, as a plain dictionary."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "_model"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name[0] != "_"}
         if self._model is not None:
             values |= {"device": self.device, "dtype": self.dtype, "n_params": self.n_params}
         return values
 
     def __contains__(self, name: str) -> bool:
         return name in {f.name for f in fields(self)}
+
+
+_FIRST_LINE = ("model_name", "original_architecture")
+
+
+class _Live:
+    """A field of `ModelConfig` that is read from the model when it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, cfg: ModelConfig | None, owner: type | None = None) -> object:
+        return self if cfg is None else cfg._now(self._name, cfg.__dict__[self._name])
+
+    def __set__(self, cfg: ModelConfig, value: object) -> None:
+        cfg.__dict__[self._name] = value
+
+
+for _field in ("d_vocab", "d_vocab_out", "normalization_type", "tie_word_embeddings", "processed"):
+    setattr(ModelConfig, _field, _Live(_field))
 
 
 def act_fn_name(name: str | None) -> str | None:
@@ -224,7 +282,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "positional_embedding_type": "standard" if architecture.pos_embed else "none",
         "final_rms": stack.final_norm is not None and not stack.final_norm.kind.centered,
         "post_embedding_ln": architecture.embed_norm is not None and architecture.embeddings is None,
-        "tie_word_embeddings": bool(first(hf, "tie_word_embeddings")),
+        "tie_word_embeddings": _ties(hf),
         "default_prepend_bos": True,
         **_of_the_steps(architecture, layers),
     }
@@ -237,7 +295,12 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     values |= _windows(hf, len(layers)) | given
     if values.get("use_attn_scale", True):
         values.setdefault("attn_scale", math.sqrt(values["d_head"]))
-    return ModelConfig(**values, _model=model)
+    vocabularies = (path_from(model, architecture.embed), architecture.unembed)
+    return ModelConfig(**values, _model=model, _vocabularies=vocabularies)
+
+
+def _ties(hf: PreTrainedConfig) -> bool:
+    return bool(first(hf, "tie_word_embeddings"))
 
 
 def _rows(module: nn.Module) -> int | None:

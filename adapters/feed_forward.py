@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 from adapters.attention import Projection
 from adapters.norms import LAYER_NORM, norm_points
-from adapters.paths import join
+from adapters.paths import has_module, join
 from adapters.points import Group, PointList, Site
 from adapters.views import Composed, FlatRows, View
 
@@ -75,6 +77,19 @@ class MoE:
     out_key: int | None = None
 
 
+def _expert_sites(path: str, e: int, experts: nn.Module | None) -> dict[str, Site]:
+    """Where the activations of an expert stand: inside the module that holds all, or in a module of its own."""
+    if not isinstance(experts, nn.ModuleList):
+        return {part: Site(path, "experts", f"{e}.{part}") for part in ("in", "gate", "pre", "post", "out")}
+    own = join(path, str(e))
+    sites = {"in": Site(own, "input")}
+    for gate, up, down in _PROJECTIONS:
+        if all(has_module(experts[e], name) for name in (gate, up, down)):
+            sites["gate"], sites["pre"] = Site(join(own, gate), "output"), Site(join(own, up), "output")
+            sites["post"] = Site(join(own, down), "input")
+    return sites | {"out": Site(own, "output")}
+
+
 def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...], axes: str = "d_mlp") -> None:
     """Adds the points inside one feed-forward module.
 
@@ -105,8 +120,20 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
     add("hook_post", Site(join(module, mlp.down), "input"), aliases=("out.hook_in",))
 
 
-def mixture_points(points: PointList, mlp: MoE, module: str, rows: tuple[Site, ...], num_experts: int) -> None:
-    """Adds the points inside a mixture of experts (arguments as for `mlp_points`)."""
+#: An expert's projections where each expert is a module: gate, up, down.
+_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def mixture_points(
+    points: PointList, mlp: MoE, module: str, rows: tuple[Site, ...], num_experts: int, experts: nn.Module | None
+) -> None:
+    """Adds the points inside a mixture of experts.
+
+    Args:
+        points, mlp, module, rows: as for `mlp_points`.
+        num_experts: how many there are.
+        experts: the module that holds them, where the model has it.
+    """
 
     def add(name: str, site: Site, axes: str, group: Group = "standard", aliases: tuple[str, ...] = ()) -> None:
         shape = f"batch {points.pos} {axes}"
@@ -124,13 +151,12 @@ def mixture_points(points: PointList, mlp: MoE, module: str, rows: tuple[Site, .
     add("hook_expert_weights", weights, "n_experts")
     add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")
     add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
-    experts = join(module, mlp.experts)
+    path = join(module, mlp.experts)
     for e in range(num_experts):
-        for part in ("gate", "pre", "post"):
+        for part, site in _expert_sites(path, e, experts).items():
             # Its rows are of no batch: in caches only when named.
-            points.add(
-                f"experts.{e}.hook_{part}", Site(experts, "experts", f"{e}.{part}"), axes="row d_expert", group="extra"
-            )
+            axes = "row d_model" if part in ("in", "out") else "row d_expert"
+            points.add(f"experts.{e}.hook_{part}", site, axes=axes, group="extra")
     if mlp.shared:
         shared = join(module, mlp.shared.path)
         mlp_points(points.inside("shared_expert"), mlp.shared, shared, rows, "d_shared_expert")

@@ -19,7 +19,7 @@ from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
 from adapters.experts import ExpertPart, expert_bias, expert_weight
 from adapters.feed_forward import MLP, MoE
-from adapters.linear import weight_in_out
+from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
 from adapters.offloaded import held
 from adapters.paths import base_path, core_path, gone, has_module, join, members_of
@@ -103,8 +103,10 @@ class Weights:
                 raise TypeError(
                     f"{path} is a {type(self.module(path)).__name__}, which has no plain bias; {_DEQUANTISE}"
                 )
+            like = torch.empty(0, dtype=self.cfg.dtype, device=self.cfg.device) if bias is None else bias
+            bias = adapted_bias(self.module(path), bias, like)
             if bias is None:
-                return torch.zeros(shape(), dtype=self.cfg.dtype, device=self.cfg.device)
+                return like.new_zeros(shape())
             return bias if part is None else part.get(bias, _NO_CALL)
 
         return get

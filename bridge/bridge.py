@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bridge.facade.analysis import AnalysisMethods
 from bridge.facade.loading import LoadingMethods
+from bridge.facade.programs import ProgramMethods
 from bridge.facade.trace import TraceMethods
 
 
-class TransformerBridge(TraceMethods, AnalysisMethods, LoadingMethods):
+class TransformerBridge(TraceMethods, ProgramMethods, AnalysisMethods, LoadingMethods):
     """Wraps a Hugging Face model without changing it.
 
     Its parameters, state dict, mode and device are the model's own. Hook points cost nothing until someone listens.

@@ -370,6 +370,22 @@ class FoundAttention:
                     return dim, adjacent, plain
         return None
 
+    def rotary_base(self, dim: int, adjacent: bool) -> float | None:
+        """The base of the angles, from how far the second pair of columns turns from the first position to the next."""
+        query = self._turned("q")
+        if query is None or dim < 4:
+            return None
+        x, y = self._normed("q").double()[:, 1], query.transpose(1, 2).double()[:, 1]
+        first, second = (2, 3) if adjacent else (1, 1 + dim // 2)
+        turned = torch.atan2(
+            x[..., first] * y[..., second] - x[..., second] * y[..., first],
+            x[..., first] * y[..., first] + x[..., second] * y[..., second],
+        ).abs()
+        angle = float(turned.median())
+        if angle <= 0 or bool(((turned - angle).abs() > 1e-3 * angle).any()):
+            return None
+        return float(f"{angle ** (-dim / 2):.4g}")
+
     def soft_cap(self, said: float | None) -> float:
         """The soft cap of the scores: the one that the configuration says, where the scores are so; -1 where not."""
         found = self._product()

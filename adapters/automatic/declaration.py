@@ -309,6 +309,7 @@ class _Inference:
                 self.fact("rotary_dim", rotation[0])
                 self.fact("rotary_adjacent_pairs", rotation[1])
                 self.exact_rotation |= rotation[2]
+                self.fact("rotary_base", found.rotary_base(*rotation[:2]))
         elif isinstance(declared.scores, AlibiScores):
             self.fact("positional_embedding_type", "alibi")
         return declared

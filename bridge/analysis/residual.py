@@ -340,7 +340,7 @@ class ResidualMethods(AttributionMethods):
         stack, labels = stacked(self, terms, layer, pos_slice)
         if incl_remainder:
             rest = pick(stream_at(self, layer), pos_slice, -2) - stack.sum(0)
-            stack, labels = torch.cat([stack, rest[None].to(stack.dtype)]), [*labels, "remainder"]
+            stack, labels = torch.cat([stack, rest[None]]), [*labels, "remainder"]
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, mlp_input, pos_slice)
         return (stack, labels) if return_labels else stack

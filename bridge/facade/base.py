@@ -38,6 +38,8 @@ class WrappedModel(nn.Module):
     original_model: nn.Module
     core: PreTrainedModel
     architecture: Architecture
+    #: The class of its hook points.
+    makes_points: type[HookPoint] = HookPoint
     #: Whether a run of some layers is refused where a hook of a ``with`` statement would never be called.
     refuses_silent_hooks = True
 
@@ -67,12 +69,11 @@ class WrappedModel(nn.Module):
         if found.inferred:
             self._keep_what_is_proved(found)
             _LOGGER.warning("%s", self.offered().summary)
-        read_record(self)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
     def _wire(self, found: ModelMap) -> None:
-        self.wiring = Wiring(self.original_model, found.points)
+        self.wiring = Wiring(self.original_model, found.points, self.makes_points)
         self._inferred, self._not_offered = found.inferred, found.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
@@ -80,6 +81,7 @@ class WrappedModel(nn.Module):
         self.names = Names(self.wiring.points)
         self._weights: Weights | None = None
         self._tree = Tree(self.names, lambda: self.weights)
+        read_record(self)
 
     def _keep_what_is_proved(self, found: ModelMap) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""

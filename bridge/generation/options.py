@@ -88,8 +88,7 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
     for name in ("top_k", "top_p", "temperature", "repetition_penalty"):
         if getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
-    if options.num_return_sequences != 1:
-        arguments["num_return_sequences"] = options.num_return_sequences
+    arguments["num_return_sequences"] = options.num_return_sequences  # whatever the model's own configuration says
     if not options.use_past_kv_cache:
         arguments["use_cache"] = False
     arguments |= _ending(bridge, options, more)
@@ -149,6 +148,11 @@ def _check_known(bridge: Generates, more: Arguments) -> None:
     known |= accepted_arguments(type(bridge.core).forward)
     known -= {"self", "inputs", "kwargs", "generation_config", "input_ids", "inputs_embeds"}
     for name in more:
+        if name == "generation_config":
+            raise TypeError(
+                "generation_config is not taken beside the arguments of generate, which would have to be told from it: "
+                "give what it says as arguments, set it on the model (hf_model.generation_config), or use hf_generate"
+            )
         if name not in known:
             ours = ["input", *(f.name for f in fields(Options))]
             raise TypeError(

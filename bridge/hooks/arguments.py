@@ -1,0 +1,121 @@
+"""Refusing arguments of wrong types at the public edge, by name and in words, before anything runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from beartype import BeartypeConf
+from beartype.door import is_bearable
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CONF = BeartypeConf(is_pep484_tower=True)
+
+
+def refuse_wrong_types(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that looks at its arguments first, as its annotations say what they may be.
+
+    A tensor has to be of the annotated kind of numbers and number of axes. Truth values are no numbers, and a string is
+    no sequence of strings, unless the annotation names them. Numbers and arrays of NumPy are taken for Python's.
+
+    Args:
+        function: with annotations for all its parameters.
+
+    Returns:
+        The function; it raises a `TypeError` that names the argument, what was given and what would work.
+
+    Example:
+        >>> from bridge.hooks.arguments import refuse_wrong_types
+        >>> @refuse_wrong_types
+        ... def double(n: int) -> int:
+        ...     return 2 * n
+        >>> double("2")
+        Traceback (most recent call last):
+        TypeError: n is '2'; double takes int there
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # Python says it
+        for name, value in given.items():
+            hint, words = _hints(function).get(name, (object, ""))
+            if hint is not object and not _fits(value, hint):
+                raise TypeError(f"{name} is {shown(value)}; {function.__name__.strip('_')} takes {words} there")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@functools.cache
+def _hints(function: Callable[..., object]) -> dict[str, tuple[Any, str]]:
+    """For each parameter that is looked at, its annotation, and that in words."""
+    signature = inspect.signature(function)
+    known = typing.get_type_hints(function)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {
+        name: (known[name], str(parameter.annotation))
+        for name, parameter in signature.parameters.items()
+        if parameter.kind not in several and known.get(name, Any) is not Any
+    }
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """The members of a union, or the hint itself."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for part in typing.get_args(hint):
+            yield from _parts(part)
+    else:
+        yield hint
+
+
+def _fits(value: object, hint: Any) -> bool:
+    return any(_fits_part(value, part) for part in _parts(hint))
+
+
+def _fits_part(value: object, part: Any) -> bool:
+    if part is Any or isinstance(part, TypeVar):
+        return True
+    if getattr(part, "_is_protocol", False) and not getattr(part, "_is_runtime_protocol", False):
+        members = set(vars(part)) | set(getattr(part, "__annotations__", ()))
+        return any(hasattr(value, name) for name in members if name[0] != "_")
+    if isinstance(value, bool):
+        return part is bool or (typing.get_origin(part) is typing.Literal and value in typing.get_args(part))
+    if part is int or part is float:
+        return isinstance(value, numbers.Integral if part is int else numbers.Real)
+    origin = typing.get_origin(part)
+    if isinstance(value, str) and origin not in (None, typing.Literal):
+        return False  # a sequence of strings is none
+    if hasattr(value, "__array__") and not isinstance(value, Tensor) and inspect.isclass(origin):
+        return issubclass(list, origin)
+    return bool(is_bearable(value, part, conf=_CONF))
+
+
+def shown(value: object) -> str:
+    """What an argument is, in a few words.
+
+    Args:
+        value: the argument.
+
+    Example:
+        >>> import torch
+        >>> from bridge.hooks.arguments import shown
+        >>> shown(torch.zeros(2, 3))
+        'a tensor [2, 3] of torch.float32'
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
