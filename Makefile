@@ -65,6 +65,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/circuits.py time
 	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python benchmarks/programs.py
 
 # Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks`.
 N ?= 100
