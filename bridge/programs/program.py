@@ -16,7 +16,7 @@ from adapters.views import Kwargs
 from bridge.export.export import export_for_generation, export_program
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
-from bridge.programs.generation import Run, generating
+from bridge.programs.generation import Run, generating, with_row_counts
 from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
 from bridge.programs.one_pass import AnyFunction, OnePass
@@ -92,6 +92,11 @@ class Program(nn.Module):
         found = self.model.get_submodule(core_path(self.model))
         assert isinstance(found, PreTrainedModel)
         return found
+
+    @property
+    def one_by_one(self) -> bool:
+        """Experts are computed one after the other, with numbers of rows that depend on the values."""
+        return self._lowered.one_by_one
 
     def attention_under_way(self) -> AttentionWatch | None:
         """What sees the attention that a tapped module is computing now, in this thread."""
@@ -273,7 +278,8 @@ class Program(nn.Module):
         other.__dict__ = self.__dict__.copy()
         other.__dict__["_modules"] = dict(self._modules)
         other.compiled = True
-        other._run = torch.compile(other.run_lowered, **{"fullgraph": True, "dynamic": True, **options})
+        made = torch.compile(other.run_lowered, **{"fullgraph": True, "dynamic": True, **options})
+        other._run = with_row_counts(made) if self.one_by_one else made
         return other
 
     def export(
