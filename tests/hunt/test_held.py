@@ -1,17 +1,20 @@
 """Behaviour that a change to the code could take away unnoticed, in patching, generation, attention and processing."""
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
 from bridge.generation.stream import TextPieces
 from bridge.patching.generic import generic_activation_patch
 from bridge.patching.setters import layer_head_vector_patch_setter
+from tests.adapters.test_verify_all import tiny as adapters_tiny
 from tests.conftest import tiny
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -78,6 +81,48 @@ def test_setters_may_do_nothing():
     )
     torch.testing.assert_close(found[:, 1::2], bridge(TOKENS)[0, -1, 5].detach().expand(3, 2))
     assert (found[:, ::2] != found[0, 1]).all()
+
+
+# Runs
+
+
+@torch.no_grad()
+def test_what_was_recorded_is_not_written_to_by_a_later_point_of_its_place():
+    """In T5 the stream between and what the MLP reads are one tensor, and an edit of the second is made in place."""
+    bridge = TransformerBridge(adapters_tiny("t5"))
+    names = ["encoder.1.hook_resid_mid", "encoder.1.hook_mlp_in"]
+    clean = bridge.run_with_cache(TOKENS, names_filter=names)[1]
+    with bridge.hooks([(names[1], lambda x, hook: x * 0.5)]):
+        for wanted in (names, names[:1]):
+            cache = bridge.run_with_cache(TOKENS, names_filter=wanted)[1]
+            assert torch.equal(cache[names[0]], clean[names[0]])
+    assert torch.equal(clean[names[0]], clean[names[1]])
+
+
+def test_a_compiled_block_is_as_it_was_after_it_was_passed_over():
+    bridge = TransformerBridge(tiny("gpt2"))
+    residual = bridge(TOKENS, stop_at_layer=1)
+    expected = bridge(residual, start_at_layer=1)
+    block = bridge.original_model.transformer.h[0]
+    block.compile(backend="eager")
+    own = block._compiled_call_impl
+    assert torch.equal(bridge(residual, start_at_layer=1), expected)
+    assert block._compiled_call_impl is own
+
+
+@pytest.mark.parametrize("name", ["blocks.1.ln1.hook_scale", "blocks.1.ln1.hook_normalized"])
+@torch.no_grad()
+def test_a_cache_of_a_norm_does_not_keep_the_stream(name):
+    """What could be computed later from larger tensors is computed in the run, unless everything is kept anyway."""
+    bridge = TransformerBridge(tiny("gpt2"))
+    alive = []
+    norm = bridge.original_model.transformer.h[1].ln_1
+    norm.register_forward_pre_hook(lambda module, args: alive.append(weakref.ref(args[0])))
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=name)
+    gc.collect()
+    assert alive[0]() is None
+    _, whole = bridge.run_with_cache(TOKENS)
+    assert torch.equal(whole[name], cache[name])
 
 
 # Generation
@@ -194,8 +239,9 @@ def test_windows_under_a_kernel_that_shows_nothing(flash_by_hand, kind, padded, 
 
         def run(how, bridge=bridge, **more):
             if past:
-                own = bridge.original_model(TOKENS[:, :past], attention_mask=mask[:, :past], use_cache=True)
-                more |= {"past_key_values": own.past_key_values}
+                kept = DynamicCache()  # which knows no windows, and forgets nothing
+                bridge.original_model(TOKENS[:, :past], attention_mask=mask[:, :past], past_key_values=kept)
+                more |= {"past_key_values": kept}
             return how(TOKENS[:, past:], attention_mask=mask, **more)
 
         plain = run(bridge)
@@ -224,6 +270,23 @@ def test_windows_under_a_kernel_that_shows_nothing(flash_by_hand, kind, padded, 
     for ours, expected in zip([found[1][0], *found[1][3:]], [found[0][0], *found[0][3:]], strict=True):
         real = mask[:, past:].bool()
         torch.testing.assert_close(ours[real], expected[real], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_a_query_for_which_a_hook_forbids_everything(implementation):
+    """It attends to nothing: no NaN, and what editing the pattern to zero gives."""
+    bridge = TransformerBridge(tiny("llama", implementation))
+    scores, pattern = ("blocks.1.attn.hook_attn_scores", "blocks.1.attn.hook_pattern")
+
+    def forbid(x, hook):
+        x[:, 1, 3] = 0 if hook.name == pattern else -torch.inf
+
+    with bridge.hooks([(scores, forbid)]):
+        logits, cache = bridge.run_with_cache(TOKENS, names_filter=[pattern])
+    assert not cache[pattern][:, 1, 3].any()
+    torch.testing.assert_close(cache[pattern][:, 0].sum(-1), torch.ones(2, 7))
+    torch.testing.assert_close(logits, bridge.run_with_hooks(TOKENS, fwd_hooks=[(pattern, forbid)]))
 
 
 @pytest.mark.parametrize("name", ["attn_scores", "pattern", "rot_q", "rot_k", "z"])
@@ -302,14 +365,15 @@ def test_norms_without_weights_when_raw_weights_are_loaded_again(kind):
     raw = copy.deepcopy(bridge.original_model.state_dict())
     called = bridge.cfg.normalization_type
     expected = bridge(TOKENS)
-    bridge.process_weights(fold_ln=True)
+    alone = {"center_writing_weights": False, "center_unembed": False, "fold_value_biases": False}
+    bridge.process_weights(fold_ln=True, **alone)
     processed = copy.deepcopy(bridge.original_model.state_dict())
     raw |= {name: torch.zeros_like(value) for name, value in processed.items() if name not in raw}
     assert (bridge.cfg.processed["fold_ln"], bridge.cfg.normalization_type) == ("done", "LNPre")
     bridge.original_model.load_state_dict(raw)
     assert (bridge.cfg.processed, bridge.cfg.normalization_type) == ({}, called)
     assert torch.equal(bridge(TOKENS), expected)
-    bridge.process_weights(fold_ln=True)
+    bridge.process_weights(fold_ln=True, **alone)
     assert (bridge.cfg.processed["fold_ln"], bridge.cfg.normalization_type) == ("done", "LNPre")
     for name, value in bridge.original_model.state_dict().items():
         torch.testing.assert_close(value, processed[name], atol=1e-6, rtol=1e-5)
