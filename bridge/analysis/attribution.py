@@ -171,7 +171,26 @@ def through_norm(
         scale = pick(require(cache, [norm.scale_name])[0], pos_slice, -2)
         if cache.has_batch_dim:
             scale = pick(scale, batch_slice, 0)
+        _check_fits(residual_stack, scale, has_batch_dim)
         return norm.scaled(residual_stack, scale.to(residual_stack.device))
+
+
+def _check_fits(stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], has_batch_dim: bool) -> None:
+    """Refuses a stack of other rows or positions than the scale: broadcasting could take one for the other.
+
+    Raises:
+        ValueError: it is one.
+    """
+    wanted = list(scale.shape[:-1])
+    if not has_batch_dim and wanted[:1] == [1] and len(wanted) == stack.ndim - 1:
+        wanted = wanted[1:]
+    # A stream by itself, which has no components, is taken as well: HookedTransformer's own demonstration gives one.
+    if wanted not in (list(stack.shape[1:-1]), list(stack.shape[:-1])):
+        raise ValueError(
+            f"residual_stack has shape {list(stack.shape)}; with this pos_slice and batch_slice the cache has scales "
+            f"for {wanted}: the stack must be [component, {', '.join(map(str, [*wanted, 'd_model']))}], of the same "
+            "positions (give pos_slice to what made it, too)"
+        )
 
 
 def logit_attributions(
