@@ -14,6 +14,7 @@ from bridge import TransformerBridge
 from bridge.generation.stream import TextPieces
 from bridge.patching.generic import generic_activation_patch
 from bridge.patching.setters import layer_head_vector_patch_setter
+from bridge.taps.attention_call import AttentionCall
 from tests.adapters.test_verify_all import tiny as adapters_tiny
 from tests.conftest import tiny
 
@@ -310,6 +311,16 @@ def test_queries_packed_in_groups(name):
     torch.testing.assert_close(made[0], made[1], atol=1e-5, rtol=1e-4)
 
 
+def test_a_kernel_is_given_back_what_it_returns_itself():
+    """Packed queries come back packed, as the kernel has them."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, n, 8, generator=generator) for n in (3, 5, 5))
+    call = AttentionCall(query, key, value, None, n_heads=6)
+    result = call.result(call.pattern(call.scores()))
+    assert result.shape == query.shape
+    torch.testing.assert_close(result, torch.nn.functional.scaled_dot_product_attention(query, key, value))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.int32, torch.float16, torch.float64])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_type_of_a_mask_is_no_matter(implementation, dtype):
@@ -400,3 +411,19 @@ def test_sums_of_several_types():
     ):
         assert terms.dtype == torch.float64
         torch.testing.assert_close(terms.sum(0), stream, atol=1e-5, rtol=1e-5)
+
+
+def test_a_name_that_a_part_does_not_have_is_no_circuit():
+    bridge = TransformerBridge(tiny("gpt2"))
+    assert bridge.blocks[0].attn.OV.shape == (4, 32, 32)
+    for part, name in ((bridge.blocks[0].attn, "VO"), (bridge.blocks[0].mlp, "OV"), (bridge.blocks[0].mlp, "QK")):
+        with pytest.raises(AttributeError, match=f"has no '{name}'"):
+            getattr(part, name)
+
+
+def test_whether_embeddings_are_cached():
+    bridge = TransformerBridge(tiny("gpt2"))
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=["hook_embed", "hook_pos_embed"])
+    assert (cache.has_embed, cache.has_pos_embed) == (True, True)
+    _, cache = bridge.run_with_cache(TOKENS, names_filter="blocks.0.hook_resid_pre")
+    assert (cache.has_embed, cache.has_pos_embed) == (False, False)
