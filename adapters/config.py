@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Mixer
+from adapters.architecture import Architecture, Mixer, feeds_forward
 from adapters.attention import Attention
-from adapters.feed_forward import MLP, MoE
-from adapters.norms import eps_of
+from adapters.feed_forward import MLP
 from adapters.offloaded import input_device
 from adapters.paths import core_path, has_module, members_of, path_from
 
@@ -259,10 +258,14 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     """
     hf = config_of(model)
     given: dict[str, Any] = dict(architecture.config_values)
+    if not hasattr(hf, "vocab_size"):  # of a model of images and text
+        hf = hf.get_text_config()
     stack = architecture.stack
-    n_heads = given.pop("n_heads", None) or hf.num_attention_heads
-    n_kv = first(hf, "num_key_value_heads", "num_kv_heads")
+    n_heads = given.pop("n_heads") if "n_heads" in given else hf.num_attention_heads
+    own_groups = "n_key_value_heads" in given  # a configuration may have another number for each layer
+    n_kv = given["n_key_value_heads"] if own_groups else first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = given.pop("d_model", None) or hf.hidden_size
+    d_head = given.pop("d_head") if "d_head" in given else first(hf, "head_dim") or d_model // n_heads
     layers = members_of(root.get_submodule(stack.path))
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
@@ -271,7 +274,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "n_heads": n_heads,
         "n_key_value_heads": n_kv if n_kv != n_heads else None,
         "d_model": d_model,
-        "d_head": first(hf, "head_dim") or d_model // n_heads,
+        "d_head": d_head,
         "d_vocab": _rows(root.get_submodule(architecture.embed)),
         "d_vocab_out": hf.vocab_size,
         "n_ctx": first(hf, "max_position_embeddings", "n_positions", "seq_length"),
@@ -283,11 +286,12 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "default_prepend_bos": True,
         **_of_the_steps(architecture, layers),
     }
-    if has_module(model, architecture.unembed):
+    if architecture.unembed and has_module(model, architecture.unembed):
         values["d_vocab_out"] = _rows(model.get_submodule(architecture.unembed)) or hf.vocab_size
+    known = "d_mlp" in given
     d_mlp = given.pop("d_mlp", None)
     if not values["attn_only"]:
-        values["d_mlp"] = d_mlp or first(hf, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model
+        values["d_mlp"] = d_mlp if known else first(hf, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model
     values |= _windows(hf, len(layers)) | given
     if values.get("use_attn_scale", True):
         values.setdefault("attn_scale", math.sqrt(values["d_head"]))
@@ -310,12 +314,12 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
     steps = list(architecture.steps())
     parts = [step.part for step in steps]
     attentions = [part for part in parts if isinstance(part, Attention)]
-    feed_forward = [part for part in parts if isinstance(part, MLP | MoE)]
+    feed_forward = [part for part in parts if feeds_forward(part)]
     eps = None
     for layer, module in enumerate(layers):
         norms = architecture.stack.block_at(layer).norms
-        if norms and not norms[0].kind.identity:
-            eps = eps_of(module.get_submodule(norms[0].path))
+        if norms and norms[0].kind.name is not None:
+            eps = norms[0].kind.epsilon(module.get_submodule(norms[0].path))
             break
     kind = architecture.norm_kind
     return {
@@ -323,7 +327,7 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
         "eps": eps,
         "d_mlp": None,
         "attn_only": not feed_forward and not any(isinstance(part, Mixer) for part in parts),
-        "parallel_attn_mlp": any(step.parallel and isinstance(step.part, MLP | MoE) for step in steps),
+        "parallel_attn_mlp": any(step.parallel and feeds_forward(step.part) for step in steps),
         "gated_mlp": any(isinstance(part, MLP) and part.gate is not None for part in feed_forward),
         "use_qk_norm": any(part.q_norm or part.k_norm for part in attentions),
         "use_normalization_before_and_after": any(step.pre and step.post for step in steps),

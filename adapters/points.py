@@ -13,8 +13,8 @@ from adapters.views import View
 
 #: ``input``: the first argument of a module. ``output``: what it returns. ``attention``: inside the attention that it
 #: computes. ``softmax``: the softmax in its forward. ``experts``: inside the module that holds a mixture's experts.
-#: ``router``: inside the module that chooses them by their logits.
-SiteKind = Literal["input", "output", "attention", "softmax", "experts", "router"]
+#: ``router``: inside the module that chooses them by their logits. ``recurrence``: inside a mixer.
+SiteKind = Literal["input", "output", "attention", "softmax", "experts", "router", "recurrence"]
 #: ``standard``: in an unfiltered cache. ``heavy``: there when the matching ``set_use_*`` is on. ``extra``: when named.
 Group = Literal["standard", "heavy", "extra"]
 
@@ -27,9 +27,11 @@ class Site:
         path: the module, as a dotted path from the Hugging Face model.
         kind: see `SiteKind`.
         key: for an output, which element of a tuple (None: the output itself); inside attention, one of ``q``, ``k``,
-            ``scores`` (what enters the softmax), ``pattern`` (what leaves it); inside expert e, ``{e}.gate``,
-            ``{e}.pre`` (before and beside the activation function) and ``{e}.post`` (what enters its last projection);
-            in a router, ``logits`` (of all experts) and ``weights`` (of all, zero for those that are not chosen).
+            ``scores`` (what enters the softmax), ``pattern`` (what leaves it); inside expert e, ``{e}.in`` and
+            ``{e}.out`` (what it is given and returns), ``{e}.gate``, ``{e}.pre`` (before and beside the activation
+            function) and ``{e}.post`` (what enters its last projection); in a router, ``logits`` (of all experts, that
+            the best are chosen from), ``product`` (what its matrix makes of its input) and ``weights`` (of all, zero
+            for those that are not chosen); in a mixer, a channel of `adapters.mixers.functions`, or ``state``.
     """
 
     path: str

@@ -40,7 +40,7 @@ class AttentionTap(Tap):
         """The module's forward when somebody listens."""
         watch = _AttentionWatch(self, Call(self.module, args, kwargs))
         implementation = implementation_of(self.module)
-        if is_looked_up(type(self.module).forward, implementation):
+        if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
             self._kernel.stand(implementation)
             try:

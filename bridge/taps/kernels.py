@@ -10,33 +10,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adapters.views import Args, Kwargs
 from bridge.taps.attention_call import AttentionCall
+from bridge.taps.stand_ins import LOCK, StandIn, instead_of_them
 
 #: What stands before a kernel: it is given the call, and what runs the kernel on queries and keys.
 BeforeKernel = Callable[[AttentionCall, Callable[[Tensor, Tensor], Tensor]], Tensor]
-
-
-class _Watched(NamedTuple):
-    """A module whose attention function is watched."""
-
-    module: nn.Module
-    watch: TorchFunctionMode
-    before: BeforeKernel
-
-
-_LOCK = threading.RLock()
-#: What is watched in this context.
-_WATCHED: ContextVar[_Watched | None] = ContextVar("transformer_bridge_kernel", default=None)
 
 
 def implementation_of(module: nn.Module) -> str | None:
@@ -62,114 +49,106 @@ def is_opaque(implementation: str) -> bool:
     return "flash" in implementation or implementation == "flex_attention"
 
 
-class KernelTap:
-    """Watches the attention function of one module inside ``with`` statements.
+class _Kernel(StandIn):
+    """Stands in for one implementation in `AttentionInterface`, which looks at its own entries and at those for all."""
 
-    The entry that stands in for the function in `AttentionInterface` is there as long as anything holds on to it, so
-    that it is not made anew for each call.
+    def __init__(self, namespace: MutableMapping[str, Any], name: str) -> None:
+        super().__init__(namespace, name)
+        self._local = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The function; one that is registered for all may be registered anew at any time."""
+        return self._local or ALL_ATTENTION_FUNCTIONS._global_mapping[self.name]
+
+    def put_back(self) -> None:
+        """Puts back the entry of its own, if there was one."""
+        if self._local is None:
+            del self.namespace[self.name]
+        else:
+            self.namespace[self.name] = self._local
+
+
+class KernelTap:
+    """Sees to it that the attention function of a module can be watched.
+
+    What stands in for the function is there as long as anything holds on to it, so that it is not made anew for each
+    call.
     """
 
     def __init__(self) -> None:
-        self._entry: _Entry | None = None
+        self._kernel: _Kernel | None = None
 
-    def stand(self, implementation: str | None) -> None:
-        """Sees to it that an implementation can be watched."""
-        assert implementation is not None
-        if self._entry is ALL_ATTENTION_FUNCTIONS[implementation]:
+    def stand(self, implementation: str) -> None:
+        """Stands in for an implementation."""
+        if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
             return
-        with _LOCK:
-            there = ALL_ATTENTION_FUNCTIONS[implementation]
-            if self._entry is there:
+        with LOCK:
+            if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
                 return  # another thread was quicker
             self.leave()
-            self._entry = there if isinstance(there, _Entry) else _Entry(implementation)
-            self._entry.users += 1
-            ALL_ATTENTION_FUNCTIONS[implementation] = self._entry
+            self._kernel = _Kernel.stand(ALL_ATTENTION_FUNCTIONS, implementation)
 
     def leave(self) -> None:
         """Lets go of it."""
-        with _LOCK:
-            entry, self._entry = self._entry, None
-            if entry is not None:
-                entry.users -= 1
-                if not entry.users:
-                    entry.leave()
+        with LOCK:
+            kernel, self._kernel = self._kernel, None
+            if kernel is not None:
+                kernel.leave()
 
 
-@contextmanager
-def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> Iterator[None]:
-    """Watches the attention function of a module whose `KernelTap` stands.
+def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:
+    """Watches the attention function of a module whose `KernelTap` stands, inside a ``with`` statement.
 
     Args:
         module: the attention module.
         watch: sees the torch functions that it calls.
         before: stands before it, where it is no torch function.
     """
-    token = _WATCHED.set(_Watched(module, watch, before))
-    try:
-        yield
-    finally:
-        _WATCHED.reset(token)
+
+    def instead(own: Callable[..., Any], name: str, args: Args, options: Kwargs) -> object:
+        if args[0] is not module:
+            return own(*args, **options)
+        if not is_opaque(name):
+            with watch:
+                return own(*args, **options)
+        return _before_opaque(own, name, before, *args, **options)
+
+    return instead_of_them(instead)
 
 
-class _Entry:
-    """Stands in for one implementation in `AttentionInterface`.
+def _before_opaque(
+    own: Callable[..., Any],
+    name: str,
+    before: BeforeKernel,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a kernel of which only the arguments can be seen."""
+    weights: list[Tensor | None] = [None]
 
-    Args:
-        name: of the implementation.
+    def run(query: Tensor, key: Tensor) -> Tensor:
+        output, weights[0] = own(module, query, key, value, attention_mask, **options)
+        result: Tensor = output.transpose(1, 2)
+        return result
 
-    Attributes:
-        users: how many taps need it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        #: The function, where it was put into this mapping alone; others are registered for all, also later.
-        self._local = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
-        self.users = 0
-
-    def _own(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        function = self._local or ALL_ATTENTION_FUNCTIONS._global_mapping[self._name]
-        output: tuple[Tensor, Tensor | None] = function(*args, **options)
-        return output
-
-    def leave(self) -> None:
-        """Puts back what was there, unless somebody put something else in its place meanwhile."""
-        if ALL_ATTENTION_FUNCTIONS[self._name] is not self:
-            return
-        if self._local is not None:
-            ALL_ATTENTION_FUNCTIONS[self._name] = self._local
-        else:
-            del ALL_ATTENTION_FUNCTIONS[self._name]
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        watched = _WATCHED.get()
-        if watched is None or watched.module is not module:
-            return self._own(module, query, key, value, attention_mask, **options)
-        if not is_opaque(self._name):
-            with watched.watch:
-                return self._own(module, query, key, value, attention_mask, **options)
-        weights: list[Tensor | None] = [None]
-
-        def run(query: Tensor, key: Tensor) -> Tensor:
-            output, weights[0] = self._own(module, query, key, value, attention_mask, **options)
-            return output.transpose(1, 2)
-
-        known = {"is_causal": getattr(module, "is_causal", True)} | {
-            name: given for name, given in options.items() if given is not None
-        }
-        call = AttentionCall(
-            query,
-            key,
-            value,
-            attention_mask,
-            query.shape[1],
-            scale=options.get("scaling"),
-            dropout=options.get("dropout") or 0.0,
-            kernel=self._name,
-            options=known,
-        )
-        z = watched.before(call, run)
-        return z.transpose(1, 2).contiguous(), weights[0]
+    known = {"is_causal": getattr(module, "is_causal", True)} | {
+        option: given for option, given in options.items() if given is not None
+    }
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        attention_mask,
+        query.shape[1],
+        scale=options.get("scaling"),
+        dropout=options.get("dropout") or 0.0,
+        kernel=name,
+        options=known,
+    )
+    z = before(call, run)
+    return z.transpose(1, 2).contiguous(), weights[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adapters.views import Call
+from adapters.views import Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass, Scope
 from bridge.hooks.hook_point import HookPoint
 
@@ -130,14 +130,14 @@ class Watch(TorchFunctionMode):
         self._run: ForwardPass | None = CURRENT.get().run
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if CURRENT.get().run is not self._run:
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 
-    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Calls a function of the module's, or does something else in its place."""
         raise NotImplementedError
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from bridge.taps.attention import AttentionTap
 from bridge.taps.experts import ExpertsTap, RouterTap
+from bridge.taps.recurrence import RecurrenceTap
 from bridge.taps.tap import Tap
 
 #: The tap for each kind of site that is not simply a module's input or output.
@@ -14,6 +15,7 @@ TAPS: dict[str, type[Tap]] = {
     "softmax": AttentionTap,
     "experts": ExpertsTap,
     "router": RouterTap,
+    "recurrence": RecurrenceTap,
 }
 
 

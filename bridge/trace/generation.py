@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +22,17 @@ from bridge.hooks.tracing import opened
 from bridge.run.protocol import Input
 from bridge.trace.access import Access
 from bridge.trace.every_step import EveryStep, Operation, apply
+from bridge.trace.in_step import InStep
 from bridge.trace.places import Places
 from bridge.trace.protocol import TracedGenerates
 from bridge.trace.stops import Stop, Stops
-from bridge.trace.trace import explain
 from bridge.trace.turns import Turns
 from bridge.wiring.compiled import uncompiled
 
 _NOT_HERE = ("return_cache", "return_input_tokens", "output_logits", "names_filter", "device", "return_type")
 
 
-class GenerationTrace:
+class GenerationTrace(InStep):
     """A generation that waits where the body of a ``with`` statement asks for something.
 
     Args:
@@ -52,42 +50,21 @@ class GenerationTrace:
         self._prompt, self._arguments = prepared(bridge, input, self._options)
         self._generation = Generation()
         self._scope = Scope(of_one_run=True)
-        self.stops = Stops(bridge.wiring, self._scope, places)
+        super().__init__(Stops(bridge.wiring, self._scope, places))
         self._edits: dict[HookPoint, tuple[list[Operation], Listener]] = {}
         self._steps = Steps(tqdm(disable=True), self._generation)
-        self._stack = ExitStack()
-        self._state = "new"
         self._wanted: int | None = None
         self._current = 0
         self._sequences: Tensor | None = None
 
     # The block.
 
-    def __enter__(self) -> Self:
-        if self._state != "new":
-            raise RuntimeError("a traced generation is one generation: make a new one for the next")
-        self._state = "open"
-        self.stops.turns = Turns(self._work)
-        try:
-            begin = self.bridge.core.register_forward_pre_hook(self._begin, prepend=True)
-            self._stack.callback(begin.remove)
-            self._stack.enter_context(opened(self.bridge.names, _Parts(self)))
-        except BaseException:
-            self._end()
-            raise
-        return self
+    once = "a traced generation is one generation: make a new one for the next"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._run_to_the_end()
-                self.stops.check_late_edits()
-        finally:
-            self._end()
-        if error is not None:
-            explain(error, traceback)
+    def _begin(self, turns: Turns) -> None:
+        begins = self.bridge.core.register_forward_pre_hook(self._pass_begins, prepend=True)
+        self._stack.callback(begins.remove)
+        self._stack.enter_context(opened(self.bridge.names, _Parts(self)))
 
     def _work(self) -> None:
         """The model's side."""
@@ -99,7 +76,7 @@ class GenerationTrace:
             made = run_generate(self.bridge, self._prompt, self._arguments)
         self._sequences = made["sequences"] if isinstance(made, ModelOutput) else made
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _pass_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A forward hook: a forward pass begins."""
         step = self._generation.step
         if self._scope in CURRENT.get().visible and self._wanted is not None and step >= self._wanted:
@@ -107,23 +84,13 @@ class GenerationTrace:
             assert self.stops.turns is not None
             self.stops.turns.pause()
 
-    def _run_to_the_end(self) -> None:
-        turns = self.stops.turns
-        assert turns is not None
-        while not turns.finished:
-            self.stops.go_on()
-
     def _end(self) -> None:
         try:
-            if self.stops.turns is not None:
-                self.stops.turns.leave()
+            super()._end()
         finally:
-            self.stops.detach()
             for hook, (_, listener) in self._edits.items():
                 self.bridge.wiring.remove(hook, (listener,))
             self._edits.clear()
-            self._stack.close()
-            self._state = "ended"
 
     # The steps.
 

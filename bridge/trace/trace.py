@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from bridge.run.layer_range import bypassing
 from bridge.run.model_inputs import check_arguments
 from bridge.run.protocol import Input
 from bridge.trace.access import Access
-from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.in_step import InStep
 from bridge.trace.places import Places
 from bridge.trace.protocol import Traced
 from bridge.trace.rows import Rows
@@ -29,7 +28,7 @@ from bridge.trace.turns import Turns
 _OURS = ("prepend_bos", "padding_side", "attention_mask", "start_at_layer", "stop_at_layer", "capture")
 
 
-class Trace(Access):
+class Trace(InStep, Access):
     """A run of the model that waits where the body of a ``with`` statement asks for something.
 
     Args:
@@ -60,51 +59,32 @@ class Trace(Access):
             raise TypeError(f"capture is {capture!r}; it must be a list of names")
         kept = [bridge.names.find(name) for name in capture]
         scope = Scope(of_one_run=True)
-        super().__init__(bridge, Stops(bridge.wiring, scope, places, kept))
+        stops = Stops(bridge.wiring, scope, places, kept)
+        InStep.__init__(self, stops)
+        Access.__init__(self, bridge, stops)
         for hook in kept:
             self._check_runs(hook.name)
         self._scope = scope
         self._ready: Callable[[], AbstractContextManager[ReadyPass]] | None = partial(
             ready, bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, traced=True
         )
-        self._stack = ExitStack()
         self._pass: ReadyPass | None = None
         self._output: Any = None
-        self._state = "new"
         self._rows: list[tuple[int, int]] | None = None
         self._tokens: Tensor | None = None
         self._shape: tuple[int, int] = (0, 0)
 
     # The block.
 
-    def __enter__(self) -> Self:
-        if self._state != "new":
-            raise RuntimeError(
-                "a trace is one run: make a new one for the next (with bridge.trace(prompt) as run: ...)"
-            )
-        refuse_checkpointing(self.bridge)
-        self._state = "open"
-        turns = self.stops.turns = Turns(self._work)
-        try:
-            self.stops.listen_to_captured()
-            turns.go_on()  # up to the call of the model: what can be refused is refused here
-            self._stack.enter_context(opened(self.bridge.names, self))
-        except BaseException:
-            self._end()
-            raise
-        return self
+    once = "a trace is one run: make a new one for the next (with bridge.trace(prompt) as run: ...)"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._run_to_the_end()
-                self.stops.check_late_edits()
-        finally:
-            self._end()
-        if error is not None:
-            explain(error, traceback)
+    def _check(self) -> None:
+        refuse_checkpointing(self.bridge)
+
+    def _begin(self, turns: Turns) -> None:
+        self.stops.listen_to_captured()
+        turns.go_on()  # up to the call of the model: what can be refused is refused here
+        self._stack.enter_context(opened(self.bridge.names, self))
 
     def _work(self) -> None:
         """The model's side."""
@@ -116,25 +96,12 @@ class Trace(Access):
             self._output = pass_.run_model()
             self._state = "ran"
 
-    def _run_to_the_end(self) -> None:
-        turns = self.stops.turns
-        assert turns is not None
-        while not turns.finished:
-            self.stops.go_on()
-
     def _end(self) -> None:
-        turns = self.stops.turns
         try:
-            if turns is not None:
-                turns.leave()
+            super()._end()
         finally:
-            self.stops.detach()
-            self._stack.close()
             self._remember_rows()
-            self._pass = None
-            self._ready = None
-            if self._state == "open":
-                self._state = "stopped"
+            self._pass = self._ready = None
 
     # What it ran, and what came of it.
 
@@ -320,14 +287,3 @@ def refuse_checkpointing(bridge: Traced) -> None:
             "activation checkpointing computes blocks again in backward, where nobody runs the body of a trace: use "
             "hooks (bridge.trace_edit makes them of a body), or switch it off"
         )
-
-
-def explain(error: BaseException, traceback: TracebackType | None) -> None:
-    """Ends the traceback of our own errors at the user's line, and says of `save` what it is."""
-    if isinstance(error, AttributeError) and error.name == "save":
-        error.add_note(
-            "Values of a trace are real, and stay: there is nothing to save. bridge.save(x) is there for code that "
-            "has it, and returns x."
-        )
-    if isinstance(error, PointPassedError | PointNeverCameError | LateEditError) and traceback is not None:
-        traceback.tb_next = None

@@ -34,13 +34,14 @@ class Wiring:
     Args:
         model: the Hugging Face model.
         points: what its adapter declares.
+        make: the class of its hook points.
 
     Attributes:
         points: the hook points by name, in the order of the computation.
         changes: how often a hook was added or removed that every run sees.
     """
 
-    def __init__(self, model: nn.Module, points: Iterable[Point]) -> None:
+    def __init__(self, model: nn.Module, points: Iterable[Point], make: type[HookPoint] = HookPoint) -> None:
         self.model = model
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
@@ -57,7 +58,7 @@ class Wiring:
         self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
         self._plans: deque[ReadingPlan] = deque(maxlen=4)
         for order, point in enumerate(points):
-            self.place(HookPoint(point, order, self))
+            self.place(make(point, order, self))
         blocks = [hook.point.site.path for name, hook in self.points.items() if name.endswith("hook_resid_pre")]
         stacks = dict.fromkeys(
             [base_path(model), *(path.rsplit(".", 2)[0] if path.count(".") > 1 else "" for path in blocks)]
@@ -69,6 +70,7 @@ class Wiring:
             self.check_in_place,
         )
         self._blocks = [Finder(model, path) for path in blocks]
+        self._lists = [Finder(model, path) for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks)]
         inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
         check_places([Finder(model, path) for path in inside if path and has_module(model, path)])
 
@@ -84,9 +86,11 @@ class Wiring:
         self._siblings.clear()
         self._plans.clear()
 
-    def find_at(self, site: Site, find: Finder) -> None:
-        """Says where the module of a site is that has no path in the model."""
-        self._sites[site] = SiteHook(site, find)
+    def adopt(self, hook: HookPoint) -> None:
+        """Takes in a hook point that a module of the user's calls itself: there is no torch hook behind it."""
+        self.points[hook.name] = hook
+        self._homes[hook] = SiteHook(hook.point.site)
+        self._by_block.clear()
 
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.
@@ -95,7 +99,9 @@ class Wiring:
             RuntimeError: a module was replaced while hooks were on it.
             ValueError: one module stands at two places in the list of blocks.
         """
-        check_places(self._blocks)
+        blocks = [id(block) for held in self._lists for block in held.module._modules.values()]
+        if len(set(blocks)) != len(self._blocks):  # one stands twice, or is gone
+            check_places(self._blocks)
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
         with self._lock:  # other threads may attach hooks meanwhile

@@ -1,0 +1,118 @@
+"""The functions in which transformers' mixers convolve and recur, and what each argument of them is.
+
+The mixers of transformers call a few functions by fixed names, with torch code behind them or a kernel. Their arguments
+say what a mixer computes from, in whichever of them it is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One argument, or the result, of a function.
+
+    Attributes:
+        channel: what it is: ``conv_in``, ``conv``, ``x``, ``dt``, ``B``, ``C``, ``q``, ``k``, ``v``, ``log_decay``,
+            ``beta``, ``recurrence``.
+        parameter: the name of the argument; None for the result (of a tuple, its first element).
+        axes: the tensor's axes: ``b`` the batch, ``p`` positions (missing in functions of one step), ``_`` an axis
+            along which all values are one and the same, any other letter as it is.
+    """
+
+    channel: str
+    parameter: str | None
+    axes: str
+
+    @property
+    def shown(self) -> str:
+        """The axes of the activation that is shown: batch and positions first."""
+        rest = [axis for axis in self.axes.split() if axis not in ("b", "p", "_")]
+        return " ".join(["b", "p" if "p" in self.axes.split() else "1", *rest])
+
+
+def _convolution() -> tuple[Seen, ...]:
+    return Seen("conv_in", "hidden_states", "b c p"), Seen("conv", None, "b c p")
+
+
+def _delta_rule(decay: str) -> tuple[Seen, ...]:
+    return (
+        Seen("q", "query", "b p h d"),
+        Seen("k", "key", "b p h d"),
+        Seen("v", "value", "b p h d"),
+        Seen("log_decay", "g", decay),
+        Seen("beta", "beta", "b p h"),
+        Seen("recurrence", None, "b p h d"),
+    )
+
+
+#: What is seen of each function, by its name.
+FUNCTIONS: dict[str, tuple[Seen, ...]] = {
+    "causal_conv1d_fn": _convolution(),
+    "causal_conv1d_update": _convolution(),
+    "mamba_selective_scan": (
+        Seen("x", "hidden_states", "b d p"),
+        Seen("dt", "dt", "b d p"),
+        Seen("B", "B", "b n p"),
+        Seen("C", "C", "b n p"),
+        Seen("recurrence", None, "b d p"),
+    ),
+    "mamba_selective_state_update": (
+        Seen("x", "hidden_states", "b d"),
+        Seen("dt", "dt", "b d"),
+        Seen("B", "B", "b n"),
+        Seen("C", "C", "b n"),
+        Seen("recurrence", None, "b d"),
+    ),
+    "mamba2_chunk_scan": (
+        Seen("x", "hidden_states", "b p h d"),
+        Seen("dt", "dt", "b p h"),
+        Seen("B", "B", "b p g n"),
+        Seen("C", "C", "b p g n"),
+        Seen("recurrence", None, "b p h d"),
+    ),
+    "mamba2_selective_state_update": (
+        Seen("x", "hidden_states", "b h d"),
+        Seen("dt", "dt", "b h _"),
+        Seen("B", "B", "b g n"),
+        Seen("C", "C", "b g n"),
+        Seen("recurrence", None, "b h d"),
+    ),
+    "torch_chunk_gated_delta_rule": _delta_rule("b p h"),
+    "torch_recurrent_gated_delta_rule": _delta_rule("b p h"),
+    "chunk_kimi_delta_attention": _delta_rule("b p h d"),
+    "recurrent_kimi_delta_attention": _delta_rule("b p h d"),
+}
+
+#: For each function of a whole sequence, the one of the same module that does a step.
+ONE_STEP: dict[str, str] = {
+    "mamba_selective_scan": "mamba_selective_state_update",
+    "mamba2_chunk_scan": "mamba2_selective_state_update",
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
+
+#: For each channel, the hook point (TransformerLens' name where it has one), and the axes that follow the positions'.
+POINTS: dict[str, tuple[str, dict[int, str]]] = {
+    "conv_in": ("hook_pre_conv", {1: "d_conv"}),
+    "conv": ("hook_conv", {1: "d_conv"}),
+    "x": ("hook_x", {1: "d_inner", 2: "ssm_head ssm_d_head"}),
+    "dt": ("hook_dt_proj", {1: "ssm_head"}),
+    "B": ("hook_B", {1: "d_state", 2: "ssm_group d_state"}),
+    "C": ("hook_C", {1: "d_state", 2: "ssm_group d_state"}),
+    "q": ("hook_q", {2: "key_head d_key"}),
+    "k": ("hook_k", {2: "key_head d_key"}),
+    "v": ("hook_v", {2: "value_head d_value"}),
+    "log_decay": ("hook_log_decay", {1: "value_head", 2: "value_head d_key"}),
+    "beta": ("hook_beta", {1: "value_head"}),
+    "recurrence": ("hook_recurrence_out", {1: "d_inner", 2: "value_head d_value"}),
+}
+
+#: The axes of a state of each function of a whole sequence, behind batch and positions.
+STATES: dict[str, str] = {
+    "mamba_selective_scan": "d_inner d_state",
+    "mamba2_chunk_scan": "ssm_head ssm_d_head d_state",
+    "torch_chunk_gated_delta_rule": "value_head d_key d_value",
+    "chunk_kimi_delta_attention": "value_head d_key d_value",
+}

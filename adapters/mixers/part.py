@@ -1,0 +1,98 @@
+"""`Mixer`: a part that mixes positions without attention, and its hook points."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from adapters.mixers.functions import FUNCTIONS, ONE_STEP, POINTS, STATES
+from adapters.paths import join
+from adapters.points import PointList, Site
+from adapters.views import Branch
+
+#: Names of hook points for modules that TransformerLens calls otherwise.
+_NAMES = {"conv1d": "conv", "conv_1d": "conv", "norm": "inner_norm", "rg_lru": "recurrence_out"}
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A part that mixes positions without attention: a state space, a linear attention, a convolution.
+
+    Attributes:
+        path: the module, relative to the block.
+        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
+        modules: the modules in it that are each called once, relative to `path`, with the axes of what they return.
+        functions: the functions that it calls, of those in `adapters.mixers.functions`.
+    """
+
+    path: str
+    out: str | None = None
+    out_key: int | None = None
+    modules: tuple[tuple[str, str], ...] = ()
+    functions: tuple[str, ...] = ()
+
+    @property
+    def channels(self) -> dict[str, int]:
+        """What its functions show, and how many axes it has behind batch and positions."""
+        whole = [name for name in self.functions if name in ONE_STEP or name == "causal_conv1d_fn"]
+        return {seen.channel: len(seen.shown.split()) - 2 for name in whole for seen in FUNCTIONS[name]}
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the states of its recurrence can be had, one position after the other."""
+        return any(ONE_STEP.get(name) in self.functions for name in self.functions)
+
+
+def functions_of(module: nn.Module) -> tuple[str, ...]:
+    """The functions that a mixer's forward calls, of those in `adapters.mixers.functions`."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = () if code is None else code.co_names
+    return tuple(name for name in FUNCTIONS if name in names)
+
+
+def axes_of(name: str, shape: Sequence[int], batch: int, pos: int) -> str:
+    """Names for the axes of what a module in a mixer returned.
+
+    Args:
+        name: of the module.
+        shape: what it returned.
+        batch, pos: how many prompts and positions there were, which are no other size in the model.
+    """
+    known = {0: "batch"} if shape[0] == batch else {0: "row"}
+    if len(shape) > 2 and pos in shape[1:]:
+        known[list(shape).index(pos, 1)] = "pos"
+    known[max(i for i in range(len(shape)) if i not in known)] = f"d_{name}"
+    return " ".join(known.get(i, f"{name}_{i}") for i in range(len(shape)))
+
+
+def mixer_points(points: PointList, mixer: Mixer, module: str) -> None:
+    """Adds the points inside one mixer.
+
+    Args:
+        points: what they are added to.
+        mixer: the declaration.
+        module: the path of the module.
+    """
+    start = f"batch {points.pos}"
+    channels = mixer.channels
+    for channel, rank in channels.items():
+        name, axes = POINTS[channel]
+        points.add(
+            name,
+            Site(module, "recurrence", channel),
+            Branch(),  # what is shown is the model's own tensor with its axes in another order
+            axes=f"{start} {axes[rank]}",
+            group="extra" if channel == "conv_in" else "standard",
+        )
+    taken = {POINTS[channel][0] for channel in channels}
+    for path, axes_returned in mixer.modules:
+        name = f"hook_{_NAMES.get(path, path)}"
+        if name not in taken:
+            renamed = " ".join(points.pos if axis == "pos" else axis for axis in axes_returned.split())
+            points.add(name, Site(join(module, path), "output"), axes=renamed)
+    if mixer.keeps_state:
+        names = next(STATES[name] for name in mixer.functions if name in STATES)
+        points.add("hook_ssm_state", Site(module, "recurrence", "state"), axes=f"{start} {names}", group="extra")

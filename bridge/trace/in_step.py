@@ -1,0 +1,93 @@
+"""The ``with`` statement whose body runs in step with a piece of work that the model does."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Literal, Self
+
+from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.stops import Stops
+from bridge.trace.turns import Turns
+
+
+class InStep:
+    """What a traced run and a traced generation share: they begin, wait for each other, and end.
+
+    Args:
+        stops: where the work waits.
+
+    Attributes:
+        stops: likewise.
+    """
+
+    #: Why it cannot be entered twice.
+    once: str
+
+    def __init__(self, stops: Stops) -> None:
+        self.stops = stops
+        self._stack = ExitStack()
+        self._state: Literal["new", "open", "ran", "stopped"] = "new"
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise RuntimeError(self.once)
+        self._check()
+        self._state = "open"
+        turns = self.stops.turns = Turns(self._work)
+        try:
+            self._begin(turns)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._run_to_the_end()
+                self.stops.check_late_edits()
+        finally:
+            self._end()
+        if error is not None:
+            explain(error, traceback)
+
+    def _check(self) -> None:
+        """Refuses what cannot be traced."""
+
+    def _begin(self, turns: Turns) -> None:
+        """Makes ready what the body needs."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        """The model's side."""
+        raise NotImplementedError
+
+    def _run_to_the_end(self) -> None:
+        assert self.stops.turns is not None
+        while not self.stops.turns.finished:
+            self.stops.go_on()
+
+    def _end(self) -> None:
+        """Leaves the work where it is, and takes away what was attached."""
+        try:
+            if self.stops.turns is not None:
+                self.stops.turns.leave()
+        finally:
+            self.stops.detach()
+            self._stack.close()
+            if self._state == "open":
+                self._state = "stopped"
+
+
+def explain(error: BaseException, traceback: TracebackType | None) -> None:
+    """Ends the traceback of our own errors at the user's line, and says of `save` what it is."""
+    if isinstance(error, AttributeError) and error.name == "save":
+        error.add_note(
+            "Values of a trace are real, and stay: there is nothing to save. bridge.save(x) is there for code that "
+            "has it, and returns x."
+        )
+    if isinstance(error, PointPassedError | PointNeverCameError | LateEditError) and traceback is not None:
+        traceback.tb_next = None
