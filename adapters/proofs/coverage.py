@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.overrides import TorchFunctionMode
 
-from adapters.architecture import Mixer
+from adapters.architecture import Mixer, Opaque
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import join
@@ -83,7 +83,8 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
         by_block.setdefault(place.path, []).append(place)
     for block, places in by_block.items():
         blocks_own = {block}  # points of its input and output are of the stream, not of what it computes
-        claimed = (sites | {bias for place in places for bias in _biases(place)}) - blocks_own
+        latents = {path for place in places for path in _before_latents(place, calls)}
+        claimed = (sites | latents | {bias for place in places for bias in _biases(place)}) - blocks_own
         opaque = [path for place in places for path in _opaque(place)]
         claimed_whole = {path for place in places for path in _roles(place)}
         for path, found in calls.items():
@@ -126,9 +127,32 @@ def _roles(place: Place) -> Iterator[str]:
 def _opaque(place: Place) -> list[str]:
     """Modules whose insides are claimed by other means: experts by their own hook points, a mixer by its ends."""
     part = place.named.step.part
-    if isinstance(part, Mixer):
+    if isinstance(part, Mixer | Opaque):
         return [place.module]
-    return [join(place.module, part.experts)] if isinstance(part, MoE) and part.experts else []
+    if not isinstance(part, MoE):
+        return []
+    return [join(place.module, path) for path in (part.experts, part.router) if path]
+
+
+def _before_latents(place: Place, calls: Calls) -> list[str]:
+    """The layers whose output, or its first columns, is what the norm of a latent reads; or the latent itself."""
+    part = place.named.step.part
+    if not isinstance(part, Attention):
+        return []
+    found = []
+    for latent in (part.q_latent, part.kv_latent):
+        norm = calls.get(join(place.module, latent)) if latent else None
+        entered = norm[0].input if norm else None
+        if entered is None:
+            continue
+        flat = entered.reshape(-1, entered.shape[-1])
+        for path, each in calls.items():
+            made = each[0].result if path.startswith(f"{place.module}.") else None
+            if made is not None and made.ndim > 1 and made.shape[-1] >= flat.shape[-1]:
+                first = made.reshape(-1, made.shape[-1])[:, : flat.shape[-1]]
+                if first.shape == flat.shape and torch.equal(first, flat):
+                    found.append(path)
+    return found
 
 
 def _computes(module: nn.Module, entered: Tensor | None, left: Tensor | None) -> str:

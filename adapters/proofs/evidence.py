@@ -172,6 +172,12 @@ class Evidence:
         """The first call of a module, by its path; None where it did not run."""
         return next(iter(self.calls.get(join(*parts), ())), None)
 
+    def calls_in(self, path: str) -> Iterator[ModuleCall]:
+        """The first calls of the modules inside one."""
+        for each, found in self.calls.items():
+            if each.startswith(f"{path}.") and found:
+                yield found[0]
+
     def from_model(self, path: str) -> str:
         """A path as it is declared, as one from the model."""
         return path_from(self.bridge.original_model, path)

@@ -11,7 +11,6 @@ from adapters.architecture import Architecture, Block
 from adapters.attention import Attention
 from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE
-from adapters.norms import eps_of
 from adapters.paths import has_module, join
 from adapters.proofs.evidence import Evidence
 from adapters.proofs.report import Findings
@@ -44,10 +43,16 @@ def _last(evidence: Evidence, end: str, axis: int = -1) -> set[int]:
 def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
     cfg, model = evidence.bridge.cfg, evidence.bridge.original_model
     first = evidence.bridge.architecture.stack
+    sized = any(
+        getattr(place.named.step.part, name, None) is not None
+        for place in evidence.places()
+        for name in ("n_heads", "n_kv_heads", "d_q", "d_k", "d_v", "d_mlp")
+    )
 
     def one(name: str, found: set[int]) -> Iterator[tuple[str, object]]:
+        own = sized and getattr(cfg, name) in found  # layers that say their own sizes are held to them
         if found:
-            yield name, found.pop() if len(found) == 1 else sorted(found)
+            yield name, getattr(cfg, name) if own else found.pop() if len(found) == 1 else sorted(found)
 
     yield "n_layers", len({place.path for place in evidence.places() if place.stack is first}) or cfg.n_layers
     yield from one("d_model", _last(evidence, "hook_resid_pre"))
@@ -136,9 +141,9 @@ def _epsilon(evidence: Evidence, findings: Findings) -> None:
     cfg = evidence.bridge.cfg
     for place in evidence.places():
         norm = next((n for n in (place.named.step.pre, place.named.step.post, place.named.step.stream_norm) if n), None)
-        call = evidence.call(place.path, norm.path) if norm and not norm.kind.identity else None
-        if call is not None:
-            seen = eps_of(call.module)
+        call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
+        if norm is not None and call is not None:
+            seen = norm.kind.epsilon(call.module)
             findings.holds(CLAIM, "cfg.eps", cfg.eps == seen, f"it says {cfg.eps!r}, and the first norm has {seen!r}")
             return
 

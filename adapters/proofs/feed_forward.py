@@ -112,13 +112,17 @@ class _Mixture:
         if logits is None or weights is None or top is None or chosen is None or router is None or router.input is None:
             self.findings.holds(CHOICE, at, False, "the router did not run")
             return
-        weight, bias = (getattr(router.module, name, None) for name in ("weight", "bias"))
+        matrix = router.module.get_submodule(self.part.router_matrix)
+        weight, bias = (getattr(matrix, name, None) for name in ("weight", "bias"))
         if isinstance(weight, Tensor) and weight.ndim == 2:
             made = torch.nn.functional.linear(router.input.flatten(0, -2), weight.detach(), bias)
             self.findings.equal(CHOICE, f"{at}hook_router_logits", logits, made)
         else:
             self.findings.untold(CHOICE, f"{at}hook_router_logits: the router has no matrix")
         wide = logits.double()
+        if self.part.chosen_by == "scores":
+            self._by_scores(wide, weights, top, chosen)
+            return
         if self.part.chosen_by == "probabilities":
             expected = wide.softmax(-1)
         else:
@@ -126,12 +130,23 @@ class _Mixture:
             expected.scatter_(-1, chosen.long(), wide.gather(-1, chosen.long()).softmax(-1))
         self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
         best = expected.topk(chosen.shape[-1]).indices.sort(-1).values
-        same = bool((best == chosen.long().sort(-1).values).all())
+        same = self.part.corrected or bool((best == chosen.long().sort(-1).values).all())
         self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest weights")
         share = weights.double().gather(-1, chosen.long())
         normed = share / share.sum(-1, keepdim=True)
         seen = top.double() / top.double().sum(-1, keepdim=True)
         self.findings.equal(CHOICE, f"{at}hook_topk_weights", seen, normed, 1.0)
+        self._total(top, chosen)
+
+    def _by_scores(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
+        """The weights of the chosen are in the ratios of their logits' sigmoids; the others have none."""
+        at = self.place.part
+        scores = torch.zeros_like(logits).scatter(-1, chosen.long(), logits.sigmoid().gather(-1, chosen.long()))
+        expected = scores / scores.sum(-1, keepdim=True) * weights.double().sum(-1, keepdim=True)
+        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
+        self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, weights.gather(-1, chosen.long()).to(top.dtype), 1.0)
+        if chosen.shape[-1] == 1:
+            self.findings.untold(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
         self._total(top, chosen)
 
     def _total(self, top: Tensor, chosen: Tensor) -> None:
@@ -152,12 +167,13 @@ class _Mixture:
             if getattr(experts, "has_bias", False):
                 result = result + expert_bias(experts, e, "W_out").detach().double()
             total.index_add_(0, rows, result * top[rows, rank].double()[:, None])
+        total = total * self.part.factor
         if self.part.shared:
             result_of = self.evidence.get(f"{at}shared_expert.hook_out")
             shared = result_of.flatten(0, 1).double() if result_of is not None else torch.zeros_like(total)
             if self.part.shared_gate:
                 gate = self.evidence.get(f"{at}shared_expert_gate.hook_out")
                 shared = shared * (gate.flatten(0, 1).double().sigmoid() if gate is not None else 0)
-            total = total + shared
+            total = total + shared * self.part.shared_factor
         expected = like((total * self.step.factor).to(added.dtype), added)
         self.findings.equal(CHOICE, f"{at}(sum)", added, expected)

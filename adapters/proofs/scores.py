@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adapters.attention import Attention
+from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
@@ -62,7 +62,7 @@ def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> He
     """Queries or keys behind their norm, where they have one."""
     made = evidence.get(f"{place.part}hook_{letter}")
     norm = part.q_norm if letter == "q" else part.k_norm
-    if norm is None or made is None:
+    if norm is None or made is None or part.qk_norm_last:
         return made
     call = evidence.call(place.module, norm.path)
     if call is None or call.result is None:
@@ -88,7 +88,7 @@ class _Attention:
         """Whether queries and keys are rotated here."""
         at = self.place.part
         q, k = (normed(self.evidence, self.place, self.part, letter) for letter in "qk")
-        for letter in "qk":
+        for letter in "qk" if not self.part.qk_norm_last else "":
             self._norm_reads(letter)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
         if q is None or k is None or scores is None or pattern is None or v is None or z is None:
@@ -98,8 +98,10 @@ class _Attention:
         if self.part.rotary:
             turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
             config = config_of(self.evidence.bridge.core)
-            turned = (turned_q, turned_k)
-            if not self.padded:  # positions are counted in another way in each row of the batch
+            turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
+            if self.part.kv_latent is not None:
+                rotated = self._latent(q, k, *turned)
+            elif not self.padded:  # positions are counted in another way in each row of the batch
                 rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned)
             q, k = turned_q, turned_k
         assert q is not None and k is not None
@@ -109,12 +111,82 @@ class _Attention:
             return rotated
         self._scores(q, k, scores, biases)
         self._pattern(scores, pattern)
-        repeated = v.repeat_interleave(n_heads // v.shape[2], 2)
-        product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
-        self.findings.equal(VALUES, f"{at}hook_z", z, product.to(z.dtype), float(v.abs().max()))
+        self._values(v, pattern, z)
         if not self.padded:
             self._mask(pattern)
         return rotated
+
+    def _normed_last(self, *normed: Heads | None) -> tuple[Tensor | None, Tensor | None]:
+        """What the norms behind the rotation are given; what they put out is what enters the product."""
+        given: list[Tensor | None] = []
+        for letter, norm, seen in zip("qk", (self.part.q_norm, self.part.k_norm), normed, strict=True):
+            call = self.evidence.call(self.place.module, norm.path) if norm else None
+            if call is None or call.input is None or call.result is None:
+                given.append(seen)
+                continue
+            self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, call.result.transpose(1, 2))
+            given.append(call.input.transpose(1, 2))
+        return given[0], given[1]
+
+    def _latent(self, q: Heads, k: Heads, turned_q: Heads | None, turned_k: Heads | None) -> bool:
+        """Behind what the latent makes, keys have columns that all heads share; only these columns are rotated."""
+        at, width = self.place.part, k.shape[-1]
+        if turned_q is None or turned_k is None or turned_q.shape != q.shape or turned_k.shape[-1] != q.shape[-1]:
+            self.findings.holds(SCORES, f"{at}hook_rot_k", False, "it is not as wide as queries are")
+            return False
+        self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q[..., :width], q[..., :width])
+        self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
+        shared = turned_k[..., width:]
+        self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
+        sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
+        ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
+        self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
+        return bool((turned_q != q).any())
+
+    def _values(self, v: Heads, pattern: Tensor, z: Tensor) -> None:
+        """``pattern @ v = z``, with what is declared to stand between."""
+        part, place, at = self.part, self.place, f"{self.place.part}hook_z"
+        if part.v_norm is not None:
+            call = self.evidence.call(place.module, part.v_norm.path)
+            if call is None or call.result is None or call.result.numel() != v.numel():
+                self.findings.holds(VALUES, at, False, f"{part.v_norm.path} did not norm the values")
+                return
+            v = call.result.reshape(v.shape)
+        repeated = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
+        product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
+        if part.z_is == "factor":
+            product = product * float((product * z.double()).sum() / product.pow(2).sum())
+        elif part.z_is == "gate" and part.gate is not None and part.gate_fn is not None:
+            gate = self.get("gate")
+            if gate is None:
+                self.findings.holds(VALUES, at, False, f"the gate {part.gate.path} did not run")
+                return
+            product = product * GATE_FUNCTIONS[part.gate_fn](gate.double())
+        elif part.z_is == "sink" and part.z_sinks is not None:
+            scores = self.get("attn_scores")
+            sinks = getattr(self.evidence.bridge.original_model.get_submodule(place.module), part.z_sinks, None)
+            if scores is None or not isinstance(sinks, Tensor):
+                self.findings.holds(VALUES, at, False, f"there are no sinks in {part.z_sinks}")
+                return
+            total = scores.double().logsumexp(-1).transpose(1, 2)[..., None]
+            product = product * (total - sinks.detach().double()[:, None]).sigmoid()
+        elif part.z_is == "norm":
+            self._normed_values(product, z)
+            return
+        self.findings.equal(VALUES, at, z, product.to(z.dtype), float(v.abs().max()))
+
+    def _normed_values(self, product: Tensor, z: Tensor) -> None:
+        """A norm of each head, or of all, stands between."""
+        at = f"{self.place.part}hook_z"
+        flat = product.flatten(2)
+        for call in self.evidence.calls_in(self.place.module):
+            entered, result = call.input, call.result
+            if entered is None or result is None or entered.numel() != flat.numel() or result.numel() != z.numel():
+                continue
+            if torch.allclose(entered.double().reshape(flat.shape), flat, rtol=1e-3, atol=1e-4):
+                self.findings.equal(VALUES, at, z, result.reshape(z.shape))
+                return
+        self.findings.holds(VALUES, at, False, "no norm reads pattern @ v")
 
     def _norm_reads(self, letter: str) -> None:
         norm = self.part.q_norm if letter == "q" else self.part.k_norm

@@ -95,7 +95,10 @@ def _same(x: Tensor | None, y: Tensor | None, tolerance: float) -> bool:
 
 def _entries(place: Place) -> list[str]:
     """The modules, relative to the block, that are given what a part reads."""
-    part = place.named.step.part
+    part, pre = place.named.step.part, place.named.step.pre
+    if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms what it is given
+        inside = [p.path for letter, p in zip("qkv", (part.q, part.k, part.v), strict=True) if not part.latent(letter)]
+        return [join(part.path, path) for path in dict.fromkeys(inside)]
     if part.path:
         return [part.path]
     assert isinstance(part, MLP)
@@ -203,6 +206,8 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
         findings.holds(ENDS, first, False, "the embedding or the first block did not run")
         return
     rest = stream if positions is None else stream - positions.to(stream)
+    types = evidence.get("embed.hook_token_type_embed") if architecture.token_types else None
+    rest = rest if types is None else rest - types.to(stream)
     factor = float((rest.double() * embed.double()).sum() / embed.double().pow(2).sum())
     if abs(factor - 1) < 1e-3:
         factor = 1.0
@@ -250,7 +255,8 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
         findings.holds(ENDS, head.name, ok, f"{head.linear} is no linear layer of it that ran")
         if head.unembeds:
             findings.equal(ENDS, head.name, module.input, stream)
-            stream = module.result
+            normed = evidence.call(evidence.from_model(head.norm.path)) if head.norm else None
+            stream = normed.result if normed else module.result  # the module may hold the output layer, too
     unembed = evidence.call(evidence.from_model("." + architecture.unembed))
     base = evidence.call(evidence.base)
     last = unembed.input if unembed else base.result if base else None

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from bridge.loading.patches import Patches, WeightConversions, keep_recording, patched
 from bridge.loading.training_checkpoints import checkpoint_revision
 from bridge.native import NativeConfig, NativeModel
 
@@ -64,6 +65,8 @@ def load(
     force_download: bool = False,
     local_files_only: bool = False,
     token: str | bool | None = None,
+    patches: Patches | None = None,
+    weight_conversions: WeightConversions | None = None,
 ) -> Loaded:
     """A model from the hub or a folder; see `TransformerBridge.boot_transformers`.
 
@@ -73,6 +76,7 @@ def load(
         tokenizer, hf_config_overrides, device, dtype, load_weights, trust_remote_code, model_class: as there.
         device_map, n_devices, max_memory, n_ctx, revision, checkpoint_index, checkpoint_value: as there.
         attn_implementation, cache_dir, force_download, local_files_only, token: as there.
+        patches, weight_conversions: as there.
 
     Raises:
         ValueError: arguments that exclude each other, or a checkpoint that does not exist.
@@ -82,7 +86,7 @@ def load(
             "hf_config_overrides": hf_config_overrides, "dtype": dtype, "device_map": device_map,
             "n_devices": n_devices, "max_memory": max_memory, "n_ctx": n_ctx, "model_class": model_class,
             "attn_implementation": attn_implementation, "checkpoint_index": checkpoint_index,
-            "checkpoint_value": checkpoint_value,
+            "checkpoint_value": checkpoint_value, "patches": patches, "weight_conversions": weight_conversions,
         }  # fmt: skip
         clash = [name for name, value in given.items() if value is not None] + ["load_weights"] * (not load_weights)
         if clash:
@@ -116,8 +120,9 @@ def load(
         for name, value in (("dtype", dtype), ("attn_implementation", attn_implementation)):
             if value is not None:
                 kwargs[name] = value
-        with _bar_where_it_takes_a_while(repository):
+        with _bar_where_it_takes_a_while(repository), patched(patches, weight_conversions, loader, config):
             hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
+            keep_recording(hf_model, patches)
     if device is not None:
         hf_model.to(device)
     if tokenizer is None:
