@@ -44,17 +44,15 @@ def compiled_sweep(
     names = [hook.name for hook in hooks]
     batch, given = len(tokens), {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
-        logits, cache = model.run_with_cache(tokens, names_filter=names, **given)
+        logits, cache = model.run_with_cache(tokens, names_filter=names, attention_mask=attention_mask)
         shapes = {tuple(cache[name].shape) for name in names}
         if len(shapes) > 1 or not all(hook.point.axes.startswith("batch") for hook in hooks):
             raise ValueError(
                 f"a compiled sweep needs activations of one shape with a batch axis; those at {names[0]} and elsewhere "
                 f"have {sorted(shapes)}: use compiled=False"
             )
-        size = logits.element_size()
-        most = patches_per_run or max(
-            1, tokens_per_run(model.cfg, tokens.device, *tokens.shape[1:], size) // tokens.numel()
-        )
+        of_a_run = tokens_per_run(model.cfg, tokens.device, tokens.shape[1], logits.element_size())
+        most = patches_per_run or max(1, of_a_run // tokens.numel())
         most = min(most, len(steps))
         layers = {name: number for number, name in enumerate(names)}
 

@@ -348,9 +348,10 @@ class Program(nn.Module):
         )
 
 
-def _with_code_of_its_own(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method with a code object of its own: torch counts what it compiles for each of those, up to a limit."""
-    function: types.FunctionType = inspect.unwrap(method.__func__)  # type: ignore[attr-defined]
+def _with_code_of_its_own(program: Program) -> Callable[..., Any]:
+    """`Program.run_lowered` with a code object of its own: torch counts what it compiles for each, up to a limit."""
+    function = inspect.unwrap(Program.run_lowered)
+    assert isinstance(function, types.FunctionType)
     copied = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -359,4 +360,4 @@ def _with_code_of_its_own(method: Callable[..., Any]) -> Callable[..., Any]:
         function.__closure__,
     )
     copied.__kwdefaults__ = function.__kwdefaults__
-    return types.MethodType(copied, method.__self__)  # type: ignore[attr-defined]
+    return types.MethodType(copied, program)
