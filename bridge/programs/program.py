@@ -280,9 +280,7 @@ class Program(nn.Module):
         other.__dict__ = self.__dict__.copy()
         other.__dict__["_modules"] = dict(self._modules)
         other.compiled = True
-        made = torch.compile(
-            _with_code_of_its_own(other.run_lowered), **{"fullgraph": True, "dynamic": True, **options}
-        )
+        made = torch.compile(_with_code_of_its_own(other), **{"fullgraph": True, "dynamic": True, **options})
         other._run = with_row_counts(made) if self.one_by_one else made
         return other
 
