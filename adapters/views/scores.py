@@ -21,7 +21,8 @@ class MaskedScores(View):
 
     @staticmethod
     def masked(x: Tensor) -> Tensor:
-        return x < torch.finfo(x.dtype).min / 2
+        # Some models scale the filler, too. In float16 there is not much room for that.
+        return x < torch.finfo(x.dtype).min / (2 if x.dtype == torch.float16 else 1e8)
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.masked_fill(self.masked(x), float("-inf"))
