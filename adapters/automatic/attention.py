@@ -16,7 +16,7 @@ from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
 from adapters.proofs.gradients import Reached, by_position, disjoint_sets, gradients_of_scores, gradients_of_z
-from adapters.views import AlibiScores, Composed, Heads, MaskedScores, OneHead, View
+from adapters.views import AlibiScores, Composed, FilledScores, Heads, MaskedScores, OneHead, View
 
 #: The columns of each head, in a projection's output.
 Sets = tuple[tuple[int, ...], ...]
@@ -316,6 +316,11 @@ class FoundAttention:
 
     def scores_view(self) -> View:
         """How the scores are seen: `AlibiScores` where the module is given what is added to them for each key."""
+        scores, pattern = self.softmax.scores.detach(), self.softmax.pattern
+        hidden, seen = scores[pattern == 0], scores[pattern > 0]
+        filler = float(hidden.max()) if hidden.numel() else float("-inf")
+        if not self._sinks() and -1e30 < filler < min(-1e3, 10 * float(seen.min())):
+            return FilledScores(filler / 2)
         alibi, pattern = self.owner.given.get("alibi"), self.softmax.pattern
         found = self.product() if alibi is not None else None
         if alibi is None or found is None or alibi.shape != (len(pattern) * self.n_heads, 1, self.key_pos):

@@ -44,7 +44,9 @@ class Facts:
         self.add("n_heads", found.n_heads)
         self.add("n_key_value_heads", len(found.found["k"][1]))
         self.add("d_head", len(found.found["v"][1][0]))
-        self.add("attn_scale", measured.scale(found))
+        scale = measured.scale(found)
+        alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
+        self.add("attn_scale", scale or alibi)
         self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
         cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
         self.add("attn_scores_soft_cap", measured.soft_cap(found, cap))
@@ -56,7 +58,7 @@ class Facts:
                 self.add("rotary_adjacent_pairs", rotation[1])
                 self.exact_rotation |= rotation[2]
                 self.add("rotary_base", measured.rotary_base(found, *rotation[:2]))
-        elif isinstance(declared.scores, AlibiScores):
+        elif alibi is not None or isinstance(declared.scores, AlibiScores):
             self.add("positional_embedding_type", "alibi")
 
     def values(self, d_model: int, unembed: ModuleCall | None, not_offered: dict[str, str]) -> dict[str, object]:

@@ -101,3 +101,33 @@ def scale(attention: FoundAttention) -> float | None:
         )
     usual = q.shape[-1] ** 0.5
     return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
+
+
+def alibi_scale(attention: FoundAttention) -> float | None:
+    """What the product is divided by, where each head adds a slope times the key's position to it (ALiBi)."""
+    found = attention.product()
+    if found is None:
+        return None
+    product = found[0]
+    pattern = attention.softmax.pattern[..., : product.shape[-1]]
+    scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]]
+    places = torch.arange(product.shape[-1], dtype=torch.float64, device=product.device).expand_as(product)
+    seen = (pattern > 0).double()
+    # A row's constant is nothing to its softmax.
+    rows = [
+        (x - (x * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)) * seen for x in (scores, product, places)
+    ]
+    factors = []
+    for head in range(attention.n_heads):
+        y, p, k = (x[:, head].flatten() for x in rows)
+        columns = torch.stack([p, k], 1)
+        factor, slope = torch.linalg.lstsq(columns, y[:, None]).solution[:, 0].tolist()
+        left = float((columns @ torch.tensor([factor, slope], dtype=y.dtype, device=y.device) - y).abs().max())
+        if slope <= 0 or left > 1e-4 * float(y.abs().max()):
+            return None
+        factors.append(factor)
+    if max(factors) - min(factors) > 1e-3 * max(factors) or min(factors) <= 0:
+        return None
+    usual = attention.normed("q").shape[-1] ** 0.5
+    scale = 1 / (sum(factors) / len(factors))
+    return usual if abs(scale / usual - 1) < 1e-3 else float(f"{scale:.4g}")

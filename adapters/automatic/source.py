@@ -25,8 +25,8 @@ _MODULES = {
     "adapters.norms": ("Norm", "NormKind", *_KINDS.values()),
     "adapters.registry": ("register",),
     "adapters.views": (
-        "AlibiScores", "Composed", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead", "columns", "gathered",
-        "interleaved",
+        "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead", "columns",
+        "gathered", "interleaved",
     ),
 }  # fmt: skip
 _WIDTH = 110
