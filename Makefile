@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow gpu export check docs pages format benchmarks mutants clean
+.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models mutants clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -33,6 +33,22 @@ $(EXPORT)/.installed: $(STAMP)
 	$(PYTHON) -m venv $(EXPORT)
 	echo $(CURDIR)/$(VENV)/lib/python3*/site-packages > $$(echo $(EXPORT)/lib/python3*/site-packages)/venv.pth
 	$(EXPORT)/bin/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[export]'
+	touch $@
+
+# Programs of other people, written for TransformerLens, run on ours: each installed at one version, beside what is here.
+# EAP-IG and circuit-tracer are not among them: the one is not in the index, and the other asks for older packages.
+CLIENTS := .clients
+clients: $(CLIENTS)/.installed
+	HF_HUB_OFFLINE=1 WANDB_MODE=disabled UNCHECKED=1 $(CLIENTS)/bin/python -m pytest -n 0 tests/clients -m clients
+
+$(CLIENTS)/.installed: $(STAMP) Makefile
+	rm -rf $(CLIENTS)
+	$(BIN)/python -m venv $(CLIENTS)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	    "$$($(CLIENTS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
+	$(BIN)/python -m pip freeze --exclude-editable > $(CLIENTS)/ours.txt
+	$(CLIENTS)/bin/python -m pip install --quiet -c $(CLIENTS)/ours.txt sae-lens==6.54.0 circuitsvis==1.43.3 ordered-set lxml
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps tuned-lens==0.2.0 auto-circuit==1.0.1 flatten-dict blobfile pycryptodomex
 	touch $@
 
 check: $(STAMP)
@@ -66,6 +82,10 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/circuits.py time
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/programs.py
+
+# Tries every text architecture of transformers, and writes docs/models.md: some minutes.
+models: $(STAMP)
+	PYTHONPATH=. $(BIN)/python benchmarks/models.py
 
 # Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks`.
 N ?= 100
@@ -109,4 +129,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -27,6 +27,8 @@ class MLP:
             the output of the module at `path`.
         ln: a layer norm between the activation function and `down` (SoLU), relative to `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
+        d_mlp: how many neurons it has, where that is not the `d_mlp` of `ModelConfig`.
+        activation: the module that is its activation function, relative to `path`, where that has no name.
     """
 
     path: str
@@ -37,6 +39,8 @@ class MLP:
     out_key: int | None = None
     ln: str | None = None
     flat: bool = False
+    d_mlp: int | None = None
+    activation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,19 +52,30 @@ class MoE:
         router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
             returns their scores, and the weights and indices of the chosen ones.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
-        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; or their
-            ``logits``, with a softmax over the chosen ones afterwards.
-        shared: an expert that every token is sent to, on ``(batch pos)`` rows; its path is relative to `path`.
+        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; their
+            ``logits``, with a softmax over the chosen ones afterwards; or ``scores``, each made from its logit alone (a
+            sigmoid), perhaps by groups.
+        router_matrix: the module, relative to the router, whose weight makes the logits ("": the router's own).
+        corrected: each expert has a term of its own in the choice, or experts are chosen by groups: the chosen ones are
+            not those of the largest weights.
+        factor: what the sum of the chosen experts is multiplied with.
+        shared: an expert that every token is sent to; its path is relative to `path`.
+        shared_factor: what its result is multiplied with.
         shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
-        out_key: which element of the module's output is added to the residual stream (None: the output itself).
+        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
     """
 
     path: str
     router: str
     experts: str = "experts"
-    chosen_by: Literal["probabilities", "logits"] = "probabilities"
+    chosen_by: Literal["probabilities", "logits", "scores"] = "probabilities"
+    router_matrix: str = ""
+    corrected: bool = False
+    factor: float = 1.0
     shared: MLP | None = None
+    shared_factor: float = 1.0
     shared_gate: str | None = None
+    out: str | None = None
     out_key: int | None = None
 
 
@@ -87,7 +102,7 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
         rows: where the batch size of a flat one is seen.
         axes: the axis of its neurons.
     """
-    wide = f"batch {points.pos} {axes}"
+    wide = f"batch {points.pos} {axes if mlp.d_mlp is None else mlp.d_mlp}"
 
     def add(name: str, site: Site, view: View | None = None, aliases: tuple[str, ...] = ()) -> None:
         if mlp.flat:
@@ -132,7 +147,8 @@ def mixture_points(
     if mlp.chosen_by == "probabilities":
         logits, weights = Site(router, "softmax", "scores"), Site(router, "softmax", "pattern")
     else:
-        logits, weights = Site(router, "router", "logits"), Site(router, "router", "weights")
+        made = "logits" if mlp.chosen_by == "logits" else "product"
+        logits, weights = Site(router, "router", made), Site(router, "router", "weights")
     add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))
     add("hook_expert_weights", weights, "n_experts")
     add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from adapters.paths import base_path, core_path, join
-from bridge.hooks.context import forward_pass
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
@@ -138,17 +137,17 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
         words = [str(self.to_string(token)) for token in logits[tokens == mask_token].argmax(-1)]
         return "".join(words) if len(words) < 2 else [f"Prediction {i}: {word}" for i, word in enumerate(words)]
 
+    def _paths(self) -> Iterator[tuple[str, str]]:
+        yield from super()._paths()
+        base, core = base_path(self.original_model), core_path(self.original_model)
+        for start, below in ((base, _INSIDE), (core, _BESIDE)):
+            yield from ((name, join(start, path)) for name, path in below.items())
+
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors: also ``embed`` (of tokens and ``token_type_ids``, with positions
         and norm), ``pooler``, ``nsp_head`` and ``mlm_head``; see `HookedTransformer.call_part`."""
-        if name in _INSIDE:
-            path = join(base_path(self.original_model), _INSIDE[name])
-        elif name in _BESIDE:
-            path = join(core_path(self.original_model), _BESIDE[name])
-        else:
+        if name not in (*_INSIDE, *_BESIDE):
             return super().call_part(name, *inputs, **kwargs)
         if name == "embed" and len(inputs) == 2:
             kwargs["token_type_ids"], inputs = inputs[1], inputs[:1]
-        with forward_pass():
-            made: Tensor = self.original_model.get_submodule(path)(*inputs, **kwargs)
-        return made
+        return self._called(self.module_of(name), *inputs, **kwargs)

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from adapters.paths import base_path, join
-from bridge.hooks.context import forward_pass
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
-from bridge.legacy.placing import PartsAsBefore
 from bridge.legacy.reweighing import WeightsAsBefore
 from bridge.legacy.running import RunsAsBefore
 from bridge.run.protocol import Input
@@ -28,7 +26,7 @@ _FIXED = {
 } | {"attn_only": False, "n_key_value_heads": None}  # fmt: skip
 
 
-class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBefore):
+class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore):  # type: ignore[misc]
     """A model with an encoder and a decoder, such as T5. There is no processing, as in HookedTransformer.
 
     Args:
@@ -137,18 +135,18 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, Wei
             return_type=return_type, verbose=verbose, **more,
         )  # fmt: skip
 
-    def _parts(self) -> Iterator[tuple[str, str, int]]:
+    def _paths(self) -> Iterator[tuple[str, str]]:
         base = base_path(self.original_model)
         for stack in self.architecture.stacks:
             blocks: Any = self.original_model.get_submodule(join(base, stack.path))
             for i in range(len(blocks)):
                 path = join(base, stack.path, str(i))
                 for part, below in stack.block_at(i).module_paths.items():
-                    yield join(path, below), f"{stack.name}.{i}.{part}", i
-                yield path, f"{stack.name}.{i}", i
+                    yield f"{stack.name}.{i}.{part}", join(path, below)
+                yield f"{stack.name}.{i}", path
             assert stack.final_norm
-            yield join(base, stack.final_norm.path), f"{stack.name}_final_ln", self.cfg.n_layers
-        yield join(base, self.architecture.embed), "embed", -1
+            yield f"{stack.name}_final_ln", join(base, stack.final_norm.path)
+        yield "embed", join(base, self.architecture.embed)
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors. Hooks inside of it act.
@@ -160,7 +158,8 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, Wei
                 itself. The decoder looks back only.
 
         Raises:
-            TypeError: the part cannot be called by itself, or not with these.
+            AttributeError: no module plays this part alone.
+            TypeError: it cannot be called with these.
 
         Example:
             >>> import torch
@@ -173,14 +172,7 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, Wei
             >>> torch.allclose(made, cache["encoder_final_ln.hook_out"], atol=1e-5)
             True
         """
-        paths = {part: path for path, part, _ in self._parts()}
-        last = name.rpartition(".")[2]
-        if name == "unembed":
-            module: nn.Module = self.core.get_output_embeddings()
-        elif name in paths:
-            module = self.original_model.get_submodule(paths[name])
-        else:
-            raise TypeError(f"{name} cannot be called by itself")
+        last, module = name.rpartition(".")[2], self.module_of(name)
         if last.isdigit() and "resid_pre" in kwargs:
             inputs = (kwargs.pop("resid_pre"), *inputs)
         x = inputs[0]
@@ -195,6 +187,4 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, PartsAsBefore, Wei
             n = x.shape[1]
             mask = torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
             kwargs["mask" if last == "attn" else "attention_mask"] = mask
-        with forward_pass():
-            made = module(*inputs, **kwargs)
-        return made if isinstance(made, Tensor) else made[0]  # type: ignore[no-any-return]
+        return self._called(module, *inputs, **kwargs)

@@ -4,26 +4,64 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+import bridge.legacy.loading_from_pretrained as loading
+import bridge.legacy.utils as utils
+from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.loaded import LoadedAsBefore, Made
-from bridge.legacy.loading_from_pretrained import fill_missing_keys, starts_with_bos
-from bridge.legacy.placing import PartsAsBefore
+from bridge.legacy.kinds import (
+    Embed,
+    LayerNorm,
+    LayerNormPre,
+    PosEmbed,
+    RMSNorm,
+    RMSNormPre,
+    TransformerBlock,
+    Unembed,
+)
+from bridge.legacy.loaded import LoadedAsBefore, Made, as_type
+from bridge.legacy.loading_from_pretrained import (
+    DTYPE_FROM_STRING,
+    fill_missing_keys,
+    get_official_model_name,
+    starts_with_bos,
+)
+from bridge.legacy.own_format import own_format, take_own
+from bridge.legacy.parts import Part
+from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
+from bridge.legacy.point import HookPoint
 from bridge.legacy.reweighing import WeightsAsBefore
+from bridge.legacy.root_module import HookedRootModule
 from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
+from bridge.legacy.utils import USE_DEFAULT_VALUE
 from bridge.loading.boot import context_fields
 from bridge.native import NativeConfig, NativeModel
+from bridge.weights.factored_matrix import FactoredMatrix
 
-__all__ = ["HookedTransformer", "Output"]
+# What HookedTransformer's module lets be imported from it, besides.
+__all__ = [
+    "DTYPE_FROM_STRING", "USE_DEFAULT_VALUE", "ActivationCache", "Embed", "FactoredMatrix", "HookPoint",
+    "HookedRootModule", "HookedTransformer", "HookedTransformerConfig", "HookedTransformerKeyValueCache", "LayerNorm",
+    "LayerNormPre", "Loss", "LossPerToken", "Output", "PosEmbed", "RMSNorm", "RMSNormPre", "SingleLoss",
+    "TransformerBlock", "Unembed", "loading", "utils",
+]  # fmt: skip
+
+SingleLoss = Float[Tensor, ""]
+LossPerToken = Float[Tensor, "batch pos-1"]
+Loss = SingleLoss | LossPerToken
 
 Side = Literal["left", "right"]
+#: Fields of a configuration that say nothing of the weights, and that the model's keeps.
+_KEPT = {"init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed"}
 #: The data sets of HookedTransformer that are like what models were trained on.
 _LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
@@ -31,7 +69,6 @@ _LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
 _NOT_HERE = {
     "get_residual": "input_to_embed, or a run with stop_at_layer=0, gives the first residual stream",
     "get_pos_offset": "the model works its positions out itself",
-    "init_weights": "a model made from a configuration has its weights; loaded ones are not drawn anew",
     "check_hooks_to_add": "heavy hook points need no switch before hooks are added",
     "fold_layer_norm": "model.process_weights(fold_ln=True, ...) works on the model, not on a state dict",
     "center_writing_weights": "model.process_weights(center_writing_weights=True, ...) works on the model",
@@ -41,7 +78,7 @@ _NOT_HERE = {
 }
 
 
-class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBefore, UngroupsAsBefore):
+class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsAsBefore):  # type: ignore[misc]
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
     The Hugging Face model runs, as in any bridge; `state_dict` and `named_parameters` have its names, and
@@ -74,6 +111,10 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
     ) -> None:
         model, found, where = self._make(cfg, tokenizer, move_to_device)
         super().__init__(model)
+        if isinstance(cfg, HookedTransformerConfig | Mapping):
+            given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
+            for name in _KEPT & given.keys():
+                setattr(self.cfg, name, given[name])
         self.intended_device = where
         self.dataset: Any = None
         if tokenizer is not None:
@@ -142,13 +183,22 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
         """
         if first_n_layers is not None and hf_model is not None:
             raise ValueError("first_n_layers is for a model that is loaded, and hf_model is loaded already")
-        processing = any(
-            (fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices)
-        )
+        steps = (fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases)
+        own = own_format(get_official_model_name(model_name), cls._asked_of_hub(from_pretrained_kwargs))
+        if own is not None and hf_model is None:
+            config = loading.get_pretrained_model_config(
+                model_name, device=device, dtype=as_type(dtype), first_n_layers=first_n_layers,
+                default_prepend_bos=default_prepend_bos, checkpoint_index=checkpoint_index,
+                checkpoint_value=checkpoint_value, n_ctx=n_ctx, **own.hub,
+            )  # fmt: skip
+            made = cls(config, tokenizer, move_to_device, default_padding_side)
+            take_own(made, own, config)
+            made.process_weights_(*steps)
+            return made
         bridge = cls._load(
             model_name, hf_model=hf_model, tokenizer=tokenizer, device=device, move_to_device=move_to_device,
-            dtype=dtype, passed_on=from_pretrained_kwargs, n_devices=n_devices, processing=processing, n_ctx=n_ctx,
-            checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
+            dtype=dtype, passed_on=from_pretrained_kwargs, n_devices=n_devices, processing=any(steps),
+            checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value, n_ctx=n_ctx,
         )  # fmt: skip
         if bridge.core.config.is_encoder_decoder:
             raise ValueError(f"{model_name} is an encoder-decoder model: HookedEncoderDecoder.from_pretrained loads it")
@@ -163,10 +213,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
         if bridge.tokenizer is not None:
             bridge._adopt(bridge.tokenizer, default_padding_side)  # a copy already
         cfg.default_prepend_bos = starts_with_bos(cfg, default_prepend_bos)
-        if processing:
-            bridge.process_weights_(
-                fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases
-            )
+        if any(steps):
+            bridge.process_weights_(*steps)
         return bridge
 
     @classmethod
@@ -284,30 +332,15 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
         text = self.dataset[random.randrange(len(self.dataset))]["text"]
         return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
-    def hook_points(self) -> list[Any]:
-        """All hook points."""
-        return list(self.hook_dict.values())
+    def init_weights(self) -> None:
+        """Draws the weights of a model that was made from a configuration anew, as that says.
 
-    def clear_contexts(self) -> None:
-        """Empties the `ctx` of all hook points."""
-        self._clear_contexts()
-
-    def remove_all_hook_fns(
-        self,
-        direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        """Removes hooks, and leaves contexts as they are."""
-        self.reset_hooks(False, direction, including_permanent, level)
-
-    def cache_all(self, cache: dict[str, Tensor] | None = None, **kwargs: Any) -> dict[str, Tensor]:
-        """The old name of `add_caching_hooks` without a filter."""
-        return self.add_caching_hooks(None, cache=cache, **kwargs)
-
-    def cache_some(self, cache: dict[str, Tensor] | None, names: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The old name of `add_caching_hooks` with a filter."""
-        return self.add_caching_hooks(names, cache=cache, **kwargs)
+        Raises:
+            TypeError: the model was loaded.
+        """
+        if not isinstance(self.core, NativeModel):
+            raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
+        self.core.draw_weights()
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""
@@ -339,3 +372,19 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, PartsAsBefore, WeightsAsBe
         if name in _NOT_HERE:
             raise AttributeError(f"HookedTransformer has no {name} here: {_NOT_HERE[name]}. See docs/migration.md")
         return super().__getattr__(name)
+
+
+def _with_one_layer(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
+    """A model around a part that is made from a configuration."""
+    config = copy.copy(HookedTransformerConfig.unwrap(cfg))
+    length = kwargs.get("length", more[0] if more and "normalization_type" in fields else None)
+    changes = {"n_layers": 1, "tokenizer_name": None, "d_vocab": max(config.d_vocab, 1), "seed": None} | fields
+    changes["d_vocab_out"] = max(config.d_vocab_out, 1)
+    if isinstance(length, int):
+        changes["d_model"] = length
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return HookedTransformer(config)
+
+
+Part.makes_host = _with_one_layer

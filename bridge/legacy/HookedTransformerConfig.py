@@ -252,9 +252,10 @@ class HookedTransformerConfig:
                 )
         if self.positional_embedding_type == "alibi":
             raise ValueError("positional_embedding_type='alibi' is for loaded models")
-        if self.d_vocab == -1:
-            raise ValueError("d_vocab is needed, or a tokenizer that says it")
+        if self.d_vocab < 1:
+            raise ValueError(f"d_vocab is {self.d_vocab}: it is needed, or a tokenizer that says it")
         given = {name: getattr(self, name) for name in _THE_SAME}
+        given["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab  # which may be set late
         given["d_mlp"] = None if self.attn_only else self.d_mlp
         given["act_fn"] = None if self.attn_only else self.act_fn
         given["attn_scale"] = float(self.attn_scale) if self.use_attn_scale else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,15 @@ _CLASSES = {
     "HookedEncoder": "HookedEncoder",
     "HookedEncoderDecoder": "HookedEncoderDecoder",
     "HookedTransformer": "HookedTransformer",
+    "HookedRootModule": "hook_points",
+    "HookPoint": "hook_points",
     "HookedTransformerConfig": "HookedTransformerConfig",
     "HookedTransformerKeyValueCache": "past_key_value_caching",
     "HookedTransformerKeyValueCacheEntry": "past_key_value_caching",
     "SVDInterpreter": "SVDInterpreter",
 }
 _MODULES = {
+    "components": "components",
     "evals": "evals",
     "head_detector": "head_detector",
     "hook_points": "hook_points",
@@ -46,11 +50,12 @@ _OLD_NAMES = {
     "EasyTransformerKeyValueCache": "HookedTransformerKeyValueCache",
     "EasyTransformerKeyValueCacheEntry": "HookedTransformerKeyValueCacheEntry",
 }
+#: What to use for names that are left out, in every module of this package.
 _NOT_HERE = {
-    "components": "the blocks are Hugging Face's own modules: model.original_model has them, model.blocks[0].attn.W_Q "
-    "and hook points show them in HookedTransformer's shapes",
-    "factories": "modules are Hugging Face's own: nothing is built from parts",
+    "factories": "modules are Hugging Face's own: components.MLP(cfg) makes one of a configuration",
     "lit": "there is no connection to LIT",
+    "pretrained": "weights are not converted but viewed: HookedTransformer(hf_model).state_dict()",
+    "model_bridge": "it is bridge.TransformerBridge",
     "HookedAudioEncoder": "there is no adapter for audio encoders",
 }
 
@@ -67,6 +72,24 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+class _SaysWhy(MetaPathFinder):
+    """Comes last, where there is no module of a name: an import of what is left out says what to use."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname.startswith(f"{__name__}."):
+            for word in fullname.split(".")[2:]:
+                where = sys.modules.get(fullname.rpartition(".")[0])
+                why = _NOT_HERE.get(word) or getattr(where, "NOT_HERE", {}).get(word)
+                if why is not None:
+                    raise ModuleNotFoundError(
+                        f"{where.__name__ if where else __name__} has no {word}: {why}. See docs/migration.md"
+                    )
+
+
+if not any(type(finder).__name__ == "_SaysWhy" for finder in sys.meta_path):
+    sys.meta_path.append(_SaysWhy())
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.names import suggestion
 from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
+from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, HUB, get_official_model_name
 from bridge.run.tokenization import TokenError
 
 #: What `from_pretrained` passes on, besides its own arguments.
@@ -79,7 +79,7 @@ class LoadedAsBefore(TransformerBridge):
         **loading: Any,
     ) -> Any:
         """A bridge around a loaded model, or around the given one: a copy of it where anything has to change."""
-        kind = _type(passed_on.pop("torch_dtype", dtype))
+        kind = as_type(passed_on.pop("torch_dtype", dtype))
         passed_on.pop("low_cpu_mem_usage", None)  # as transformers always loads now
         for name in passed_on:
             if name not in _PASSED_ON:
@@ -102,6 +102,10 @@ class LoadedAsBefore(TransformerBridge):
         return bridge
 
     @classmethod
+    def _asked_of_hub(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: given[name] for name in HUB if name in given}
+
+    @classmethod
     def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any, torch.device | None]:
         """The model and the tokenizer that a configuration describes, and where it is to be; a model is taken as it
         is."""
@@ -112,11 +116,11 @@ class LoadedAsBefore(TransformerBridge):
         config = HookedTransformerConfig.unwrap(given)
         if tokenizer is None and config.tokenizer_name is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
-        if config.d_vocab == -1:
+        if config.d_vocab < 1:
             if tokenizer is None:
                 raise TokenError("Must provide a tokenizer if d_vocab is not provided")
             config.d_vocab = max(tokenizer.get_vocab().values()) + 1
-            config.d_vocab_out = config.d_vocab if config.d_vocab_out == -1 else config.d_vocab_out
+            config.d_vocab_out = config.d_vocab if config.d_vocab_out < 1 else config.d_vocab_out
         return cls._model_of(config, move_to_device), tokenizer, torch.device(config.device or get_device())
 
     @classmethod
@@ -194,7 +198,12 @@ class UnprocessedAsBefore(LoadedAsBefore):
         return {theirs: getattr(config, ours) for theirs, ours in names.items()}
 
 
-def _type(dtype: torch.dtype | str) -> torch.dtype:
+def as_type(dtype: torch.dtype | str) -> torch.dtype:
+    """A type by its name, as HookedTransformer has it.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPE_FROM_STRING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -19,6 +20,7 @@ from bridge.legacy.model_names import (
     OFFICIAL_MODEL_NAMES,
     get_official_model_name,
 )
+from bridge.legacy.own_format import own_format
 from bridge.loading.training_checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "make_model_alias_map",
 ]
 
+#: How the hub is asked.
+HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 #: Models that HookedTransformer runs without BOS.
 _WITHOUT_BOS = ("BloomForCausalLM", "QWenLMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PYTHIA_CHECKPOINTS = list(PYTHIA_STEPS)
@@ -78,6 +82,14 @@ def get_pretrained_model_config(
         (4, 'RMS')
     """
     name = get_official_model_name(model_name)
+    own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
+    if own is not None:
+        changes = {"n_layers": first_n_layers, "n_ctx": n_ctx, "device": str(device or get_device()), "dtype": dtype}
+        made = own.config(checkpoint_index, checkpoint_value, **{k: v for k, v in changes.items() if v is not None})
+        if fold_ln and made.normalization_type in ("LN", "RMS") and made.positional_embedding_type != "shortformer":
+            made.normalization_type += "Pre"
+        made.default_prepend_bos = True if default_prepend_bos is None else default_prepend_bos
+        return made
     kwargs |= {"checkpoint_index": checkpoint_index, "checkpoint_value": checkpoint_value, "n_ctx": n_ctx}
     bridge = TransformerBridge.boot_transformers(name, load_weights=False, **kwargs)
     facts = bridge.cfg
@@ -109,7 +121,7 @@ def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], st
     """The training checkpoints that were published with a model.
 
     Returns:
-        The steps, and ``"step"``.
+        The steps, and ``"step"``; or numbers of tokens, and ``"token"``.
 
     Raises:
         ValueError: none are known.
@@ -119,7 +131,9 @@ def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], st
         >>> get_checkpoint_labels("pythia-70m")[0][-1]
         143000
     """
-    return list(checkpoint_steps(get_official_model_name(model_name))), "step"
+    name = get_official_model_name(model_name)
+    own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
+    return (list(checkpoint_steps(name)), "step") if own is None else own.checkpoints()
 
 
 def get_pretrained_state_dict(
@@ -129,7 +143,7 @@ def get_pretrained_state_dict(
 
     Args:
         official_model_name: as for `get_official_model_name`.
-        cfg: is accepted; what the model is, is read from itself.
+        cfg: for models in HookedTransformer's own format, which checkpoint; what others are, is read from them.
         hf_model: use this model, and none is loaded.
         dtype: of the weights.
         kwargs: as for `TransformerBridge.boot_transformers`.
@@ -141,6 +155,11 @@ def get_pretrained_state_dict(
         3
     """
     name = get_official_model_name(official_model_name)
+    own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
+    if own is not None:
+        config = copy.copy(cfg) if isinstance(cfg, HookedTransformerConfig) else own.config()
+        config.dtype = dtype
+        return own.state_dict(config)
     bridge = TransformerBridge.boot_transformers(name, hf_model=hf_model, dtype=None if hf_model else dtype, **kwargs)
     return {key: value.detach().to(dtype) for key, value in bridge.tl_parameters().items()}
 

@@ -39,6 +39,12 @@ _HUB = {
     "01-ai": "Yi-{6B,34B}{,-Chat}",
     "google-t5": "t5-{small,base,large}",
     "ai-forever": "mGPT",
+    # In HookedTransformer's own format.
+    "NeelNanda": "SoLU_{1L_v9,2L_v10,4L_v11,6L_v13,8L_v21,10L_v22,12L_v23}_old "
+    "SoLU_{1L512W,2L512W,3L512W,4L512W,6L768W,8L1024W,10L1280W,12L1536W}_C4_Code "
+    "{GELU,Attn_Only}_{1,2,3,4}L512W_C4_Code Attn-Only-2L512W-Shortformer-6B-big-lr SoLU_{1,4}L512W_Wiki_Finetune",
+    "ArthurConmy": "redwood_attn_2l",
+    "Baidicoot": "Othello-GPT-Transformer-Lens",
 }
 #: Short names that no rule of `_short_names` gives.
 _SHORT = {
@@ -67,6 +73,9 @@ _SHORT = {
     "Qwen/Qwen-1_8B-Chat": "qwen-1.8b-chat",
     "Qwen/QwQ-32B-Preview": "qwen-32b-preview",
     "microsoft/Phi-3-mini-4k-instruct": "phi-3",
+    "NeelNanda/Attn-Only-2L512W-Shortformer-6B-big-lr": "attn-only-2l-demo attn-only-2l-shortformer-6b-big-lr "
+    "attn-only-2l-induction-demo attn-only-demo",
+    "Baidicoot/Othello-GPT-Transformer-Lens": "othello-gpt",
     "swiss-ai/Apertus-8B-2509": "apertus",
     "swiss-ai/Apertus-8B-Instruct-2509": "apertus-instruct",
 }
@@ -75,10 +84,10 @@ _PYTHIA_BEFORE = {
     "70m": "19m", "160m": "125m", "410m": "350m", "1b": "800m", "1.4b": "1.3b", "2.8b": "2.7b", "6.9b": "6.7b",
     "12b": "13b",
 }  # fmt: skip
-#: Models that exist in TransformerLens' own format only.
-_OWN_FORMAT = re.compile(
-    r"(neelnanda/.*)|(baidicoot/)?othello-gpt.*|(arthurconmy/)?redwood_attn_2l|(solu|gelu|attn-only)-.*", re.IGNORECASE
-)
+#: What short names of models in HookedTransformer's own format end with.
+_OWN_ENDINGS = {
+    "old": ("pile", "old"), "C4_Code": ("new", "c4-code"), "Wiki_Finetune": ("wiki", "wiki-finetune", "finetune"),
+}  # fmt: skip
 
 
 def _expanded(pattern: str) -> list[str]:
@@ -102,6 +111,9 @@ def _short_names(hub: str) -> list[str]:
     if last.startswith("TinyStories"):
         short = re.sub(r"(\d)Layers?", r"\1L", last).replace("Instuct", "Instruct")
         names.add(short.replace("TinyStories", "tiny-stories"))
+    if match := re.fullmatch(r"(SoLU|GELU|Attn_Only)_(\d+)L(\w*?)_(old|C4_Code|Wiki_Finetune)", last):
+        short = f"{match[1].lower().replace('_', '-')}-{match[2]}l"
+        names |= {f"{short}-{end}" for end in _OWN_ENDINGS[match[4]]} | ({short} if match[4] == "C4_Code" else set())
     if organisation == "stabilityai":
         names.add(last.replace("-alpha", ""))
     return sorted(names)
@@ -128,7 +140,7 @@ def get_official_model_name(model_name: str) -> str:
         model_name: a short name in any case, a hub name (known here or not), or a folder.
 
     Raises:
-        ValueError: a short name that is not known, or a model that is in TransformerLens' own format.
+        ValueError: a short name that is not known.
 
     Example:
         >>> from bridge.legacy.loading_from_pretrained import get_official_model_name
@@ -140,12 +152,6 @@ def get_official_model_name(model_name: str) -> str:
     known = _BY_NAME.get(model_name.lower())
     if known is not None:
         return known
-    if _OWN_FORMAT.fullmatch(model_name):
-        raise ValueError(
-            f"{model_name!r} is stored in TransformerLens' own format, not in Hugging Face's: there is no Hugging Face "
-            "model to wrap. HookedTransformer(cfg) makes a model of the same shape, and load_and_process_state_dict "
-            "loads a state dict with HookedTransformer's names into it."
-        )
     if "/" in model_name:
         return model_name  # any other repository of the hub
     raise ValueError(

@@ -1,94 +1,120 @@
-"""Modules that a user puts into a model: hook points in them, and the model's own hook points inside of wrappers."""
+"""A model as a tree of modules: its parts and hook points, and what users put in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from adapters import ModelMap, Weights
-from adapters.paths import base_path, join
+from adapters import ModelMap
+from adapters.paths import join
 from adapters.points import Point, Site
 from adapters.views import View
 from bridge.bridge import TransformerBridge
-from bridge.hooks.context import CURRENT, Scope, forward_pass
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Handle, Listener
-from bridge.hooks.modules import Finder, first_parameter
 from bridge.hooks.names import suggestion
-from bridge.legacy.editable import EditableComponent, EditableTree
-from bridge.legacy.point import HookPoint as PlacedHookPoint
-from bridge.legacy.running import LegacyNames
-from bridge.legacy.tokens import position_embeddings
-from bridge.run.layer_range import StopRun
-from bridge.taps.taps import TAPS
+from bridge.legacy.calling import CallsParts
+from bridge.legacy.in_place import InPlace
+from bridge.legacy.kinds import kind_of
+from bridge.legacy.model_config import HookedModelConfig
+from bridge.legacy.parts import Blocks, Part, put_in
+from bridge.legacy.point import CALLS, HookPoint
+from bridge.legacy.root_module import HookedRootModule
+from bridge.weights.component_tree import Tree
+from weight_processing.saving import untie
+
+#: HookedTransformer's name of the point at the tokens, which it has where the configuration says so.
+_TOKENS = "embed.hook_in"
 
 
-class WeightsInside(Weights):
-    """Weights that are also found inside of wrappers."""
-
-    def module(self, path: str) -> nn.Module:
-        full = self.full_path(path)
-        return self.model.get_submodule(inside(self.model, full) or full)
+def _renamed(point: Point) -> Point:
+    if point.name != _TOKENS:
+        return point
+    return replace(point, name="hook_tokens", aliases=(*point.aliases, _TOKENS), group="heavy", flag="use_hook_tokens")
 
 
-def inside(root: nn.Module, path: str) -> str | None:
-    """Where a module is now: at its path, or inside of what was put in its way. None: nowhere."""
-    module, parts = root, path.split(".") if path else []
-    for i, part in enumerate(parts):
-        child = module._modules.get(part)
-        if child is None and isinstance(getattr(module, part, None), nn.Module):
-            child = getattr(module, part)
-        if child is None:
-            for name, wrapped in module.named_children():
-                found = inside(wrapped, ".".join(parts[i:]))
-                if found is not None:
-                    return join(*parts[:i], name, found)
-            return None
-        module = child
-    return path
+class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: ignore[misc]  # the bridge's come first
+    """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
-
-class PartsAsBefore(TransformerBridge):
-    """A bridge whose parts can be replaced by wrappers with hook points of their own."""
-
-    placed: dict[str, PlacedHookPoint]
-    spliced: dict[str, tuple[nn.Module, Handle]]
+    makes_points = HookPoint
+    #: The parts by name, and the names of the weights that stand directly in each.
+    parts: dict[str, Any]
+    own_weights: dict[str, list[str]]
 
     def _wire(self, found: ModelMap) -> None:
-        super()._wire(found)
-        # Kept out of the module tree: what is placed is in the model's, and what is spliced is no part of the model.
-        self.__dict__["placed"], self.__dict__["spliced"] = {}, {}
-        self._declared = {point.name: point for point in found.points}
-        self.names = LegacyNames(self.wiring.points)
-        self._tree = EditableTree(self.names, lambda: self.weights, self)
+        if not isinstance(self.cfg, HookedModelConfig):
+            self.cfg = HookedModelConfig.of(self.cfg)
+        super()._wire(replace(found, points=[_renamed(point) for point in found.points]))
+        mine = self.__dict__
+        if "original_model" in self._modules:  # the tree holds the parts; what they stand for is not in it twice
+            mine["original_model"] = self._modules.pop("original_model")
+        mine["calls"], mine["spliced"] = {}, {}
+        self._grow()
         self.setup()
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("placed", "spliced", "_declared"):
-            state.pop(name)
-        return state
-
     @property
-    def weights(self) -> Weights:
-        """The canonical weights by HookedTransformer's state-dict names."""
-        if self._weights is None:
-            self._weights = WeightsInside(self.architecture, self.original_model, self.cfg)
-        return self._weights
+    def tree(self) -> Tree:
+        """Names and weights by the parts of their names."""
+        return self._tree
+
+    def _grow(self) -> None:
+        """Makes the tree: a module for each part, with the hook points in it."""
+        known = self.__dict__.setdefault("parts", {})
+        for part in known.values():
+            for key in [key for key, module in part._modules.items() if self._is_own(part.name, key, module)]:
+                del part._modules[key]
+        names, inside = [*self.weights.getters, *self.wiring.points], dict[str, set[str]]()
+        self.__dict__["own_weights"] = {}
+        for name in names:
+            path, _, last = name.rpartition(".")
+            if name in self.weights.getters:
+                self.own_weights.setdefault(path, []).append(last)
+            while path:
+                inside.setdefault(path, set()).add(last)
+                path, _, last = path.rpartition(".")
+        for name in names:
+            parent: nn.Module = self
+            *above, last = name.split(".")
+            for depth, word in enumerate(above):
+                path = ".".join(above[: depth + 1])
+                if word not in parent._modules:
+                    parent._modules[word] = known.get(path) or self._new(path, inside[path])
+                parent = parent._modules[word]  # type: ignore[assignment]
+            if name in self.wiring.points:
+                parent._modules[last] = self.wiring.points[name]  # type: ignore[assignment]
+
+    def _new(self, path: str, inside: set[str]) -> nn.Module:
+        if all(word.isdigit() for word in inside):
+            self.parts[path] = made = Blocks(None, self, path)
+            return made
+        return kind_of(path, inside, self.cfg).of(self, path)
+
+    def process_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """As for `TransformerBridge.process_weights`; parts whose norm is folded change their class."""
+        done = super().process_weights(*args, **kwargs)
+        for name, part in self.parts.items():
+            if isinstance(part, Part):
+                part.__class__ = kind_of(name, {*part._modules, *self.own_weights.get(name, ())}, self.cfg)
+        return done
+
+    def adopt_part(self, part: Part) -> None:
+        """Lets a part stand where this model has one of its name, which was made with the model."""
+        part._modules.update(self.parts[part.name]._modules)
+        self.parts[part.name] = part
+        path, _, last = part.name.rpartition(".")
+        self.get_submodule(path)._modules[last] = part
+
+    # What is put in.
 
     def setup(self) -> None:
-        """Finds what was put into the model since: hook points in it, and the model's own inside of it.
-
-        A `bridge.legacy.hook_points.HookPoint` anywhere in the Hugging Face model becomes a hook point of this bridge,
-        with a name such as ``blocks.0.mlp.hook_sae``; the model's own keep their names.
+        """Names all modules, and finds the hook points in modules that were put in since.
 
         Raises:
-            ValueError: a hook point in it has the name of one of the model's own.
-            RuntimeError: a module was wrapped while hooks were attached inside of it.
+            ValueError: a hook point in them has the name of one of the model's own.
 
         Example:
             >>> from torch import nn
@@ -102,241 +128,134 @@ class PartsAsBefore(TransformerBridge):
             ...     def forward(self, x):
             ...         return self.hook_sae(self.mlp(x))
             >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> model.blocks[0].mlp = Wrapper(model.blocks[0].mlp.module)
-            >>> model.setup()
+            >>> model.blocks[0].mlp = Wrapper(model.blocks[0].mlp)
             >>> names = ["blocks.0.mlp.hook_sae", "blocks.0.mlp.hook_post"]
             >>> _, cache = model.run_with_cache("Mary and", names_filter=names)
             >>> sorted(cache)
             ['blocks.0.mlp.hook_post', 'blocks.0.mlp.hook_sae']
         """
-        points = self.wiring.points
-        for point in list(points.values()):
-            if point.name in self.placed:
-                point.remove_hooks("both", including_permanent=True)
-                del points[point.name]
-            else:
-                self._follow(point)
-        self.placed.clear()
-        for path, module in self.original_model.named_modules():
-            if isinstance(module, PlacedHookPoint):
-                self._place(*self._canonical(path), Site(path, "output"), module)
-        for at, (spliced, _) in self.spliced.items():
-            for path, module in spliced.named_modules():
-                if isinstance(module, PlacedHookPoint):
-                    site = Site(f"{at}.{path}", "output")  # no path in the model: it is told where to find it
-                    self.wiring.find_at(site, Finder(spliced, path))
-                    self._place(f"{at}.{path}", points[at].point.depth, site, module)
-        if self.placed:
+        points, here = self.wiring.points, dict[str, HookPoint]()
+        for name, module in (*self.named_modules(), *self.original_model.named_modules()):
+            if isinstance(module, HookPoint) and module.is_loose:
+                here[name] = module
+        placed = {name: point for name, point in points.items() if getattr(point, "is_loose", False)}
+        for name, point in placed.items():
+            if here.get(name) is not point:
+                del points[name]
+                assert isinstance(point, HookPoint)
+                point.set_listeners(point.leave())
+        for name, point in here.items():
+            if points.get(name) is point:
+                continue
+            if name in points:
+                raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
+            self._place(name, point)
+        if placed or here:
             in_order = sorted(points.items(), key=lambda item: item[1].order)
             points.clear()
             points.update(in_order)
         self.names.refresh()
         self._tree.refresh()
 
-    def _follow(self, hook: HookPoint) -> None:
-        """Moves a hook point of the model's to where its module is now."""
-        point = self._declared[hook.name]
-        site, sources = self._now(point.site), tuple(self._now(source) for source in point.sources)
-        if site == hook.point.site and sources == hook.point.sources:
+    def _place(self, name: str, point: HookPoint) -> None:
+        first, _, rest = name.partition(".")
+        index = rest.partition(".")[0]
+        stack = first if index.isdigit() and first in ("blocks", "encoder", "decoder") else ""
+        depth = int(index) if stack else self.cfg.n_layers if first in ("ln_final", "unembed") else -1
+        others = self.wiring.points.values()
+        order = max((hook.order for hook in others if hook.point.depth == depth), default=len(others))
+        hooks = point.leave()
+        point.point, point.name, point.order = (
+            Point(name, Site(name, "output"), View(), "...", depth, stack=stack),
+            name,
+            order,
+        )
+        self.wiring.adopt(point)
+        point.join(self.wiring, hooks)
+
+    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
+        """Assigns to what is in a part.
+
+        Args:
+            parent, prefix: the part and its name; the model itself and "".
+            name: a weight, which is written into; a part or a hook point, in whose place `value` is called; or any
+                other attribute.
+            value: a tensor or a module. A bare `HookPoint` in place of a hook point takes away what is there.
+
+        Raises:
+            AttributeError: there is no such part, but one with a similar name.
+            TypeError: what is there cannot be set to this.
+            ValueError: a weight of another shape.
+        """
+        full, was = join(prefix, name), parent._modules.get(name)
+        point = self.wiring.points.get(full)
+        if full in self.weights.getters:
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{full} cannot be set to {type(value).__name__}: weights take tensors")
+            why = self.fits(full, value)
+            if why is not None:
+                raise ValueError(why) if "shape" in why else TypeError(why)
+            self.write({full: value})
+        elif point is not None and not getattr(point, "is_loose", False):
+            if not isinstance(value, nn.Module):
+                raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
+            self._splice(parent, name, point, value)
+        elif full in self.parts:
+            if not isinstance(value, nn.Module):
+                raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
+            if name == "pos_embed" or isinstance(self.parts[full], Blocks):
+                raise TypeError(f"{full} cannot be replaced: its modules can, or use hooks on its hook points")
+            self.stand_in(self.parts[full])
+            parent._modules[name] = value
+            self.setup()
+        else:
+            known = [*parent._modules, *(word for word in self._tree.children.get(prefix, ()))]
+            hint = suggestion(name, known) if isinstance(value, nn.Module | Tensor) and was is None else ""
+            if hint and not isinstance(value, HookPoint):
+                raise AttributeError(f"{prefix or 'the model'} has no {name!r}.{hint}")
+            nn.Module.__setattr__(parent, name, value)
+            if name == "forward" and isinstance(parent, Part):
+                self.stand_in(parent)
+
+    def stand_in(self, part: Part) -> None:
+        """Lets the model call what stands in a part's place, where it calls its own module."""
+        if part.name in self.calls:
             return
-        if hook.listeners:
-            raise RuntimeError(
-                f"a module was wrapped while {hook.name} had hooks: reset_hooks(), then wrap, then setup()"
-            )
-        hook.point = replace(point, site=site, sources=sources)
-        self.wiring.place(hook)
-
-    def _now(self, site: Site) -> Site:
-        attn = self.architecture.stack.attn
-        if site.kind in TAPS and site.kind != "experts" and attn is not None:
-            # The module itself, which what wraps it does not look like: it is where its output projection is.
-            found = inside(self.original_model, join(site.path, attn.o))
-            path = found[: -len(attn.o) - 1] if found else None
-        else:
-            path = inside(self.original_model, site.path)
-        return site if path is None or path == site.path else replace(site, path=path)
-
-    def _place(self, name: str, depth: int, site: Site, module: PlacedHookPoint) -> None:
-        points = self.wiring.points
-        if name in points:
-            raise ValueError(f"{name} is a hook point of the model already: give the one at {site.path} another name")
-        stack = "blocks" if 0 <= depth < self.cfg.n_layers else ""
-        order = max((hook.order for hook in points.values() if hook.point.depth == depth), default=len(points))
-        point = Point(name, site, View(), "...", depth, stack=stack)
-        self.wiring.place(HookPoint(point, order, self.wiring))
-        module.name = name
-        self.placed[name] = module
-
-    def _parts(self) -> Iterator[tuple[str, str, int]]:
-        """The paths of modules that play canonical parts, with their names and depths."""
-        stack = self.architecture.stack
-        for i, path in enumerate(self.block_paths):
-            for part, at in stack.block_at(i).module_paths.items():
-                yield join(path, at), f"blocks.{i}.{part}", i
-            yield path, f"blocks.{i}", i
-        base = base_path(self.original_model)
-        for name, below, depth in (
-            ("embed", self.architecture.embed, -1),
-            ("pos_embed", self.architecture.pos_embed, -1),
-            ("ln_final", stack.final_norm.path if stack.final_norm else None, self.cfg.n_layers),
-        ):
-            if below:
-                yield join(base, below), name, depth
-
-    def _canonical(self, path: str) -> tuple[str, int]:
-        """The name of a module by its path, and the layer that it belongs to."""
-        for start, name, depth in self._parts():
-            if path.startswith(start + "."):
-                return name + path[len(start) :], depth
-        return path, -1
-
-    def module_path(self, name: str) -> str:
-        """Where the module of a part is.
-
-        Args:
-            name: such as ``blocks.0.mlp``.
-
-        Raises:
-            AttributeError: no module plays this part alone.
-        """
-        paths = {part: path for path, part, _ in self._parts()}
-        if name not in paths:
-            raise AttributeError(f"{name} is not one module of the model.{suggestion(name, paths)}")
-        return paths[name]
-
-    def replace_part(self, name: str, module: nn.Module) -> None:
-        """Puts a module in the place of an attention or an MLP, and calls `setup`.
-
-        Args:
-            name: the part, such as ``blocks.0.mlp``.
-            module: a wrapper around ``model.blocks[0].mlp.module``, say; it takes and returns what the other did.
-
-        Raises:
-            AttributeError: no module plays this part alone.
-            TypeError: it is neither attention nor MLP.
-        """
-        if not name.endswith((".attn", ".mlp")):
-            raise TypeError(f"{name} cannot be replaced: only attention and MLPs can")
-        parent, _, last = self.module_path(name).rpartition(".")
-        setattr(self.original_model.get_submodule(parent), last, module)
-        self.setup()
-
-    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
-        """What a part of the model makes of tensors. Hooks inside of it act.
-
-        Args:
-            name: ``embed`` (of tokens), ``pos_embed`` (of tokens, ``past_kv_pos_offset`` and ``attention_mask``: the
-                positions' embeddings, zero for padding), a block such as ``blocks.0`` (of a residual stream), its
-                norms, ``ln_final``, attention and MLP (of what they read), or ``unembed``. Attention is run within its
-                block, where hook points that stand before it see zeros; query, key and value input are one.
-            inputs, kwargs: the tensor, and what else the part takes.
-
-        Raises:
-            TypeError: the part cannot be called by itself, or not with these.
-
-        Example:
-            >>> import torch
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> residual = model("Mary and John", stop_at_layer=3)
-            >>> logits = model.unembed(model.ln_final(model.blocks[3](residual)))
-            >>> torch.allclose(logits, model("Mary and John"), atol=1e-4)
-            True
-        """
-        paths = {part: path for path, part, _ in self._parts()}
-        stack, _, part = name.partition(".")
-        if stack == "blocks" and part.isdigit():
-            made: Tensor = self(*inputs, start_at_layer=int(part), stop_at_layer=int(part) + 1, **kwargs)
-            return made
-        if name == "pos_embed":
-            return position_embeddings(self.weights["pos_embed.W_pos"], *inputs, **kwargs)
-        if stack == "blocks" and part.partition(".")[2] == "attn":
-            return self._attend(name, *inputs, **kwargs)
-        if name == "unembed":
-            module: nn.Module = self.core.get_output_embeddings()
-        elif name in paths and name.rpartition(".")[2] in ("embed", "ln1", "ln2", "ln_final", "mlp"):
-            module = self.original_model.get_submodule(paths[name])
-        else:
-            raise TypeError(f"{name} cannot be called by itself: run the model, with start_at_layer and stop_at_layer")
-        with forward_pass():
-            made = module(*inputs, **kwargs)
-        return made
-
-    def _attend(
-        self, name: str, query_input: Tensor, key_input: Tensor | None = None, value_input: Tensor | None = None
-    ) -> Tensor:
-        """What attention makes of its input: the model runs its block, where it is given that and then left."""
-        for other in (key_input, value_input):
-            if other is not None and not torch.equal(other, query_input):
+        path, _, last = part.name.rpartition(".")
+        parent = self.parts[path] if path else self
+        view, out = View(), self.names.aliases.get(f"{part.name}.hook_out", f"{part.name}.hook_out")
+        if last in ("attn", "mlp") and out in self.wiring.points:
+            site, at = self.wiring.points[out].point.site, dict(self._paths()).get(part.name, "")
+            if site.path == at and site.kind == "output":
+                view = self.wiring.points[out].point.view
+            elif site.path.startswith(f"{at}."):
                 raise TypeError(
-                    f"{name} reads one tensor: inputs of queries, keys and values differ by hooks on hook_q_input, "
-                    "hook_k_input and hook_v_input"
+                    f"{part.name} cannot be replaced: {type(part.module).__name__} does more than {out} shows, such as "
+                    f"adding the residual stream; use hooks on {out}"
                 )
-        layer = int(name.split(".")[1])
-        scope = Scope()
+        self.calls[part.name] = InPlace(part, lambda: parent._modules[last], view)  # type: ignore[arg-type,return-value]
 
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if scope not in CURRENT.get().visible:
-                return None
-            if args:
-                return (query_input, *args[1:]), kwargs
-            return args, kwargs | {first_parameter(type(module).forward): query_input}
-
-        def leave(out: Tensor, hook: HookPoint) -> None:
-            raise StopRun(out)
-
-        module = self.original_model.get_submodule(self.module_path(name))
-        handle = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        try:
-            out = self.names.find(f"{name}.hook_out")
-            with self.wiring.scoped([(out, Listener("fwd", leave, scope))], scope):
-                made: Tensor = self(torch.zeros_like(query_input), start_at_layer=layer, stop_at_layer=layer + 1)
-        finally:
-            handle.remove()
-        return made
-
-    def splice(self, name: str, module: nn.Module) -> None:
-        """Puts a module, such as a sparse autoencoder, at a hook point: later computation uses what it returns.
-
-        ``model.blocks[0].mlp.hook_post = sae`` does the same, and assigning a new `HookPoint` takes it away. Hook
-        points in it become hook points of this bridge, such as ``blocks.0.mlp.hook_post.hook_sae_acts``. It acts in
-        this thread's runs, and is no part of the model: not of its parameters, state dict, or copies.
-
-        Args:
-            name: the hook point.
-            module: called with the activation; a bare `HookPoint` takes away what is there.
-
-        Raises:
-            UnknownHookError: there is no such hook point.
-
-        Example:
-            >>> import torch
-            >>> from torch import nn
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> from bridge.legacy.hook_points import HookPoint
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> plain = model("Mary and John")
-            >>> model.blocks[0].mlp.hook_post = nn.Sequential(nn.ReLU(), HookPoint())
-            >>> _, cache = model.run_with_cache("Mary and John")
-            >>> bool(cache["blocks.0.mlp.hook_post.1"].min() == 0)
-            True
-            >>> model.blocks[0].mlp.hook_post = HookPoint()
-            >>> torch.equal(model("Mary and John"), plain)
-            True
-        """
-        point = self.names.find(name)
+    def _splice(self, parent: nn.Module, name: str, point: AnyHookPoint, module: nn.Module) -> None:
+        """Calls a module with the activation at a hook point; later computation uses what it returns."""
         if point.name in self.spliced:
             self.spliced.pop(point.name)[1].remove()
-        if not isinstance(module, PlacedHookPoint):
+        if isinstance(module, HookPoint) and not module._modules:
+            hooks = module.leave() if module is not point else ()
+            parent._modules[name] = point  # type: ignore[assignment]
+            for listener in hooks:
+                self.wiring.add(point, listener)
+        else:
+            parent._modules[name] = module
             self.spliced[point.name] = module, self._put_at(point, module)
         self.setup()
 
-    def _put_at(self, point: HookPoint, module: nn.Module) -> Handle:
+    def _put_at(self, point: AnyHookPoint, module: nn.Module) -> Handle:
         def call(activation: Tensor, hook: HookPoint) -> Tensor:
-            made: Tensor = module(activation)
-            return made
+            token = CALLS.set({**CALLS.get(), hook: None})  # it may call the hook point, whose hooks the model runs
+            try:
+                return module(activation)  # type: ignore[no-any-return]
+            finally:
+                CALLS.reset(token)
 
         # Hooks in it are of this run, as in no other function of the user's.
         listener = Listener("fwd", call, permanent=True, in_run=True)
@@ -344,17 +263,10 @@ class PartsAsBefore(TransformerBridge):
         return Handle(point, listener, self.wiring)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        tree = self.__dict__.get("_tree")
-        if isinstance(value, nn.Module) and tree is not None and name in tree.children[""]:
-            tree.put("", name, value)
+        if isinstance(value, nn.Module) and name in self._modules and "spliced" in self.__dict__:
+            self.put(self, "", name, value)
         else:
             super().__setattr__(name, value)
-
-    @property
-    def mod_dict(self) -> dict[str, Any]:
-        """Hook points and parts by name."""
-        parts = [prefix for prefix in self._tree.children if prefix and prefix not in self.hook_dict]
-        return {name: EditableComponent(self._tree, name) for name in parts} | self.hook_dict  # type: ignore[arg-type]
 
     def reset_hooks(
         self,
@@ -363,18 +275,115 @@ class PartsAsBefore(TransformerBridge):
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Removes hooks, also those that were added to hook points in the user's modules themselves.
+        """Removes hooks.
 
         Args:
-            clear_contexts, direction, including_permanent, level: as for `TransformerBridge.reset_hooks`. What is
-                spliced stays.
+            clear_contexts, direction, including_permanent, level: as for `TransformerBridge.reset_hooks`. What stands
+                in a hook point's place stays.
         """
         super().reset_hooks(clear_contexts, direction, including_permanent, level)
-        for placed in self.placed.values():
-            placed.remove_hooks(direction, including_permanent, level)
-            if clear_contexts:
-                placed.clear_context()
         if including_permanent:
             for name, (module, handle) in self.spliced.items():
                 handle.remove()
                 self.spliced[name] = module, self._put_at(self.hook_dict[name], module)
+
+    # Weights.
+
+    def fits(self, name: str, value: Tensor) -> str | None:
+        """Why a weight cannot be set to a value; None where it can, or has it."""
+        here = self.weights[name]
+        if here.shape != value.shape:
+            return f"{name} has shape {list(here.shape)}, not {list(value.shape)}"
+        if not self._is_stored(here) and not torch.equal(here.to(value), value):
+            kind = type(self.core).__name__
+            return f"{name} is fixed in {kind}, or computed from its parameters: other values have no place"
+        return None
+
+    def _is_stored(self, weight: Tensor) -> bool:
+        at = weight.untyped_storage().data_ptr()
+        return any(p.untyped_storage().data_ptr() == at for p in self.original_model.parameters())
+
+    @torch.no_grad()
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Writes weights into the model, where `fits` finds a place.
+
+        Args:
+            weights: by HookedTransformer's names. Embedding and unembedding part where they make them differ:
+                HookedTransformer's are two.
+        """
+        ends = ("embed.W_E", "unembed.W_U")
+        if set(ends) & set(weights) and set(ends) <= set(self.weights.getters):
+            now = [self.weights[name].detach() for name in ends]
+            embed, unembed = (weights.get(name, value).to(value) for name, value in zip(ends, now, strict=True))
+            if now[0].data_ptr() == now[1].data_ptr() and not torch.equal(embed.T, unembed):
+                untie(self.core, self.architecture)
+        for name, value in weights.items():
+            here = self.weights[name]
+            if self._is_stored(here):
+                here.copy_(value)
+
+    # What torch asks of a module.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The Hugging Face model's parameters under its names, and those of modules that were put in."""
+        yield from self.original_model.named_parameters(prefix, recurse, remove_duplicate)
+        yield from put_in(self, prefix)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights by HookedTransformer's names: views of the model's own parameters."""
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Whether the model is in training mode."""
+        model = self.__dict__.get("original_model")
+        return True if model is None else model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """`torch.nn.Module` sets it where a module is made."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.original_model._apply(fn, recurse)
+        for *_, module in self._theirs():
+            module._apply(fn, recurse)
+        return self
+
+    @property
+    def mod_dict(self) -> dict[str, nn.Module]:  # type: ignore[override]
+        """All modules by name."""
+        return {name: module for name, module in self.named_modules() if name}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("parts", "own_weights", "calls", "spliced"):
+            state.pop(name)
+        theirs = {(name, key): module for name, key, module in self._theirs()}
+        in_place = {at for at in theirs if at[0] or join(*at) in self.parts or join(*at) in self.hook_dict}
+        state["put_in"] = [(*at, theirs[at]) for at in theirs if at in in_place]
+        state["_modules"] = {at[1]: module for at, module in theirs.items() if at not in in_place}
+        for part in self.parts.values():
+            if "forward" in part.__dict__:
+                part.__getstate__()  # which says why it cannot be copied
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        put_in = state.pop("put_in")
+        super().__setstate__(state)
+        for name, key, module in put_in:
+            self.put(self.parts[name] if name else self, name, key, module)
+        self.setup()
+
+    def _theirs(self) -> Iterator[tuple[str, str, nn.Module]]:
+        """The modules that were put in: the part each stands in, its name there, and the module."""
+        for name, part in {"": self, **self.parts}.items():
+            for key, module in part._modules.items():
+                if module is not None and not self._is_own(name, key, module):
+                    yield name, key, module
+
+    def _is_own(self, name: str, key: str, module: nn.Module | None) -> bool:
+        """Whether what stands in a part is what the model has there, rather than the user's."""
+        of_model = isinstance(module, HookPoint) and not module.is_loose
+        return of_model or module is self.parts.get(join(name, key))

@@ -1,150 +1,167 @@
-"""`HookPoint`: an identity module at which functions can read and change an activation."""
+"""`HookPoint`: the bridge's hook point as a torch module, for a model's own places and for modules that users write."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from adapters.points import Point, Site
+from adapters.views import Call, View
 from bridge.hooks import hook_point as bridge_point
+from bridge.hooks.listener import AttachesListeners, Handle, Listener
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None.
 HookFunction = Callable[..., Any]
 Direction = Literal["fwd", "bwd"]
 
+#: For parts and hook points in whose place a user's module is being called: what the old one does there.
+CALLS: ContextVar[dict[nn.Module, Callable[..., Any] | None]] = ContextVar("legacy_calls", default={})  # noqa: B039
 
-@dataclass
+
+@dataclass(frozen=True)
 class LensHandle:
     """One hook at a hook point.
 
     Attributes:
-        hook: torch's handle.
+        hook: has `remove()`, as the handle itself.
         is_permanent: only removed when permanent hooks are asked for.
         context_level: the `hooks` context that added it.
     """
 
-    hook: RemovableHandle
+    hook: Handle
     is_permanent: bool = False
     context_level: int | None = None
 
-
-class _OfBridgesToo(type):
-    """Hook points of bridges count as instances: functions that say ``hook: HookPoint`` may be given them."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return super().__instancecheck__(instance) or (
-            cls is HookPoint and isinstance(instance, bridge_point.HookPoint)
-        )
+    def remove(self) -> None:
+        """Removes the hook."""
+        self.hook.remove()
 
 
-class HookPoint(nn.Module, metaclass=_OfBridgesToo):
+class Loose:
+    """Attaches listeners to a hook point that belongs to no model: calling it is what runs them."""
+
+    def add(self, point: bridge_point.HookPoint, listener: Listener, prepend: bool = False) -> None:
+        """Attaches a listener."""
+        point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
+
+    def remove(self, point: bridge_point.HookPoint, gone: tuple[Listener, ...]) -> None:
+        """Removes listeners."""
+        point.set_listeners(tuple(listener for listener in point.listeners if listener not in gone))
+
+
+class HookPoint(bridge_point.HookPoint, nn.Module):
     """An identity module at which an activation can be read and changed.
+
+    One that a user makes runs its hooks when it is called. Those of a model are called by the model itself.
 
     Attributes:
         name: its name in the root module, set by `HookedRootModule.setup`.
         ctx: a dictionary for hook functions to keep state in.
-        fwd_hooks, bwd_hooks: the hooks that are there.
 
     Example:
         >>> import torch
         >>> from bridge.legacy.hook_points import HookPoint
         >>> point = HookPoint()
-        >>> point.add_hook(lambda x, hook: x * 2)
+        >>> handle = point.add_hook(lambda x, hook: x * 2)
         >>> point(torch.ones(2))
         tensor([2., 2.])
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fwd_hooks: list[LensHandle] = []
-        self.bwd_hooks: list[LensHandle] = []
-        self.ctx: dict[Any, Any] = {}
-        self.name: str | None = None
+    __call__ = nn.Module.__call__
+
+    def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
+        nn.Module.__init__(self)
+        super().__init__(
+            point or Point("", Site("", "output"), View(), "...", -1, stack=""), order, attaches or Loose()
+        )
+        self.is_loose = point is None
+        if point is None:
+            self.name = None  # type: ignore[assignment]  # until `setup` gives it one
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same tensor."""
-        return x
+        """What the hooks make of a tensor. Where the model runs them itself, the same tensor."""
+        return x if self in CALLS.get() else self._path(self, x, Call(nn.Identity(), (x,), {}), False, View())
 
-    def add_hook(
+    def apply(self, x: Any, call: Call | None = None, copy: bool = False) -> Any:  # type: ignore[override]
+        """As for `bridge.HookPoint.apply`; or, with a function, as for `torch.nn.Module.apply`."""
+        return super().apply(x, call, copy) if call is not None else nn.Module.apply(self, x)
+
+    def add_hook(  # type: ignore[override]
         self,
         hook: HookFunction,
-        dir: Direction = "fwd",
+        dir: str = "fwd",
         is_permanent: bool = False,
         level: int | None = None,
         prepend: bool = False,
-    ) -> None:
+    ) -> Handle:
         """Adds a function.
 
         Args:
             hook: called as ``hook(activation, hook=point)``, or with the gradient; None from it leaves the tensor.
-            dir: ``"fwd"`` or ``"bwd"``.
-            is_permanent: only removed with ``including_permanent=True``.
-            level: the context that it belongs to.
-            prepend: run it before those that are there.
+            dir, is_permanent, level, prepend: as for `bridge.HookPoint.add_hook`.
 
         Raises:
             ValueError: an unknown direction.
         """
+        return super().add_hook(hook, dir, is_permanent, level, prepend)
 
-        def forward_hook(module: nn.Module, inputs: Any, output: Tensor) -> Any:
-            return hook(output, hook=self)
-
-        def backward_hook(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-            new = hook(grad_output[0], hook=self)
-            return new if new is None or isinstance(new, tuple) else (new,)
-
-        if dir == "fwd":
-            handle, mine = self.register_forward_hook(forward_hook, prepend=prepend), self.fwd_hooks
-        elif dir == "bwd":
-            handle, mine = self.register_full_backward_hook(backward_hook, prepend=prepend), self.bwd_hooks
-        else:
-            raise ValueError(f'dir is {dir!r}; it must be "fwd" or "bwd"')
-        mine.insert(0 if prepend else len(mine), LensHandle(handle, is_permanent, level))
-
-    def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> None:
+    def add_perma_hook(self, hook: HookFunction, dir: str = "fwd") -> Handle:  # type: ignore[override]
         """Adds a hook that stays unless permanent ones are removed too."""
-        self.add_hook(hook, dir, is_permanent=True)
+        return self.add_hook(hook, dir, is_permanent=True)
 
-    def remove_hooks(
-        self,
-        dir: Literal["fwd", "bwd", "both"] = "fwd",
-        including_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        """Removes hooks.
-
-        Args:
-            dir: which of them.
-            including_permanent: all of them, whatever their level.
-            level: only those of this context.
+    def register_forward_hook(self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any) -> Any:
+        """Adds a function of torch's kind, called as ``hook(point, (activation,), activation)``.
 
         Raises:
-            ValueError: an unknown direction.
+            TypeError: ``with_kwargs`` or ``always_call`` is asked for.
         """
-        if dir not in ("fwd", "bwd", "both"):
-            raise ValueError(f'dir is {dir!r}; it must be "fwd", "bwd" or "both"')
+        if any(kwargs.values()):
+            raise TypeError(f"a hook point is called with one tensor: {', '.join(kwargs)} has no meaning for it")
+        theirs = hook
+        return self.add_hook(lambda x, hook: theirs(hook, (x,), x), prepend=prepend)
 
-        def keep(handles: list[LensHandle]) -> list[LensHandle]:
-            kept = []
-            for handle in handles:
-                here = level is None or handle.context_level == level
-                if including_permanent or (here and not handle.is_permanent):
-                    handle.hook.remove()
-                else:
-                    kept.append(handle)
-            return kept
+    @property
+    def fwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
+        """The functions that were added to it."""
+        return self._handles("fwd")
 
-        if dir in ("fwd", "both"):
-            self.fwd_hooks = keep(self.fwd_hooks)
-        if dir in ("bwd", "both"):
-            self.bwd_hooks = keep(self.bwd_hooks)
+    @property
+    def bwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
+        """The functions of gradients that were added to it."""
+        return self._handles("bwd")
 
-    def clear_context(self) -> None:
-        """Empties `ctx`."""
-        self.ctx = {}
+    def _handles(self, kind: str) -> list[LensHandle]:
+        return [
+            LensHandle(Handle(self, listener, self._attaches), listener.permanent, listener.level)
+            for listener in self.listeners
+            if listener.kind == kind
+        ]
+
+    def leave(self) -> tuple[Listener, ...]:
+        """Takes its hooks away, and makes it belong to nobody. Gives the hooks."""
+        hooks = self.listeners
+        self._attaches.remove(self, hooks)
+        self._attaches = Loose()
+        return hooks
+
+    def join(self, attaches: AttachesListeners, hooks: tuple[Listener, ...]) -> None:
+        """Makes it belong to a model, whose runs see its hooks."""
+        self._attaches = attaches
+        for listener in hooks:
+            attaches.add(self, listener)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"name": self.name, "ctx": self.ctx, "is_loose": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has no hooks, and belongs to no model until that model's `setup`."""
+        HookPoint.__init__(self)
+        self.__dict__.update({name: value for name, value in state.items() if name not in ("name", "ctx")})
+        self.name, self.ctx = state["name"], state["ctx"]
 
     def layer(self) -> int:
         """The number in a name such as ``blocks.3.mlp.hook_post``.

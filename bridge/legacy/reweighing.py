@@ -7,24 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.modules.module import _IncompatibleKeys
+from torch import Tensor, nn
 
-from bridge.bridge import TransformerBridge
 from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.legacy.parts import BUFFERS
+from bridge.legacy.placing import PartsAsBefore
 from weight_processing.process import OFF, ON
-from weight_processing.saving import untie
 
 _LOG = logging.getLogger(__name__)
 _TRANSFORMS = (
     "fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases", "refactor_factored_attn_matrices",
 )  # fmt: skip
-#: What HookedTransformer keeps in its state dict beside parameters.
-_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
-class WeightsAsBefore(TransformerBridge):
+class WeightsAsBefore(PartsAsBefore):
     """Weights through HookedTransformer's methods."""
 
     def process_weights_(
@@ -81,7 +78,8 @@ class WeightsAsBefore(TransformerBridge):
                 `process_weights_`.
 
         Raises:
-            ValueError: a name or shape that does not fit, or a value for which the model has no place.
+            ValueError: a name that the model does not have.
+            RuntimeError: a shape that does not fit, or a value for which the model has no place.
 
         Example:
             >>> from bridge.legacy import HookedTransformer
@@ -101,43 +99,52 @@ class WeightsAsBefore(TransformerBridge):
                 state_dict, True, center_writing_weights, center_unembed, fold_value_biases,
                 refactor_factored_attn_matrices,
             )  # fmt: skip
-            kept = {name: value for name, value in other.tl_parameters().items() if name in self.weights.getters}
-            self._load_by_canonical_names(kept)
+            self.load_state_dict({name: x for name, x in other.state_dict().items() if name in self.weights.getters})
             self.cfg.processed = other.cfg.processed
             return
-        self._load_by_canonical_names(state_dict)
+        unknown = {name for name in state_dict if name.rpartition(".")[2] not in BUFFERS} - set(self.weights.getters)
+        for name in sorted(unknown):
+            raise ValueError(f"{name!r} is no weight of this model.{suggestion(name, self.weights.getters)}")
+        self.load_state_dict(state_dict, strict=False)
         self.process_weights_(
             fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Loads a state dict with the model's own names, or one with HookedTransformer's.
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+        """Loads a state dict with HookedTransformer's names, or one with the Hugging Face model's own.
 
         Args:
-            state_dict: what `state_dict` or `tl_parameters` gave, here or in HookedTransformer.
-            strict: missing and unknown names are errors.
-            kwargs: as for `torch.nn.Module.load_state_dict`.
+            state_dict: what `state_dict` gave, here or in HookedTransformer.
+            strict: missing and unknown names are errors; otherwise unknown ones are warned of in the log.
+            assign: as for `torch.nn.Module.load_state_dict`; for the Hugging Face model's own names only.
 
         Raises:
-            RuntimeError: names are missing or not known.
-            ValueError: under HookedTransformer's names, a shape that does not fit, or a value that has no place.
+            RuntimeError: names are missing or not known; none is known; a shape that does not fit, or a value that has
+                no place.
 
         Example:
             >>> from bridge.legacy import HookedTransformer
             >>> cfg = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10, "act_fn": "relu"}
             >>> model = HookedTransformer(cfg)
-            >>> model.load_state_dict(HookedTransformer(cfg).tl_parameters())
+            >>> model.load_state_dict(HookedTransformer(cfg).state_dict())
             <All keys matched successfully>
         """
         known = set(self.weights.getters)
-        if not known & set(state_dict):
-            return super().load_state_dict(state_dict, strict=strict, **kwargs)
-        given = {name for name in state_dict if name.rpartition(".")[2] not in _BUFFERS}
-        missing, unknown = sorted(known - given), sorted(given - known)
-        if strict and (missing or unknown):
-            raise RuntimeError(f"the state dict lacks {missing or 'nothing'}, and has {unknown or 'nothing'} besides")
-        self._load_by_canonical_names({name: state_dict[name] for name in given & known})
-        return _IncompatibleKeys(missing, unknown)
+        own = set(self.original_model.state_dict()) & set(state_dict)
+        if own and not known & set(state_dict):
+            found: Any = self.original_model.load_state_dict(state_dict, strict=strict, assign=assign)
+        elif assign:
+            raise ValueError("assign=True takes the Hugging Face model's own names: HookedTransformer's are views")
+        else:
+            if state_dict and not known & set(state_dict):
+                raise RuntimeError(f"no weight of the model has any of these names, such as {next(iter(state_dict))!r}")
+            fitting = {name: state_dict[name] for name in known & set(state_dict)}
+            if all(self.fits(name, value) is None for name, value in fitting.items()):
+                self.write({name: fitting[name] for name in ("embed.W_E", "unembed.W_U") if name in fitting})
+            found = nn.Module.load_state_dict(self, state_dict, strict=strict)
+        if found.unexpected_keys:
+            _LOG.warning("names in the state dict that the model does not have: %s", ", ".join(found.unexpected_keys))
+        return found
 
     def _lacks_norms_of(self, state_dict: Mapping[str, Tensor]) -> bool:
         """Whether the model was made without the norms' weights, which the state dict has (``LNPre``, ``RMSPre``)."""
@@ -145,41 +152,3 @@ class WeightsAsBefore(TransformerBridge):
             name.rpartition(".")[0].rpartition(".")[2] for name in state_dict if name not in self.weights.getters
         }
         return str(self.cfg.normalization_type).endswith("Pre") and bool(lacking & {"ln1", "ln2", "ln_final"})
-
-    def part_embeddings(self, given: Mapping[str, Tensor]) -> None:
-        """Unties embedding and unembedding where these values would make them differ: HookedTransformer's are two.
-
-        Args:
-            given: new weights, by HookedTransformer's names.
-        """
-        ends = ("embed.W_E", "unembed.W_U")
-        if not set(ends) & set(given) or not set(ends) <= set(self.weights.getters):
-            return
-        now = [self.weights[name].detach() for name in ends]
-        if now[0].data_ptr() != now[1].data_ptr():
-            return
-        embed, unembed = (given.get(name, value).to(value) for name, value in zip(ends, now, strict=True))
-        if not torch.equal(embed.T, unembed):
-            untie(self.core, self.architecture)
-            self.cfg.tie_word_embeddings = False
-
-    def _load_by_canonical_names(self, state_dict: Mapping[str, Tensor]) -> None:
-        getters = self.weights.getters
-        stored = {p.untyped_storage().data_ptr() for p in self.original_model.parameters()}
-        todo: list[tuple[str, Tensor]] = []
-        for name, value in state_dict.items():
-            if name.rpartition(".")[2] in _BUFFERS:
-                continue
-            if name not in getters:
-                raise ValueError(f"{name!r} is no weight of this model.{suggestion(name, getters)}")
-            here = getters[name]()
-            if here.shape != value.shape:
-                raise ValueError(f"{name} has shape {list(here.shape)}; the state dict has {list(value.shape)}")
-            if here.untyped_storage().data_ptr() in stored:
-                todo.append((name, value))
-            elif not torch.equal(here.to(value), value):
-                raise ValueError(f"{name} is fixed in {type(self.core).__name__}; the state dict has other values")
-        self.part_embeddings(state_dict)
-        with torch.no_grad():
-            for name, value in todo:
-                getters[name]().copy_(value)

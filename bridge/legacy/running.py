@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.names import Names, NamesFilter
+from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.slices import Slice
 from bridge.legacy.tokens import (
@@ -34,18 +34,6 @@ class Output(NamedTuple):
 
     logits: Float[Tensor, "batch pos d_vocab"]
     loss: Float[Tensor, "..."]
-
-
-class LegacyNames(Names):
-    """Names with HookedTransformer's for the tokens that are embedded."""
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Every alias and the canonical name it stands for."""
-        found = super().aliases
-        if "embed.hook_in" in self.points:
-            found["hook_tokens"] = "embed.hook_in"
-        return found
 
 
 class RunsAsBefore(TransformerBridge):

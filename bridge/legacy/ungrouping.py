@@ -9,20 +9,18 @@ from torch import Tensor, nn
 
 from adapters.paths import join
 from bridge.bridge import TransformerBridge
-from bridge.hooks.listener import Handle
+from bridge.legacy.placing import PartsAsBefore
 from weight_processing.check import evaluating
 
 #: What attention modules call the number of key heads.
 _COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 
-class UngroupsAsBefore(TransformerBridge):
+class UngroupsAsBefore(PartsAsBefore):
     """A bridge that can repeat a group's keys and values for each of its query heads."""
 
     #: What was replaced: holder, attribute, and what stood there.
     grouped: list[tuple[Any, str, Any]] | None = None
-    #: See `bridge.legacy.placing`.
-    spliced: dict[str, tuple[nn.Module, Handle]]
 
     def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
         """Whether each query head has a key and a value of its own: in ``hook_k``, ``hook_v``, ``hook_k_input``, ...

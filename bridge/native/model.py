@@ -232,6 +232,11 @@ class NativeModel(PreTrainedModel, GenerationMixin):
         if self.config.init_weights:
             super().init_weights()
 
+    def draw_weights(self) -> None:
+        """Draws all weights anew, as the configuration says."""
+        with _seeded(self.config.seed):
+            self.apply(self._init_weights)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):

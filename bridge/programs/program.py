@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +281,7 @@ class Program(nn.Module):
         other.__dict__ = self.__dict__.copy()
         other.__dict__["_modules"] = dict(self._modules)
         other.compiled = True
-        made = torch.compile(other.run_lowered, **{"fullgraph": True, "dynamic": True, **options})
+        made = torch.compile(_with_code_of_its_own(other), **{"fullgraph": True, "dynamic": True, **options})
         other._run = with_row_counts(made) if self.one_by_one else made
         return other
 
@@ -345,3 +347,18 @@ class Program(nn.Module):
         return export_for_generation(
             self, example, format, dynamic, path, generation_config, multi_token_decode, options
         )
+
+
+def _with_code_of_its_own(program: Program) -> Callable[..., Any]:
+    """`Program.run_lowered` with a code object of its own: torch counts what it compiles for each, up to a limit."""
+    function = inspect.unwrap(Program.run_lowered)
+    assert isinstance(function, types.FunctionType)
+    copied = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(copied, program)

@@ -105,8 +105,8 @@ class _ExpertsWatch(Watch):
 class RouterTap(Tap):
     """For routers that choose experts by their logits, and return these, and weights and indices of the chosen ones.
 
-    Its channels are ``logits``, what the experts are chosen by, and ``weights``, what their outputs are multiplied with
-    (zero for those that are not chosen): both ``[row, n_experts]``.
+    Its channels are ``product``, what its matrix makes of its input, ``logits``, what the experts are chosen by, and
+    ``weights``, what their outputs are multiplied with (zero for those that are not chosen): all ``[row, n_experts]``.
     """
 
     def watched(self, *args: object, **kwargs: object) -> Any:
@@ -125,10 +125,13 @@ class _Choice(Watch):
 
     def __init__(self, tap: RouterTap, call: Call) -> None:
         super().__init__()
-        self._tap, self._call, self._done = tap, call, False
+        self._tap, self._call, self._done, self._multiplied = tap, call, False, False
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
-        """Shows what the best are chosen from."""
+        """Shows what the matrix makes, and what the best are chosen from."""
+        if func in _PRODUCTS and not self._multiplied:
+            self._multiplied = True
+            return self._tap.show("product", func(*args, **kwargs), self._call)
         if self._done or func not in _CHOICES:
             return func(*args, **kwargs)
         self._done = True

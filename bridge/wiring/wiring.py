@@ -34,13 +34,14 @@ class Wiring:
     Args:
         model: the Hugging Face model.
         points: what its adapter declares.
+        make: the class of its hook points.
 
     Attributes:
         points: the hook points by name, in the order of the computation.
         changes: how often a hook was added or removed that every run sees.
     """
 
-    def __init__(self, model: nn.Module, points: Iterable[Point]) -> None:
+    def __init__(self, model: nn.Module, points: Iterable[Point], make: type[HookPoint] = HookPoint) -> None:
         self.model = model
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
@@ -57,7 +58,7 @@ class Wiring:
         self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
         self._plans: deque[ReadingPlan] = deque(maxlen=4)
         for order, point in enumerate(points):
-            self.place(HookPoint(point, order, self))
+            self.place(make(point, order, self))
         blocks = [hook.point.site.path for name, hook in self.points.items() if name.endswith("hook_resid_pre")]
         stacks = dict.fromkeys(
             [base_path(model), *(path.rsplit(".", 2)[0] if path.count(".") > 1 else "" for path in blocks)]
@@ -85,9 +86,11 @@ class Wiring:
         self._siblings.clear()
         self._plans.clear()
 
-    def find_at(self, site: Site, find: Finder) -> None:
-        """Says where the module of a site is that has no path in the model."""
-        self._sites[site] = SiteHook(site, find)
+    def adopt(self, hook: HookPoint) -> None:
+        """Takes in a hook point that a module of the user's calls itself: there is no torch hook behind it."""
+        self.points[hook.name] = hook
+        self._homes[hook] = SiteHook(hook.point.site)
+        self._by_block.clear()
 
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.

@@ -20,10 +20,20 @@ assert utils is bridge.legacy.utils and utils.__name__ == "bridge.legacy.utils"
 assert HookedTransformer is again is bridge.legacy.HookedTransformer is transformer_lens.HookedTransformer
 assert transformer_lens.utilities.devices.get_device is utils.get_device
 assert patching.__spec__.name == "bridge.legacy.patching"
-try:
-    import transformer_lens.components
-except ModuleNotFoundError as error:
-    print(error)
+from transformer_lens.components.mlps.can_be_used_as_mlp import CanBeUsedAsMLP
+from transformer_lens.components import MLP
+
+assert issubclass(MLP, CanBeUsedAsMLP)
+for line in (
+    "import transformer_lens.lit.model", "from transformer_lens import lit", "from transformer_lens import factories",
+    "from transformer_lens import HookedAudioEncoder", "from transformer_lens.components import BertBlock",
+    "import bridge.legacy.lit", "from transformer_lens.pretrained.weight_conversions.gemma import convert",
+    "from transformer_lens.HookedAudioEncoder import HookedAudioEncoder", "from transformer_lens.tools import x",
+):
+    try:
+        exec(line)
+    except ImportError as error:
+        print(line, "->", error)
 """
 
 
@@ -34,7 +44,11 @@ def run(program):
 def test_every_way_to_import_it():
     done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
-    assert "No module named 'transformer_lens.components'" in done.stdout
+    answers = dict(line.split(" -> ") for line in done.stdout.splitlines())
+    assert len(answers) == 9
+    unexplained = [line for line, answer in answers.items() if "docs/migration.md" not in answer]
+    assert unexplained == ["from transformer_lens.tools import x"]
+    assert "no connection to LIT" in answers["from transformer_lens import lit"]
 
 
 @pytest.mark.parametrize("first", ["", "import bridge.legacy\n"])

@@ -163,30 +163,38 @@ def test_a_state_dict_with_hooked_transformers_names():
     assert wrong_values(model, "gpt2", "processed") == []
     with pytest.raises(ValueError, match=r"'blocks.0.attn.W_X' is no weight"):
         model.load_and_process_state_dict({"blocks.0.attn.W_X": torch.zeros(1)})
-    with pytest.raises(ValueError, match="has shape"):
+    with pytest.raises(RuntimeError, match="has shape"):
         model.load_and_process_state_dict({"blocks.0.attn.W_Q": torch.zeros(1)})
 
 
-def test_state_dicts_of_both_kinds():
+def test_state_dicts_of_both_kinds(caplog):
     model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
     other = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2)
-    own = {name: value.clone() for name, value in other.state_dict().items()}
-    canonical = {name: value.detach().clone() for name, value in other.tl_parameters().items()}
+    own = {name: value.clone() for name, value in other.original_model.state_dict().items()}
+    canonical = {name: value.detach().clone() for name, value in other.state_dict().items()}
+    assert canonical.keys() == other.tl_parameters().keys()
     assert "transformer.h.0.attn.c_attn.weight" in own
     assert other.load_state_dict(model.tl_parameters()).missing_keys == []
     assert wrong_values(other, "gpt2", "raw") == []
     model.load_state_dict(own)
     assert all(torch.equal(value, canonical[name]) for name, value in model.tl_parameters().items())
-    with pytest.raises(RuntimeError, match=r"lacks \['blocks\.0\.attn\.W_Q'\], and has \['mine'\] besides"):
+    with pytest.raises(RuntimeError, match=r'Missing .*"blocks\.0\.attn\.W_Q"'):
         model.load_state_dict(
             {n: v for n, v in canonical.items() if n != "blocks.0.attn.W_Q"} | {"mine": torch.ones(1)}
         )
     filled = model.fill_missing_keys({"embed.W_E": canonical["embed.W_E"]})
     assert set(filled) == set(canonical)
     assert model.load_state_dict({"embed.W_E": canonical["embed.W_E"]}, strict=False).unexpected_keys == []
+    found = model.load_state_dict({"embed.W_E": canonical["embed.W_E"], "blocks.0.mlp.mine": torch.ones(1)}, False)
+    assert found.unexpected_keys == ["blocks.0.mlp.mine"]
+    assert "blocks.0.mlp.mine" in caplog.text
+    with pytest.raises(RuntimeError, match="any of these names, such as 'mine'"):
+        model.load_state_dict({"mine": torch.ones(1)}, strict=False)
+    with pytest.raises(ValueError, match="assign=True"):
+        model.load_state_dict(canonical, assign=True)
 
 
 def test_configurations_without_weights():

@@ -114,7 +114,7 @@ def test_an_exception_leaves_the_model_as_it_was(run):
     layers = model.original_model.model.layers
     model.train()
     layers[0].eval()
-    before, modes = model.state_dict(), [module.training for module in model.original_model.modules()]
+    before, modes = model.original_model.state_dict(), [module.training for module in model.original_model.modules()]
 
     def interrupt(*args):
         runs.append(args)
@@ -126,7 +126,7 @@ def test_an_exception_leaves_the_model_as_it_was(run):
         model.set_ungroup_grouped_query_attention(True)
     handle.remove()
     assert [module.training for module in model.original_model.modules()] == modes
-    assert all(value.data_ptr() == before[name].data_ptr() for name, value in model.state_dict().items())
+    assert all(value.data_ptr() == before[name].data_ptr() for name, value in model.original_model.state_dict().items())
     assert (model.cfg.n_key_value_heads, model.core.config.num_key_value_heads) == (2, 2)
     model.set_ungroup_grouped_query_attention(True)
     assert [module.training for module in model.original_model.modules()] == modes

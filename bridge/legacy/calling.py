@@ -1,0 +1,210 @@
+"""The parts of a model called by themselves, and the Hugging Face modules that play them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adapters.paths import base_path, join
+from bridge.bridge import TransformerBridge
+from bridge.hooks.context import CURRENT, Scope, forward_pass, without_hooks
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener
+from bridge.hooks.modules import first_parameter
+from bridge.hooks.names import suggestion
+from bridge.legacy.in_place import InPlace
+from bridge.legacy.tokens import position_embeddings
+from bridge.run.layer_range import StopRun
+
+
+class CallsParts(TransformerBridge):
+    """A bridge whose parts can be called by themselves."""
+
+    #: What stands in the forward of Hugging Face modules, by part.
+    calls: dict[str, InPlace]
+
+    def _paths(self) -> Iterator[tuple[str, str]]:
+        """The names of parts, and the paths of the modules that play them."""
+        stack = self.architecture.stack
+        for i, path in enumerate(self.block_paths):
+            for part, at in stack.block_at(i).module_paths.items():
+                yield f"blocks.{i}.{part}", join(path, at)
+            yield f"blocks.{i}", path
+        base = base_path(self.original_model)
+        for name, below in (
+            ("embed", self.architecture.embed),
+            ("pos_embed", self.architecture.pos_embed),
+            ("ln_final", stack.final_norm.path if stack.final_norm else None),
+        ):
+            if below:
+                yield name, join(base, below)
+
+    def module_of(self, name: str) -> nn.Module:
+        """The Hugging Face module that plays a part.
+
+        Args:
+            name: such as ``blocks.0.mlp``.
+
+        Raises:
+            AttributeError: no module plays this part alone.
+        """
+        found = self.find_module(name)
+        if found is None:
+            paths = dict(self._paths())
+            raise AttributeError(f"{name} is not one module of the model.{suggestion(name, paths)}")
+        return found
+
+    def find_module(self, name: str) -> nn.Module | None:
+        """The Hugging Face module that plays a part; None where no module plays it alone."""
+        if name == "unembed":
+            found: nn.Module = self.core.get_output_embeddings()
+            return found
+        path = dict(self._paths()).get(name)
+        return None if path is None else self.original_model.get_submodule(path)
+
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What a part of the model makes of tensors. Hooks inside of it act.
+
+        Args:
+            name: ``embed`` (of tokens), ``pos_embed`` (of tokens, ``past_kv_pos_offset`` and ``attention_mask``: the
+                positions' embeddings, zero for padding), a block such as ``blocks.0`` (of a residual stream), its
+                norms, ``ln_final``, attention and MLP (of what they read), or ``unembed``. Attention is run within its
+                block, where hook points that stand before it see zeros.
+            inputs, kwargs: the tensor, and what else the part takes.
+
+        Raises:
+            TypeError: the part cannot be called by itself, or not with these.
+
+        Example:
+            >>> import torch
+            >>> from bridge.embedded import MODEL_DIR
+            >>> from bridge.legacy import HookedTransformer
+            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
+            >>> residual = model("Mary and John", stop_at_layer=3)
+            >>> logits = model.unembed(model.ln_final(model.blocks[3](residual)))
+            >>> torch.allclose(logits, model("Mary and John"), atol=1e-4)
+            True
+        """
+        stack, _, part = name.partition(".")
+        last = name.rpartition(".")[2]
+        if stack == "blocks" and part.isdigit():
+            made: Tensor = self(*inputs, start_at_layer=int(part), stop_at_layer=int(part) + 1, **kwargs)
+            return made
+        if name == "pos_embed":
+            return position_embeddings(self.weights["pos_embed.W_pos"], *inputs, **kwargs)
+        if stack == "blocks" and part.partition(".")[2] == "attn":
+            return self._attend(name, *inputs, **kwargs)
+        if last not in ("embed", "mlp", "unembed") and not last.startswith("ln"):
+            raise TypeError(f"{name} cannot be called by itself: run the model, with start_at_layer and stop_at_layer")
+        if last == "mlp" and not self._takes_one_tensor(name):
+            return self._run_in_block(name, *inputs, **kwargs)
+        return self._called(self.module_of(name), *inputs, **kwargs)
+
+    def _called(self, module: nn.Module, *inputs: Any, **kwargs: Any) -> Tensor:
+        with forward_pass():
+            made = module(*inputs, **kwargs)
+        return made if isinstance(made, Tensor) else made[0]  # type: ignore[no-any-return]
+
+    def _takes_one_tensor(self, name: str) -> bool:
+        module = self.find_module(name)
+        if module is None:
+            return False
+        given = list(inspect.signature(type(module).forward).parameters.values())[2:]
+        return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given)
+
+    def _attend(
+        self,
+        name: str,
+        query_input: Tensor,
+        key_input: Tensor | None = None,
+        value_input: Tensor | None = None,
+        past_kv_cache_entry: Any = None,
+        additive_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """What attention makes of what queries, keys and values read: where they differ, each is projected in a run of
+        its own.
+
+        Raises:
+            TypeError: a cache or an additive mask is given.
+        """
+        if past_kv_cache_entry is not None or additive_attention_mask is not None:
+            raise TypeError(f"{name} by itself takes no cache and no additive mask: run the model with past_kv_cache")
+        value = query_input if value_input is None else value_input
+        fixed: list[tuple[HookPoint, Tensor]] = []
+        for letter, given in (("q", query_input), ("k", query_input if key_input is None else key_input)):
+            if given is not value and not torch.equal(given, value):
+                point, kept = self.names.find(f"{name}.hook_{letter}"), list[Tensor]()
+                with without_hooks():
+                    self._run_in_block(
+                        name, given, [(point, lambda x, hook, kept=kept: kept.append(x))], attention_mask
+                    )
+                fixed.append((point, kept[0]))
+        edits = [(point, lambda x, hook, made=made: made) for point, made in fixed]
+        return self._run_in_block(name, value, edits, attention_mask)
+
+    def _run_in_block(
+        self,
+        name: str,
+        x: Tensor,
+        edits: Sequence[tuple[HookPoint, Any]] = (),
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The model runs the block, where attention or MLP is given the tensor, and is left after that."""
+        layer, scope, module = int(name.split(".")[1]), Scope(), self.find_module(name)
+        if module is None:  # where it begins
+            module = self.original_model.get_submodule(self.names.find(f"{name}.hook_pre").point.site.path)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if scope not in CURRENT.get().visible:
+                return None
+            if args:
+                return (x, *args[1:]), kwargs
+            return args, kwargs | {first_parameter(type(module).forward): x}
+
+        def leave(out: Tensor, hook: HookPoint) -> None:
+            raise StopRun(out)
+
+        members = [(point, Listener("fwd", edit, scope)) for point, edit in edits]
+        members.append((self.names.find(f"{name}.hook_out"), Listener("fwd", leave, scope)))
+        masked = {} if attention_mask is None else {"attention_mask": attention_mask}
+        handle = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        try:
+            for point, listener in members[:-1]:  # before the user's own, which see what was projected
+                self.wiring.add(point, listener, prepend=True)
+            with self.wiring.scoped(members, scope):
+                made: Tensor = self(torch.zeros_like(x), start_at_layer=layer, stop_at_layer=layer + 1, **masked)
+        finally:
+            handle.remove()
+        return made
+
+    def buffer_of(self, name: str, buffer: str) -> Tensor:
+        """What HookedTransformer's attention keeps beside its parameters.
+
+        Args:
+            name: the attention.
+            buffer: ``mask`` (what positions see, ``[n_ctx, n_ctx]``), ``IGNORE``, ``rotary_sin`` or ``rotary_cos`` (the
+                model's own, ``[n_ctx, rotary_dim]``).
+
+        Raises:
+            AttributeError: the model has no such thing.
+        """
+        n, device = self.cfg.n_ctx or 0, self.cfg.device
+        if buffer == "IGNORE":
+            return torch.tensor(-torch.inf, device=device)
+        if buffer == "mask":
+            seen = torch.ones(n, n, dtype=torch.bool, device=device)
+            seen = seen.tril() if self.cfg.attention_dir == "causal" else seen
+            types = self.cfg.attn_types
+            if types is not None and types[int(name.split(".")[1])] == "local" and self.cfg.window_size:
+                seen = seen.triu(1 - self.cfg.window_size)
+            return seen
+        rotary = getattr(self.original_model.get_submodule(base_path(self.original_model)), "rotary_emb", None)
+        if rotary is None:
+            raise AttributeError(f"{self.cfg.model_name} has no table of rotations: {name} has no {buffer}")
+        cos, sin = rotary(torch.zeros(1, device=device, dtype=self.cfg.dtype), torch.arange(n, device=device)[None])
+        return cos[0] if buffer == "rotary_cos" else sin[0]  # type: ignore[no-any-return]

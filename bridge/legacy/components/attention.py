@@ -1,0 +1,3 @@
+"""``transformer_lens.components.attention``."""
+
+from bridge.legacy.components import Attention as Attention

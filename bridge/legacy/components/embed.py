@@ -1,0 +1,3 @@
+"""``transformer_lens.components.embed``."""
+
+from bridge.legacy.components import Embed as Embed

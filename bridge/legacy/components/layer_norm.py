@@ -1,0 +1,3 @@
+"""``transformer_lens.components.layer_norm``."""
+
+from bridge.legacy.components import LayerNorm as LayerNorm

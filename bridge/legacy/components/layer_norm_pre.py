@@ -1,0 +1,3 @@
+"""``transformer_lens.components.layer_norm_pre``."""
+
+from bridge.legacy.components import LayerNormPre as LayerNormPre

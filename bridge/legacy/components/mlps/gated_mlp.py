@@ -1,0 +1,3 @@
+"""``transformer_lens.components.mlps.gated_mlp``."""
+
+from bridge.legacy.kinds import GatedMLP as GatedMLP

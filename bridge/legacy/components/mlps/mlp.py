@@ -1,0 +1,3 @@
+"""``transformer_lens.components.mlps.mlp``."""
+
+from bridge.legacy.kinds import MLP as MLP

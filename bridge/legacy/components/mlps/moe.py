@@ -1,0 +1,3 @@
+"""``transformer_lens.components.mlps.moe``."""
+
+from bridge.legacy.kinds import MoE as MoE

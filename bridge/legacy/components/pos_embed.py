@@ -1,0 +1,3 @@
+"""``transformer_lens.components.pos_embed``."""
+
+from bridge.legacy.components import PosEmbed as PosEmbed

@@ -1,0 +1,3 @@
+"""``transformer_lens.components.rms_norm``."""
+
+from bridge.legacy.components import RMSNorm as RMSNorm

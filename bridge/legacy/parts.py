@@ -1,0 +1,287 @@
+"""The parts of a model as torch modules with HookedTransformer's names: they stand for the Hugging Face model's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from adapters.config import ModelConfig
+from adapters.paths import join
+from bridge.legacy.point import CALLS, HookPoint
+from bridge.weights.component_tree import Component, Tree
+
+#: What HookedTransformer's attention keeps beside its parameters: read from the model, and fixed by it.
+BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+_IN_TRACES = ("input", "inputs", "output")
+
+
+class Host(Protocol):
+    """The model that a part belongs to."""
+
+    cfg: ModelConfig
+    original_model: nn.Module
+    parts: dict[str, Any]
+    own_weights: dict[str, list[str]]
+
+    @property
+    def tree(self) -> Tree:
+        """Names and weights."""
+
+    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
+        """Assigns to a part, a hook point or a weight."""
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Writes weights into the model."""
+
+    def fits(self, name: str, value: Tensor) -> str | None:
+        """Why a weight cannot be written; None where it can."""
+
+    def module_of(self, name: str) -> nn.Module:
+        """The Hugging Face module that plays a part."""
+
+    def find_module(self, name: str) -> nn.Module | None:
+        """The same, or None where no single module does."""
+
+    def stand_in(self, part: Part) -> None:
+        """Lets the model call a part where it calls its own module."""
+
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What a part makes of tensors."""
+
+    def buffer_of(self, name: str, buffer: str) -> Tensor:
+        """What HookedTransformer's attention keeps beside its parameters."""
+
+
+class Part(nn.Module):
+    """A part of a model. Called by itself it computes what the model's module does, in HookedTransformer's terms.
+
+    Its weights are views of the model's own parameters, its hook points are the model's. Assigning to a weight writes
+    into the model; assigning a module to a part lets the model call that module in its place. Torch hooks on it are
+    called in the model's runs. A deep copy is a module by itself, whose weights are its own.
+
+    Args:
+        cfg: a `HookedTransformerConfig` or its fields: the part of a model with one layer, and random weights.
+        more, kwargs: what HookedTransformer's class takes besides; only ``length`` of norms counts.
+
+    Attributes:
+        name: its name in the model, such as ``blocks.0.attn``.
+    """
+
+    #: Where it is in a model that is made for it, and what that model's configuration says.
+    at: ClassVar[str] = ""
+    fields: ClassVar[dict[str, Any]] = {}
+    #: Makes a model of a configuration.
+    makes_host: ClassVar[Callable[..., Any]]
+    host: Host
+    name: str
+
+    def __init__(self, cfg: Any, *more: Any, **kwargs: Any) -> None:
+        super().__init__()
+        if not self.at:
+            raise TypeError(f"{type(self).__name__} is a part of loaded models; none is made from a configuration")
+        host = Part.makes_host(cfg, self.fields, *more, **kwargs)
+        self.__dict__.update(host=host, name=self.at)
+        host.adopt_part(self)
+
+    @classmethod
+    def of(cls, host: Host, name: str) -> Self:
+        """The part of this name, without what is in it."""
+        part = cls.__new__(cls)
+        part.__setstate__({"host": host, "name": name})
+        return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        if "forward" in self.__dict__:
+            raise TypeError(
+                f"{self.name}.forward is a function of yours, which a copy of the model would share with this one: "
+                "put a module in its place, which is copied"
+            )
+        return {"host": self.host, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(state)
+        # The model of a copy may not be there in full yet; it will take what it finds here.
+        self.host.__dict__.setdefault("parts", {})[self.name] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self.host) in memo:  # the model is being copied
+            memo[id(self)] = new = type(self).of(memo[id(self.host)], self.name)
+            return new
+        mine, whole = {id(p) for p in self.parameters()}, self.host.original_model
+        tensors = [*whole.parameters(), *whole.buffers()]
+        shared: dict[int, Any] = {id(x): x for x in (*tensors, getattr(self.host, "tokenizer", None))}
+        copied = copy.deepcopy(self.host, {key: x for key, x in shared.items() if key not in mine})
+        memo[id(self)] = new = copied.parts[self.name]
+        return new
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The model's configuration."""
+        return self.host.cfg
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face module that plays this part.
+
+        Raises:
+            AttributeError: no single module does.
+        """
+        return self.host.module_of(self.name)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
+        """What the part makes of tensors: a block of a residual stream, a norm or an MLP of what it reads, attention of
+        what queries, keys and values read.
+
+        Raises:
+            TypeError: the part cannot be called by itself, or not with these.
+        """
+        calls = CALLS.get()
+        inner = calls.get(self)
+        if inner is not None:
+            return inner(one_input(self.name, inputs, kwargs))  # type: ignore[no-any-return]
+        token = CALLS.set({**calls, self: None})
+        try:
+            return self.host.call_part(self.name, *inputs, **kwargs)
+        finally:
+            CALLS.reset(token)
+
+    def __getattr__(self, attribute: str) -> Any:
+        try:
+            return super().__getattr__(attribute)
+        except AttributeError:
+            if attribute.startswith("__") or "host" not in self.__dict__:
+                raise
+        if attribute == "module":
+            return self.host.module_of(self.name)  # which says why there is none
+        if attribute in _IN_TRACES:
+            return getattr(Component(self.host.tree, self.name), attribute)
+        return self.host.tree.get(self.name, attribute, dir(type(self)))
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        if attribute in _IN_TRACES:
+            setattr(Component(self.host.tree, self.name), attribute, value)
+        else:
+            self.host.put(self, self.name, attribute, value)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.host.tree.children.get(self.name, ())]
+
+    def __repr__(self) -> str:
+        return repr(Component(self.host.tree, self.name))
+
+    # What torch asks of a module.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the Hugging Face module, under its names, and those of modules that were put in."""
+        module = self.host.find_module(self.name)
+        if module is not None:
+            yield from module.named_parameters(prefix, recurse, remove_duplicate)
+        else:  # of several modules, or of a part of one
+            weights = (weight for name, weight in self.state_dict().items() if isinstance(weight, Tensor))
+            places = {weight.untyped_storage().data_ptr() for weight in weights}
+            for name, parameter in self.host.original_model.named_parameters(prefix):
+                if parameter.untyped_storage().data_ptr() in places:
+                    yield name, parameter
+        yield from put_in(self, prefix)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name in self.host.own_weights.get(self.name, ()):
+            weight = getattr(self, name)
+            destination[prefix + name] = weight if keep_vars else weight.detach()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        own, found = self.host.own_weights.get(self.name, ()), {}
+        for name in own:
+            if prefix + name not in state_dict:
+                missing_keys.append(prefix + name)
+            elif (why := self.host.fits(full := join(self.name, name), state_dict[prefix + name])) is not None:
+                error_msgs.append(why)
+            else:
+                found[full] = state_dict[prefix + name]
+        self.host.write(found)
+        known = {*own, *self._modules, *BUFFERS}
+        inside = (key[len(prefix) :] for key in state_dict if key.startswith(prefix))
+        unexpected_keys += [prefix + key for key in inside if key.partition(".")[0] not in known]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        module = self.host.find_module(self.name)
+        if module is not None:
+            module._apply(fn, recurse)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of the Hugging Face module."""
+        module = self.host.find_module(self.name)
+        if module is not None:
+            module.train(mode)
+        return self
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As for `torch.nn.Module`. The model calls this part from now on."""
+        self.host.stand_in(self)
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As for `torch.nn.Module`. The model calls this part from now on."""
+        self.host.stand_in(self)
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As for `torch.nn.Module`. The model calls this part from now on."""
+        self.host.stand_in(self)
+        return super().register_full_backward_hook(*args, **kwargs)
+
+
+def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """What a part reads, where it reads one tensor.
+
+    Raises:
+        TypeError: queries, keys and values read different ones.
+    """
+    reads = [*inputs, *(kwargs[key] for key in ("query_input", "key_input", "value_input") if key in kwargs)]
+    if not reads:
+        reads = [value for value in kwargs.values() if isinstance(value, Tensor)]
+    first = reads[0]
+    for other in reads[1:3]:
+        if isinstance(other, Tensor) and other is not first and not torch.equal(other, first):
+            raise TypeError(
+                f"inside a run, {name} reads one tensor: inputs of queries, keys and values differ by hooks on "
+                "hook_q_input, hook_k_input and hook_v_input"
+            )
+    return first  # type: ignore[no-any-return]
+
+
+def put_in(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of modules that a user put into a part or a model."""
+    seen: set[int] = set()
+    for path, module in root.named_modules(prefix=prefix):
+        if module is not root and not isinstance(module, Part | Blocks | HookPoint):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield join(path, name), parameter
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of a model, or the experts of a mixture."""
+
+    def __init__(self, modules: Any = None, host: Host | None = None, name: str = "") -> None:
+        super().__init__(modules)
+        self.__dict__.update(host=host, name=name)
+
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        host: Host | None = self.__dict__["host"]
+        if host is None:
+            super().__setitem__(index, module)
+        else:
+            host.put(self, self.__dict__["name"], str(range(len(self))[index]), module)

@@ -1,0 +1,49 @@
+"""Other people's programs, which import `transformer_lens`, on the model in the package: `make clients`."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+#: What each file needs, as it is imported.
+NEEDS = {
+    "test_auto_circuit": "auto_circuit",
+    "test_circuit_tracer": "circuit_tracer",
+    "test_circuitsvis": "circuitsvis",
+    "test_sae_lens": "sae_lens",
+    "test_tuned_lens": "tuned_lens",
+}
+collect_ignore = [f"{name}.py" for name, package in NEEDS.items() if importlib.util.find_spec(package) is None]
+
+if len(collect_ignore) < len(NEEDS):
+    import bridge.legacy.as_transformer_lens  # noqa: F401  # before any of them imports the other one
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in pathlib.Path(item.fspath).parents:
+            item.add_marker(pytest.mark.clients)
+            item.add_marker(pytest.mark.unchecked)
+            item.add_marker(pytest.mark.filterwarnings("default"))  # their warnings are theirs
+
+
+@pytest.fixture(scope="session")
+def name():
+    from bridge.embedded import MODEL_DIR
+
+    return str(MODEL_DIR)
+
+
+@pytest.fixture
+def model(name):
+    from transformer_lens import HookedTransformer
+
+    return HookedTransformer.from_pretrained_no_processing(name, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def texts():
+    from bridge.embedded import prompts
+
+    return [prompt.text + prompt.answer + "." for prompt in prompts("ioi", 64)]
