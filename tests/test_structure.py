@@ -31,7 +31,8 @@ MAY_USE = {
     "bridge.loading": {"bridge.native"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
-        "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.native", "bridge.embedded", "bridge.loading",
+        "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.native", "bridge.embedded",
+        "bridge.loading",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},

@@ -71,7 +71,8 @@ class ReadingPlan:
 
     Attributes:
         points: the hook points.
-        others: those that are read as by any listener: inside of a forward, or with the help of another site.
+        others: those that are read as by any listener: inside of a forward, with the help of another site, or where a
+            module of the user's calls them.
     """
 
     def __init__(self, points: Sequence[HookPoint], sites: Mapping[HookPoint, SiteHook | None]) -> None:
@@ -80,7 +81,7 @@ class ReadingPlan:
         at: dict[SiteHook, list[HookPoint]] = {}
         for point in points:
             site = sites[point]
-            if site is None or point.sources:
+            if site is None or point.sources or site.module is None:
                 self.others.append(point)
             else:
                 at.setdefault(site, []).append(point)
