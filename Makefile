@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow clients gpu check docs pages format benchmarks mutants clean
+.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models mutants clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -16,11 +16,24 @@ test: $(STAMP)
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
 
-# Kills a harvest at twenty random moments, and other tests that take minutes, with Ray.
+# Kills a harvest at twenty random moments, and other tests that take minutes: with Ray, with torch's compiler.
 slow: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest -m slow
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest/test_ray.py
+	UNCHECKED=1 $(BIN)/python -m pytest -n 0 -m slow tests/programs/compiled.py
+
+# Exported programs in ONNX Runtime, ExecuTorch and OpenVINO, which it installs beside .venv.
+EXPORT := .export
+export: $(EXPORT)/.installed
+	UNCHECKED=1 $(EXPORT)/bin/python -m pytest -n 2 -rs tests/programs/exported.py
+	$(EXPORT)/bin/python examples/steered_onnx.py --figures
+
+$(EXPORT)/.installed: $(STAMP)
+	$(PYTHON) -m venv $(EXPORT)
+	echo $(CURDIR)/$(VENV)/lib/python3*/site-packages > $$(echo $(EXPORT)/lib/python3*/site-packages)/venv.pth
+	$(EXPORT)/bin/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[export]'
+	touch $@
 
 # Programs of other people, written for TransformerLens, run on ours: each installed at one version, beside what is here.
 # EAP-IG and circuit-tracer are not among them: the one is not in the index, and the other asks for older packages.
@@ -68,6 +81,11 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/circuits.py time
 	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python benchmarks/programs.py
+
+# Tries every text architecture of transformers, and writes docs/models.md: some minutes.
+models: $(STAMP)
+	PYTHONPATH=. $(BIN)/python benchmarks/models.py
 
 # Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks`.
 N ?= 100
@@ -111,4 +129,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

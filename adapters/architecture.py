@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from torch import nn
 
@@ -13,7 +14,29 @@ from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.norms import Norm, NormKind
 
-Part = Attention | MLP | MoE | Mixer
+
+@dataclass(frozen=True)
+class Opaque:
+    """A part of which only what enters and leaves it is declared.
+
+    Attributes:
+        path: the module, relative to the block.
+        plays: what it would be: hook points have the names of that.
+        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
+    """
+
+    path: str
+    plays: Literal["attn", "mlp"]
+    out: str | None = None
+    out_key: int | None = None
+
+
+Part = Attention | MLP | MoE | Mixer | Opaque
+
+
+def feeds_forward(part: Part) -> bool:
+    """Whether a part has the names of an MLP."""
+    return isinstance(part, MLP | MoE) or (isinstance(part, Opaque) and part.plays == "mlp")
 
 
 @dataclass(frozen=True)
@@ -23,7 +46,8 @@ class Step:
     Attributes:
         part: what is inside.
         pre: the norm that it reads the stream through (None: it reads the stream as it is).
-        post: the norm that its result goes through before it is added.
+        post: the norm that its result goes through before it is added. Where that result is put out by no module, the
+            part's `out` is the path of this norm, too.
         factor: what its result is multiplied with, behind `post`.
         stream_norm: a norm that stands on the stream itself, behind the sum (BERT).
         parallel: it reads the stream that the step before it reads, not what that one makes of it. Steps that read the
@@ -85,12 +109,15 @@ class Block:
 
     Attributes:
         steps: in the order in which the layer computes them.
+        changed_in_place: modules, relative to the block, and whether it is their ``input`` or ``output`` that the model
+            writes over afterwards: what stands there is shown as a copy.
 
     Raises:
         ValueError: the first step is called parallel, with nothing before it.
     """
 
     steps: tuple[Step, ...]
+    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps and self.steps[0].parallel:
@@ -162,6 +189,8 @@ class Block:
                 name, norm = ("cross_attn", "ln2") if step.part.cross else ("attn", "ln1")
             elif isinstance(step.part, Mixer):
                 name, norm = "mixer", "ln1"
+            elif isinstance(step.part, Opaque) and step.part.plays == "attn":
+                name, norm = "attn", "ln1"
             else:
                 name, norm = "mlp", "ln3" if crossed else "ln2"
             name = _free(name, taken)
@@ -271,6 +300,7 @@ class Architecture:
     Attributes:
         stacks: the lists of blocks; of an encoder-decoder model, ``encoder`` and ``decoder``.
         embed, pos_embed, token_types: the embeddings of tokens, positions, and of the two sentences.
+        embed_factor: what the model multiplies the token embedding's result with.
         embed_norm: a norm that follows: the token embedding alone (`hook_embed` is then its output), or, with
             `embeddings`, their sum.
         embeddings: the module that makes the first residual stream of all of them, where there is one (BERT): the names
@@ -289,6 +319,7 @@ class Architecture:
     token_types: str | None = None
     embed_norm: Norm | None = None
     embeddings: str | None = None
+    embed_factor: float = 1.0
     heads: tuple[Head, ...] = ()
     no_layer_runs: str = ""
     refuse: Callable[[nn.Module], None] | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from einops import reduce
 from torch import Tensor
 
@@ -16,9 +17,11 @@ from adapters.points import Follower, PointList, Site
 from adapters.views import (
     Branch,
     Call,
+    Composed,
     Derived,
     Heads,
     HeadsFirst,
+    HeadsOfBatch,
     MaskedScores,
     SinkPattern,
     SinkScores,
@@ -92,6 +95,15 @@ class Projection:
     part: View | None = None
 
 
+#: What a gate's projection goes through, by name.
+GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    "softplus": torch.nn.functional.softplus,
+    "tanh": torch.tanh,
+}
+
+
 @dataclass(frozen=True)
 class Attention:
     """An attention module.
@@ -111,12 +123,25 @@ class Attention:
         q_norm, k_norm: norms of queries and keys, relative to the attention module.
         qk_norm_over: what those norms are given: each head, as ``batch pos head d_head`` (``heads``) or as ``batch head
             pos d_head`` (``heads first``), or all heads at once, ``batch pos (head d_head)`` (``width``).
+        qk_norm_last: these norms are given rotated queries and keys: what they put out enters the product.
         qk_shift: the module whose output is added to what queries and keys read, after the norm (Shortformer's position
             embeddings), relative to the base model.
         position_bias: the module of a position bias that is added to the scores, relative to the attention module; a
             layer may lack it and use the first one's.
         core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
         cross: keys and values are made from an encoder's output.
+        q_latent, kv_latent: the modules whose outputs are the latents that queries, and keys and values, are made from,
+            relative to the attention module ("": there is one, that no module puts out). Keys are then what is made
+            from the latent; a part that all heads share is in `hook_rot_k` only.
+        n_heads, n_kv_heads: its numbers of heads, where they are not those of `ModelConfig`.
+        z_is: what stands between ``pattern @ v`` and `hook_z`, which is what enters the output projection: a ``gate``
+            (see `gate`), a ``norm``, a ``factor``; or ``sink``: the sigmoid of the scores' log-sum-exp less each head's
+            parameter, whose name `z_sinks` is. None: nothing.
+        gate: the projection that makes the gate, with one column for each of a head's, or one for each head.
+        gate_fn: the name of its activation function, of `GATE_FUNCTIONS`.
+        v_norm: a norm of the values, relative to the attention module: the pattern is multiplied with what it puts out.
+        flat_heads: scores and pattern are ``[(batch head), query, key]``.
+        d_q, d_k, d_v: how wide a head's queries, keys and values are, where that is not its `d_head`.
     """
 
     path: str
@@ -133,10 +158,39 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     qk_norm_over: Literal["heads", "heads first", "width"] = "heads"
+    qk_norm_last: bool = False
     qk_shift: str | None = None
     position_bias: str | None = None
     core: str = ""
     cross: bool = False
+    q_latent: str | None = None
+    kv_latent: str | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    z_is: Literal["gate", "norm", "factor", "sink"] | None = None
+    gate: Projection | None = None
+    gate_fn: str | None = None
+    z_sinks: str | None = None
+    v_norm: Norm | None = None
+    flat_heads: bool = False
+    d_q: int | None = None
+    d_k: int | None = None
+    d_v: int | None = None
+
+    def latent(self, letter: str) -> str | None:
+        """The latent that queries (``q``), keys (``k``) or values (``v``) are made from."""
+        return self.q_latent if letter == "q" else self.kv_latent
+
+    def heads(self, letter: str) -> str:
+        """The axis of the heads of queries, keys, values, or of the rotated ones."""
+        if letter == "q":
+            return "n_heads" if self.n_heads is None else str(self.n_heads)
+        return "n_key_value_heads" if self.n_kv_heads is None else str(self.n_kv_heads)
+
+    def width(self, letter: str) -> str:
+        """The axis of one head's columns."""
+        own = {"q": self.d_q, "k": self.d_k, "v": self.d_v}[letter]
+        return "d_head" if own is None else str(own)
 
 
 def attention_points(
@@ -166,6 +220,7 @@ def attention_points(
         factor: what its result is multiplied with before it is added to the stream.
     """
     pos = points.pos
+    n_heads, n_kv_heads = part.n_heads or n_heads, part.n_kv_heads or n_kv_heads
     inner = points.inside(name)
     own = "" if name == "attn" else f"{name}_"
     letters = {
@@ -173,58 +228,70 @@ def attention_points(
         for letter, projection, heads in (("q", part.q, n_heads), ("k", part.k, n_kv_heads), ("v", part.v, n_kv_heads))
     }
     if not part.cross:  # query, key and value read the same stream: each head can be given its own
-        if norm is not None:
-            _add_every_head_input(points, name, own, norm, n_heads, n_kv_heads)
+        if norm is not None and part.q_latent is None and part.kv_latent is None:
+            _add_every_head_input(points, name, own, norm, n_heads, n_kv_heads, part.heads("q"))
         for letter, (projection, view, heads) in letters.items():
+            if part.latent(letter) is not None:
+                continue
             points.add(
                 f"hook_{own}{letter}_input",
                 Site(join(module, projection.path), "output"),
                 PerHeadInput(view, heads),
-                f"batch {pos} {_heads_axis(letter)} d_model",
+                f"batch {pos} {part.heads(letter)} d_model",
                 group="heavy",
                 flag="use_split_qkv_input",
                 sources=tuple(site for site in (norm, shift if letter != "v" else None) if site),
                 aliases=(f"{name}.hook_{letter}_input",),
             )
+    for name_of, latent in (("q", part.q_latent), ("kv", part.kv_latent)):
+        if latent:
+            inner.add(
+                f"hook_{name_of}_latent", Site(join(module, latent), "output"), axes=f"batch {pos} d_{name_of}_latent"
+            )
     fused = len({projection.path for projection, _, _ in letters.values()}) < 3
     for letter, (projection, view, _) in letters.items():
         own_pos = key_pos if part.cross and letter != "q" else pos
         site = Site(join(module, projection.path), "output")
-        axes = f"batch {own_pos} {_heads_axis(letter)} d_head"
+        axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
         inner.add(f"hook_{letter}", site, view, axes, aliases=(f"{letter}.hook_out",))
-        if not fused:
+        if not fused and part.latent(letter) is None:
             entered = Site(site.path, "input")
             inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
     if part.shows_scores:
         core = join(module, part.core)
         if part.rotary:
             for letter, own_pos in (("q", pos), ("k", key_pos)):
-                axes = f"batch {own_pos} {_heads_axis(letter)} d_head"
+                axes = f"batch {own_pos} {part.heads(letter)} {part.width('q')}"
                 heads = n_heads if letter == "q" else n_kv_heads
                 inner.add(f"hook_rot_{letter}", Site(core, "attention", letter), HeadsFirst(), axes, n_heads=heads)
-        square = f"batch n_heads {pos} {key_pos}"
+        square = f"batch {part.heads('q')} {pos} {key_pos}"
         scores = SinkScores(part.scores, part.sinks) if part.sinks else part.scores
-        pattern = SinkPattern(part.sinks) if part.sinks else View()
+        pattern: View = SinkPattern(part.sinks) if part.sinks else View()
+        if part.flat_heads:
+            scores, pattern = Composed(HeadsOfBatch(n_heads), scores), Composed(HeadsOfBatch(n_heads), pattern)
         inner.add("hook_attn_scores", Site(core, "attention", "scores"), scores, square, n_heads=n_heads)
         inner.add("hook_pattern", Site(core, "attention", "pattern"), pattern, square, n_heads=n_heads)
+    if part.gate:
+        gate = Site(join(module, part.gate.path), "output")
+        inner.add(
+            "hook_gate", gate, part.gate.part or Heads(n_heads), f"batch {pos} {part.heads('q')} d_gate", group="extra"
+        )
     output = join(module, part.o)
-    z_axes = f"batch {pos} n_heads d_head"
+    z_axes = f"batch {pos} {part.heads('q')} {part.width('v')}"
     inner.add("hook_z", Site(output, "input"), Heads(n_heads), z_axes, aliases=("o.hook_in",))
     inner.add(
         "hook_result",
         Site(output, "output"),
         HeadResults(n_heads, factor),
-        f"batch {pos} n_heads d_model",
+        f"batch {pos} {part.heads('q')} d_model",
         group="heavy",
         flag="use_attn_result",
     )
 
 
-def _heads_axis(letter: str) -> str:
-    return "n_heads" if letter == "q" else "n_key_value_heads"
-
-
-def _add_every_head_input(points: PointList, name: str, own: str, norm: Site, n_heads: int, n_kv_heads: int) -> None:
+def _add_every_head_input(
+    points: PointList, name: str, own: str, norm: Site, n_heads: int, n_kv_heads: int, axis: str
+) -> None:
     group_size = n_heads // n_kv_heads
 
     def by_group(value: Tensor) -> Tensor:
@@ -236,7 +303,7 @@ def _add_every_head_input(points: PointList, name: str, own: str, norm: Site, n_
         f"hook_{own}attn_in",
         Site(norm.path, "output"),
         EveryHeadInput(n_heads),
-        f"batch {points.pos} n_heads d_model",
+        f"batch {points.pos} {axis} d_model",
         group="heavy",
         flag="use_attn_in",
         aliases=(f"{name}.hook_attn_in",),
@@ -249,9 +316,9 @@ def _add_every_head_input(points: PointList, name: str, own: str, norm: Site, n_
 def qk_norm_points(points: PointList, part: Attention, module: str) -> None:
     """Adds the points of the norms of queries and keys (arguments as for `attention_points`)."""
     view = HeadsFirst() if part.qk_norm_over == "heads first" else None
-    for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
+    for letter, norm in (("q", part.q_norm), ("k", part.k_norm), ("v", part.v_norm)):
         if norm:
-            heads = _heads_axis(letter)
-            axes = f"{heads}*d_head" if part.qk_norm_over == "width" else f"{heads} d_head"
+            heads, width = part.heads(letter), part.width(letter)
+            axes = f"{heads}*{width}" if part.qk_norm_over == "width" else f"{heads} {width}"
             site = Site(join(module, norm.path), "output")
             norm_points(points, f"{letter}_norm", norm.kind, site, view=view, axes=f"batch {points.pos} {axes}")

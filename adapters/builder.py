@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, Head, Mixer, NamedStep, Part, Stack
+from adapters.architecture import Architecture, Head, Mixer, NamedStep, Opaque, Part, Stack, feeds_forward
 from adapters.attention import Attention, attention_points, qk_norm_points
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
@@ -14,7 +14,7 @@ from adapters.mixers.part import mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, members_of, path_from
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Branch, Composed, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
+from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -36,7 +36,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
             PointList("", -1, "", stack.pos, points).add(f"{stack.name}_embed.hook_out", embed, group="extra")
         n = len(members_of(model.get_submodule(blocks)))
         for index in range(n):
-            points += BlockBuilder(stack, cfg, base, index, n).build()
+            points += BlockBuilder(stack, cfg, base, index, n, model).build()
         if stack.final_norm:
             _add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
     after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
@@ -57,13 +57,14 @@ def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
     together = architecture.embeddings is not None  # HookedTransformer's encoder has one part for all of them
     points.add("embed.hook_in", Site(tokens.path, "input"), axes="batch pos", group="extra")
     norm = architecture.embed_norm
+    scaled = Scaled(architecture.embed_factor) if architecture.embed_factor != 1 else None
     if together:
-        points.add("embed.hook_embed", tokens, aliases=("hook_embed", "embed.hook_out"))
+        points.add("embed.hook_embed", tokens, scaled, aliases=("hook_embed", "embed.hook_out"))
     else:
         embed = Site(join(base, norm.path), "output") if norm else tokens
         if norm:
             norm_points(points, "embed.ln", norm.kind, embed)
-        points.add("hook_embed", embed, aliases=("embed.hook_out",))
+        points.add("hook_embed", embed, None if norm else scaled, aliases=("embed.hook_out",))
         tokens = embed
     if architecture.token_types:
         points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"))
@@ -99,7 +100,7 @@ def _add_head(points: PointList, head: Head, model: nn.Module) -> None:
 
 def _add_unembedding(points: PointList, architecture: Architecture, model: nn.Module) -> None:
     path = path_from(model, "." + architecture.unembed)
-    if has_module(model, path):
+    if architecture.unembed and has_module(model, path):
         points.add("unembed.hook_in", Site(path, "input"), group="extra")
         axes = f"batch {points.pos} d_vocab_out"
         points.add("unembed.hook_out", Site(path, "output"), axes=axes, group="extra", aliases=("hook_unembed",))
@@ -113,10 +114,11 @@ class BlockBuilder:
         cfg: the model's configuration.
         base: the path of the base model.
         index, n: which block of how many.
+        model: the Hugging Face model, with what wraps it.
     """
 
-    def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int) -> None:
-        self.stack, self.cfg, self.base = stack, cfg, base
+    def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int, model: nn.Module) -> None:
+        self.stack, self.cfg, self.base, self.model = stack, cfg, base, model
         self.block, self.last = stack.block_at(index), index == n - 1
         self.path = join(base, stack.path, str(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
@@ -140,7 +142,12 @@ class BlockBuilder:
         else:
             others = ("ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
             self.points.add("hook_resid_post", output, aliases=("hook_out",), other_names=others)
-        return self._with_other_names(self.points.points)
+        changed = {(join(self.path, path), kind) for path, kind in self.block.changed_in_place}
+        points = [
+            replace(point, view=Copied(point.view)) if (point.site.path, point.site.kind) in changed else point
+            for point in self.points.points
+        ]
+        return self._with_other_names(points)
 
     def _add(
         self,
@@ -182,7 +189,7 @@ class BlockBuilder:
         if named.first and named.before.startswith("hook_resid_mid"):
             self._add(flat, named.before, entry or self._entry(part), WriteThrough())
         if step.pre is None:
-            if isinstance(part, MLP | MoE | Mixer) and not named.before.endswith("hook_out"):
+            if (feeds_forward(part) or isinstance(part, Mixer)) and not named.before.endswith("hook_out"):
                 self._add_own_input(named, flat, self._entry(part), Branch())
             return
         assert entry
@@ -203,7 +210,7 @@ class BlockBuilder:
             self._add(
                 False, f"hook_{named.name}_in", entry, view, group="heavy", aliases=(norm_in,), flag="use_attn_in"
             )
-        elif isinstance(part, Mixer):
+        elif isinstance(part, Mixer) or not feeds_forward(part):
             self._add(False, f"hook_{named.name}_in", entry, view, group="extra", aliases=(norm_in,))
         else:
             hook = f"hook_{named.name}_in"
@@ -215,7 +222,7 @@ class BlockBuilder:
         at = self._entry(named.step.part)
         if not named.leads:
             hook, norm_in = f"hook_{named.name}_in", f"{named.norm}.hook_in"
-            heavy = isinstance(named.step.part, MLP | MoE)
+            heavy = feeds_forward(named.step.part)
             self.points.add(
                 hook,
                 at,
@@ -265,7 +272,9 @@ class BlockBuilder:
             experts = self.cfg.num_experts
             if experts is None:
                 raise ValueError(f"{module} is declared as a mixture, and config_values has no num_experts")
-            mixture_points(self.points.inside(named.name), part, module, self.rows, experts)
+            path = join(module, part.experts)
+            held = self.model.get_submodule(path) if has_module(self.model, path) else None
+            mixture_points(self.points.inside(named.name), part, module, self.rows, experts, held)
         elif isinstance(part, Mixer):
             mixer_points(self.points.inside(named.name), part, module)
 
@@ -273,9 +282,13 @@ class BlockBuilder:
         """What the part returns, and what is added to the stream."""
         step, part, name = named.step, named.step.part, named.name
         flat = isinstance(part, MLP) and part.flat
-        out = part.out if not isinstance(part, MoE) else None
-        returned = Site(join(self.path, out or part.path), "output", part.out_key)
-        projection = {Attention: (f"{name}.o.hook_out",), Mixer: ()}.get(type(part), (f"{name}.out.hook_out",))
+        if step.post and part.out == step.post.path:  # a sum that no module puts out
+            returned = Site(join(self.path, part.out), "input")
+        else:
+            returned = Site(join(self.path, part.out or part.path), "output", part.out_key)
+        projection = {Attention: (f"{name}.o.hook_out",), Mixer: (), Opaque: ()}.get(
+            type(part), (f"{name}.out.hook_out",)
+        )
         scaled = Scaled(step.factor) if step.factor != 1 else None
         if step.post is None:
             self._add(flat, f"hook_{name}_out", returned, scaled, aliases=(f"{name}.hook_out", *projection))
@@ -290,7 +303,7 @@ class BlockBuilder:
     def _add_norm_on_the_stream(self, named: NamedStep, norm: Norm, following: Part | None) -> None:
         """The sum of stream and part, and the norm of it, which is the stream from there on."""
         total, norm_in = Site(join(self.path, norm.path), "input"), f"{named.norm}.hook_in"
-        if isinstance(following, MLP | MoE):
+        if following is not None and feeds_forward(following):
             # The norm's output is both what the MLP reads and the skip connection: there is nothing it alone reads.
             self.points.add(named.after, total)
             self.points.add("hook_mlp_in", total, group="heavy", flag="use_hook_mlp_in", aliases=(norm_in,))

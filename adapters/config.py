@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -11,23 +11,26 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Mixer
+from adapters.architecture import Architecture, Mixer, feeds_forward
 from adapters.attention import Attention
-from adapters.feed_forward import MLP, MoE
-from adapters.norms import eps_of
+from adapters.feed_forward import MLP
 from adapters.offloaded import input_device
-from adapters.paths import has_module, members_of
+from adapters.paths import core_path, has_module, members_of, path_from
+
+#: Says what was done to a model's weights: given what was noted last, what is true of them now.
+ReadsRecord = Callable[[dict[str, str]], dict[str, str]]
 
 
 @dataclass(repr=False)
 class ModelConfig:
     """The properties of a model that interpretability code asks for.
 
-    Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype` and
-    `n_params` are read from the parameters at the time of asking. ``use_attn_result``, ``use_split_qkv_input``,
-    ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy hook points. Where layers
-    are mixtures of experts, `d_expert` and `d_shared_expert` are the widths of these, and `d_mlp` is that of the layers
-    which are not (where all are, of an expert).
+    Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype`,
+    `n_params`, `d_vocab`, `d_vocab_out`, `normalization_type`, `tie_word_embeddings` and `processed` are read from the
+    model at the time of asking: somebody else may have resized, loaded or processed it. ``use_attn_result``,
+    ``use_split_qkv_input``, ``use_attn_in`` and ``use_hook_mlp_in`` say whether an unfiltered cache holds the heavy
+    hook points. Where layers are mixtures of experts, `d_expert` and `d_shared_expert` are the widths of these, and
+    `d_mlp` is that of the layers which are not (where all are, of an expert).
     `positions_from_mask`: the first token of a row padded in front is at position 0, as in HookedTransformer; False
     leaves positions to the Hugging Face model, which counts padding too.
     `processed` says, for each transform of `process_weights` that was asked for, that it is done or why it is not.
@@ -95,13 +98,15 @@ class ModelConfig:
     processed: dict[str, str] = field(default_factory=dict, compare=False)
     extra: dict[str, object] = field(default_factory=dict)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
+    #: The paths of the matrices that `d_vocab` and `d_vocab_out` are the rows of.
+    _vocabularies: tuple[str, str] = field(default=("", ""), repr=False, compare=False)
 
     def __repr__(self) -> str:
         """The fields that are not as in most models, one a line."""
         told = []
         for f in fields(self):
             usual = f.default_factory() if f.default_factory is not MISSING else f.default
-            if f.name not in ("_model", "model_name", "original_architecture") and getattr(self, f.name) != usual:
+            if f.name[0] != "_" and f.name not in _FIRST_LINE and getattr(self, f.name) != usual:
                 told.append(f"{f.name} = {getattr(self, f.name)!r}")
         if self._model is not None:
             told.append(f"{self.n_params:,} parameters, {self.dtype} on {self.device}")
@@ -130,8 +135,40 @@ class ModelConfig:
         return sum(p.numel() for p in self._parameters())
 
     def attach(self, model: nn.Module) -> None:
-        """Says whose facts these are: `device`, `dtype` and `n_params` are read from its parameters."""
+        """Says whose facts these are: what is read at the time of asking is read from this model."""
         self._model = model
+
+    def watch(self, record: ReadsRecord) -> None:
+        """Says how `processed` is read from the model at the time of asking.
+
+        Args:
+            record: says what was done to its weights.
+        """
+        self.__dict__["_record"] = record
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_record"}
+
+    def _rows_at(self, which: int) -> int | None:
+        """How many rows the embedding (0) or the unembedding (1) has now; None where that is not known."""
+        path = self._vocabularies[which]
+        if self._model is None or not path:
+            return None
+        core = self._model.get_submodule(core_path(self._model))
+        return _rows(core.get_submodule(path)) if has_module(core, path) else None
+
+    def _now(self, name: str, known: Any) -> object:
+        """What a field that others may change is now, which was `known` when it was set."""
+        if name == "processed":
+            record: ReadsRecord | None = self.__dict__.get("_record")
+            return known if record is None else record(known)
+        if name == "normalization_type":
+            return f"{known}Pre" if known in ("LN", "RMS") and self.processed.get("fold_ln") == "done" else known
+        if name == "tie_word_embeddings":
+            model = self._model
+            return known if model is None else _ties(config_of(model.get_submodule(core_path(model))))
+        rows = self._rows_at(("d_vocab", "d_vocab_out").index(name))
+        return known if rows is None else rows
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         if self._model is None:
@@ -140,13 +177,33 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and `device`, `dtype` and `n_params`, as a plain dictionary."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "_model"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name[0] != "_"}
         if self._model is not None:
             values |= {"device": self.device, "dtype": self.dtype, "n_params": self.n_params}
         return values
 
     def __contains__(self, name: str) -> bool:
         return name in {f.name for f in fields(self)}
+
+
+_FIRST_LINE = ("model_name", "original_architecture")
+
+
+class _Live:
+    """A field of `ModelConfig` that is read from the model when it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, cfg: ModelConfig | None, owner: type | None = None) -> object:
+        return self if cfg is None else cfg._now(self._name, cfg.__dict__[self._name])
+
+    def __set__(self, cfg: ModelConfig, value: object) -> None:
+        cfg.__dict__[self._name] = value
+
+
+for _field in ("d_vocab", "d_vocab_out", "normalization_type", "tie_word_embeddings", "processed"):
+    setattr(ModelConfig, _field, _Live(_field))
 
 
 def act_fn_name(name: str | None) -> str | None:
@@ -202,10 +259,14 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     """
     hf = config_of(model)
     given: dict[str, Any] = dict(architecture.config_values)
+    if not hasattr(hf, "vocab_size"):  # of a model of images and text
+        hf = hf.get_text_config()
     stack = architecture.stack
-    n_heads = given.pop("n_heads", None) or hf.num_attention_heads
-    n_kv = first(hf, "num_key_value_heads", "num_kv_heads")
+    n_heads = given.pop("n_heads") if "n_heads" in given else hf.num_attention_heads
+    own_groups = "n_key_value_heads" in given  # a configuration may have another number for each layer
+    n_kv = given["n_key_value_heads"] if own_groups else first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = given.pop("d_model", None) or hf.hidden_size
+    d_head = given.pop("d_head") if "d_head" in given else first(hf, "head_dim") or d_model // n_heads
     layers = members_of(root.get_submodule(stack.path))
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
@@ -214,7 +275,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "n_heads": n_heads,
         "n_key_value_heads": n_kv if n_kv != n_heads else None,
         "d_model": d_model,
-        "d_head": first(hf, "head_dim") or d_model // n_heads,
+        "d_head": d_head,
         "d_vocab": _rows(root.get_submodule(architecture.embed)),
         "d_vocab_out": hf.vocab_size,
         "n_ctx": first(hf, "max_position_embeddings", "n_positions", "seq_length"),
@@ -222,19 +283,25 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "positional_embedding_type": "standard" if architecture.pos_embed else "none",
         "final_rms": stack.final_norm is not None and not stack.final_norm.kind.centered,
         "post_embedding_ln": architecture.embed_norm is not None and architecture.embeddings is None,
-        "tie_word_embeddings": bool(first(hf, "tie_word_embeddings")),
+        "tie_word_embeddings": _ties(hf),
         "default_prepend_bos": True,
         **_of_the_steps(architecture, layers),
     }
-    if has_module(model, architecture.unembed):
+    if architecture.unembed and has_module(model, architecture.unembed):
         values["d_vocab_out"] = _rows(model.get_submodule(architecture.unembed)) or hf.vocab_size
+    known = "d_mlp" in given
     d_mlp = given.pop("d_mlp", None)
     if not values["attn_only"]:
-        values["d_mlp"] = d_mlp or first(hf, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model
+        values["d_mlp"] = d_mlp if known else first(hf, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model
     values |= _windows(hf, len(layers)) | given
     if values.get("use_attn_scale", True):
         values.setdefault("attn_scale", math.sqrt(values["d_head"]))
-    return ModelConfig(**values, _model=model)
+    vocabularies = (path_from(model, architecture.embed), architecture.unembed)
+    return ModelConfig(**values, _model=model, _vocabularies=vocabularies)
+
+
+def _ties(hf: PreTrainedConfig) -> bool:
+    return bool(first(hf, "tie_word_embeddings"))
 
 
 def _rows(module: nn.Module) -> int | None:
@@ -248,12 +315,12 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
     steps = list(architecture.steps())
     parts = [step.part for step in steps]
     attentions = [part for part in parts if isinstance(part, Attention)]
-    feed_forward = [part for part in parts if isinstance(part, MLP | MoE)]
+    feed_forward = [part for part in parts if feeds_forward(part)]
     eps = None
     for layer, module in enumerate(layers):
         norms = architecture.stack.block_at(layer).norms
-        if norms and not norms[0].kind.identity:
-            eps = eps_of(module.get_submodule(norms[0].path))
+        if norms and norms[0].kind.name is not None:
+            eps = norms[0].kind.epsilon(module.get_submodule(norms[0].path))
             break
     kind = architecture.norm_kind
     return {
@@ -261,7 +328,7 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
         "eps": eps,
         "d_mlp": None,
         "attn_only": not feed_forward and not any(isinstance(part, Mixer) for part in parts),
-        "parallel_attn_mlp": any(step.parallel and isinstance(step.part, MLP | MoE) for step in steps),
+        "parallel_attn_mlp": any(step.parallel and feeds_forward(step.part) for step in steps),
         "gated_mlp": any(isinstance(part, MLP) and part.gate is not None for part in feed_forward),
         "use_qk_norm": any(part.q_norm or part.k_norm for part in attentions),
         "use_normalization_before_and_after": any(step.pre and step.post for step in steps),

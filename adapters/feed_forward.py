@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 from adapters.attention import Projection
 from adapters.norms import LAYER_NORM, norm_points
-from adapters.paths import join
+from adapters.paths import has_module, join
 from adapters.points import Group, PointList, Site
 from adapters.views import Composed, FlatRows, View
 
@@ -25,6 +27,7 @@ class MLP:
             the output of the module at `path`.
         ln: a layer norm between the activation function and `down` (SoLU), relative to `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
+        d_mlp: how many neurons it has, where that is not the `d_mlp` of `ModelConfig`.
     """
 
     path: str
@@ -35,6 +38,7 @@ class MLP:
     out_key: int | None = None
     ln: str | None = None
     flat: bool = False
+    d_mlp: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,20 +50,44 @@ class MoE:
         router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
             returns their scores, and the weights and indices of the chosen ones.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
-        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; or their
-            ``logits``, with a softmax over the chosen ones afterwards.
-        shared: an expert that every token is sent to, on ``(batch pos)`` rows; its path is relative to `path`.
+        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; their
+            ``logits``, with a softmax over the chosen ones afterwards; or ``scores``, each made from its logit alone (a
+            sigmoid), perhaps by groups.
+        router_matrix: the module, relative to the router, whose weight makes the logits ("": the router's own).
+        corrected: each expert has a term of its own in the choice, or experts are chosen by groups: the chosen ones are
+            not those of the largest weights.
+        factor: what the sum of the chosen experts is multiplied with.
+        shared: an expert that every token is sent to; its path is relative to `path`.
+        shared_factor: what its result is multiplied with.
         shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
-        out_key: which element of the module's output is added to the residual stream (None: the output itself).
+        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
     """
 
     path: str
     router: str
     experts: str = "experts"
-    chosen_by: Literal["probabilities", "logits"] = "probabilities"
+    chosen_by: Literal["probabilities", "logits", "scores"] = "probabilities"
+    router_matrix: str = ""
+    corrected: bool = False
+    factor: float = 1.0
     shared: MLP | None = None
+    shared_factor: float = 1.0
     shared_gate: str | None = None
+    out: str | None = None
     out_key: int | None = None
+
+
+def _expert_sites(path: str, e: int, experts: nn.Module | None) -> dict[str, Site]:
+    """Where the activations of an expert stand: inside the module that holds all, or in a module of its own."""
+    if not isinstance(experts, nn.ModuleList):
+        return {part: Site(path, "experts", f"{e}.{part}") for part in ("in", "gate", "pre", "post", "out")}
+    own = join(path, str(e))
+    sites = {"in": Site(own, "input")}
+    for gate, up, down in _PROJECTIONS:
+        if all(has_module(experts[e], name) for name in (gate, up, down)):
+            sites["gate"], sites["pre"] = Site(join(own, gate), "output"), Site(join(own, up), "output")
+            sites["post"] = Site(join(own, down), "input")
+    return sites | {"out": Site(own, "output")}
 
 
 def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...], axes: str = "d_mlp") -> None:
@@ -72,7 +100,7 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
         rows: where the batch size of a flat one is seen.
         axes: the axis of its neurons.
     """
-    wide = f"batch {points.pos} {axes}"
+    wide = f"batch {points.pos} {axes if mlp.d_mlp is None else mlp.d_mlp}"
 
     def add(name: str, site: Site, view: View | None = None, aliases: tuple[str, ...] = ()) -> None:
         if mlp.flat:
@@ -92,8 +120,20 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
     add("hook_post", Site(join(module, mlp.down), "input"), aliases=("out.hook_in",))
 
 
-def mixture_points(points: PointList, mlp: MoE, module: str, rows: tuple[Site, ...], num_experts: int) -> None:
-    """Adds the points inside a mixture of experts (arguments as for `mlp_points`)."""
+#: An expert's projections where each expert is a module: gate, up, down.
+_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def mixture_points(
+    points: PointList, mlp: MoE, module: str, rows: tuple[Site, ...], num_experts: int, experts: nn.Module | None
+) -> None:
+    """Adds the points inside a mixture of experts.
+
+    Args:
+        points, mlp, module, rows: as for `mlp_points`.
+        num_experts: how many there are.
+        experts: the module that holds them, where the model has it.
+    """
 
     def add(name: str, site: Site, axes: str, group: Group = "standard", aliases: tuple[str, ...] = ()) -> None:
         shape = f"batch {points.pos} {axes}"
@@ -105,18 +145,18 @@ def mixture_points(points: PointList, mlp: MoE, module: str, rows: tuple[Site, .
     if mlp.chosen_by == "probabilities":
         logits, weights = Site(router, "softmax", "scores"), Site(router, "softmax", "pattern")
     else:
-        logits, weights = Site(router, "router", "logits"), Site(router, "router", "weights")
+        made = "logits" if mlp.chosen_by == "logits" else "product"
+        logits, weights = Site(router, "router", made), Site(router, "router", "weights")
     add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))
     add("hook_expert_weights", weights, "n_experts")
     add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")
     add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
-    experts = join(module, mlp.experts)
+    path = join(module, mlp.experts)
     for e in range(num_experts):
-        for part in ("gate", "pre", "post"):
+        for part, site in _expert_sites(path, e, experts).items():
             # Its rows are of no batch: in caches only when named.
-            points.add(
-                f"experts.{e}.hook_{part}", Site(experts, "experts", f"{e}.{part}"), axes="row d_expert", group="extra"
-            )
+            axes = "row d_model" if part in ("in", "out") else "row d_expert"
+            points.add(f"experts.{e}.hook_{part}", site, axes=axes, group="extra")
     if mlp.shared:
         shared = join(module, mlp.shared.path)
         mlp_points(points.inside("shared_expert"), mlp.shared, shared, rows, "d_shared_expert")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -35,6 +37,24 @@ def bias_of(module: nn.Module, like: Tensor) -> Tensor:
         if bias is not None:
             return bias
     return module.forward(torch.zeros_like(like[:1, :1]))
+
+
+def adapted_bias(module: nn.Module, bias: Tensor | None, like: Tensor) -> Tensor | None:
+    """The bias of a projection that PEFT may have put adapters around, which may add biases of their own, or scale it.
+
+    Args:
+        module: the projection.
+        bias: that of what is inside of the adapters; None: it has none.
+        like: a tensor of the right type and device.
+
+    Returns:
+        `bias` itself where the adapters leave it as it is.
+    """
+    if not hasattr(module, "base_layer"):
+        return bias
+    given: Tensor = module.forward(like.new_zeros(1, cast(int, module.in_features)))[0]
+    unchanged = not bool(given.any()) if bias is None else torch.equal(given, bias)
+    return bias if unchanged else given
 
 
 def head_results(module: nn.Module, z: Tensor) -> Tensor:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import nn
 
 from adapters.architecture import Architecture
+from adapters.automatic.declaration import Inferred, NotInferable, infer
 from adapters.builder import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.paths import base_path, core_path, join
 from adapters.points import Point
-from adapters.registry import declaration_for
+from adapters.registry import UnsupportedModelError, declaration_for, has_declaration
+
+#: Whether what plays which part is inferred: where a class has no adapter, never, always.
+Automatic = bool | Literal["always"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class ModelMap:
         block_paths: the paths of its blocks.
         block_output: which element of a block's output is the residual stream, and how many there are.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
+        inferred: its class has no declaration: this one was inferred from a run.
+        not_offered: hook points, or what their names begin with, that an inferred one does not have, and why.
     """
 
     core: nn.Module
@@ -35,16 +43,30 @@ class ModelMap:
     block_paths: list[str]
     block_output: tuple[int | None, int]
     no_layer_runs: str = ""
+    inferred: bool = False
+    not_offered: Mapping[str, str] = field(default_factory=dict)
+
+    def without(self, names: Mapping[str, str]) -> ModelMap:
+        """The same without some hook points, with the reasons."""
+        points = [point for point in self.points if not _is_among(point.name, names)]
+        return replace(self, points=points, not_offered={**self.not_offered, **names})
 
 
-def map_model(model: nn.Module) -> ModelMap:
+def _is_among(name: str, names: Mapping[str, str]) -> bool:
+    return any(name == each or name.startswith(each + ".") for each in names)
+
+
+def map_model(model: nn.Module, declared: Architecture | None = None, *, automatic: Automatic = False) -> ModelMap:
     """What plays which part in a Hugging Face model.
 
     Args:
-        model: a model of a supported family.
+        model: a Hugging Face model.
+        declared: its declaration; None: that of its class.
+        automatic: where its class has no adapter, infer what one would declare from a run on a few tokens; ``always``:
+            where it has one, too.
 
     Raises:
-        UnsupportedModelError: there is no adapter for its class.
+        UnsupportedModelError: there is no adapter for its class, and none could be inferred, or was to be.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -52,11 +74,30 @@ def map_model(model: nn.Module) -> ModelMap:
         >>> map_model(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=10))).block_paths
         ['transformer.h.0', 'transformer.h.1']
     """
-    base = base_path(model)
     core = model.get_submodule(core_path(model))
-    architecture = declaration_for(core)
+    if declared is None and (automatic == "always" or (automatic and not has_declaration(core))):
+        try:
+            found = infer(model)
+        except NotInferable as why:
+            raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.".strip()) from None
+        return _mapped(model, core, found.architecture, found).without(found.not_offered)
+    architecture = declaration_for(core) if declared is None else declared
     if architecture.refuse is not None:
         architecture.refuse(model)
+    return _mapped(model, core, architecture, None)
+
+
+def _refusal(core: nn.Module) -> str:
+    """What is said of a model whose class has no adapter."""
+    try:
+        declaration_for(core)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
+def _mapped(model: nn.Module, core: nn.Module, architecture: Architecture, inferred: Inferred | None) -> ModelMap:
+    base = base_path(model)
     cfg = model_config(architecture, core, model.get_submodule(base))
     stack = architecture.stack
     return ModelMap(
@@ -67,4 +108,5 @@ def map_model(model: nn.Module) -> ModelMap:
         block_paths=[join(base, stack.path, str(i)) for i in range(cfg.n_layers)],
         block_output=(stack.output_key, stack.output_length),
         no_layer_runs=architecture.no_layer_runs,
+        inferred=inferred is not None,
     )

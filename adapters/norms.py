@@ -24,15 +24,19 @@ class NormKind:
         centered: the mean is subtracted (a layer norm).
         offset: what is added to the weight (1 for Gemma, whose weight is stored as its difference from one).
         identity: it computes nothing: it is there as a place to stand on, and has no hook points of its own.
+        eps: its epsilon, where its module does not keep it (None: the module does).
+        opaque: what it computes is not said: it is a place to stand on too.
     """
 
     centered: bool
     offset: float = 0.0
     identity: bool = False
+    eps: float | None = None
+    opaque: bool = False
 
     @property
     def name(self) -> str | None:
-        if self.identity:
+        if self.identity or self.opaque:
             return None
         return "LN" if self.centered else "RMS"
 
@@ -40,6 +44,10 @@ class NormKind:
         """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
         weight: Tensor | None = held(module, "weight")
         return weight + self.offset if weight is not None and self.offset else weight
+
+    def epsilon(self, module: nn.Module) -> float:
+        """The epsilon of a norm of this kind."""
+        return eps_of(module) if self.eps is None else self.eps
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ LAYER_NORM = NormKind(centered=True)
 RMS_NORM = NormKind(centered=False)
 NO_NORM = NormKind(centered=False, identity=True)
 GEMMA_NORM = NormKind(centered=False, offset=1.0)
+OPAQUE_NORM = NormKind(centered=False, opaque=True)
 
 
 def eps_of(module: nn.Module) -> float:
@@ -101,7 +110,7 @@ class _NormView(Derived):
             module, x = self.norm(call)
             x = at_least_float32(x)
             square = x.var(-1, correction=0, keepdim=True) if self.kind.centered else x.pow(2).mean(-1, keepdim=True)
-            call.scratch["scale"] = (square + eps_of(module)).sqrt()
+            call.scratch["scale"] = (square + self.kind.epsilon(module)).sqrt()
         return call.scratch["scale"]
 
 
@@ -182,7 +191,7 @@ def norm_points(
         axes: of `hook_normalized`; None: those of the residual stream.
         branches: see `Point`.
     """
-    if kind.identity:
+    if kind.identity or kind.opaque:
         return
     axes = axes or f"batch {points.pos} d_model"
     sources = (shared, *sources) if shared else sources

@@ -70,6 +70,20 @@ def supported() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def has_declaration(model: nn.Module) -> bool:
+    """Whether a class among a model's bases has an adapter, or what wraps it hides it from hooks.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    _load()
+    if isinstance(getattr(model, "module", None), PreTrainedModel) or not isinstance(model, PreTrainedModel):
+        return True  # `declaration_for` says what is wrong with it
+    return any(
+        cls.__name__ in _REGISTRY and not _is_namesake(cls, _REGISTRY[cls.__name__]) for cls in type(model).__mro__
+    )
+
+
 def declaration_for(model: nn.Module) -> Architecture:
     """What the adapter of this model's class declares for its configuration.
 

@@ -19,7 +19,7 @@ from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
 from adapters.experts import ExpertPart, expert_bias, expert_weight
 from adapters.feed_forward import MLP, MoE
-from adapters.linear import weight_in_out
+from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
 from adapters.offloaded import held
 from adapters.paths import base_path, core_path, gone, has_module, join, members_of
@@ -52,7 +52,7 @@ class Weights:
                 self._add_stack(stack)
         self._add_heads()
         unembed = "." + architecture.unembed
-        if self.has(unembed):
+        if architecture.unembed and self.has(unembed):
             self.getters["unembed.W_U"] = lambda: self.matrix(unembed)
             self.getters["unembed.b_U"] = self.bias(unembed, lambda: (cfg.d_vocab_out,))
 
@@ -103,8 +103,10 @@ class Weights:
                 raise TypeError(
                     f"{path} is a {type(self.module(path)).__name__}, which has no plain bias; {_DEQUANTISE}"
                 )
+            like = torch.empty(0, dtype=self.cfg.dtype, device=self.cfg.device) if bias is None else bias
+            bias = adapted_bias(self.module(path), bias, like)
             if bias is None:
-                return torch.zeros(shape(), dtype=self.cfg.dtype, device=self.cfg.device)
+                return like.new_zeros(shape())
             return bias if part is None else part.get(bias, _NO_CALL)
 
         return get
@@ -123,9 +125,10 @@ class Weights:
     def _token_embedding(self, path: str) -> Get:
         def get() -> Tensor:
             module = self.module(path)
-            scale = getattr(module, "scalar_embed_scale", 1.0)
+            scale = getattr(module, "scalar_embed_scale", 1.0) * self.architecture.embed_factor
             weight = held(module, "weight")
-            assert isinstance(weight, Tensor)
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"{path} is a {type(module).__name__}, which has no table of embeddings")
             return weight if scale == 1.0 else weight * scale
 
         return get
@@ -134,7 +137,8 @@ class Weights:
         def get() -> Tensor:
             module = self.module(path)
             weight = held(module, "weight")
-            assert isinstance(weight, Tensor)
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"{path} is a {type(module).__name__}, which has no table of positions")
             return weight[getattr(module, "offset", 0) :]  # OPT keeps two rows before those of its positions
 
         return get
@@ -183,11 +187,14 @@ class Weights:
             self.getters[f"{name}.b"] = self.parameter(at, "bias")
 
     def _add_attention(self, name: str, path: str, part: Attention, factor: float) -> None:
-        heads, at = self.cfg.n_heads, join(path, part.path)
-        for letter, projection, n in (
-            ("Q", part.q, heads), ("K", part.k, self.cfg.n_kv_heads), ("V", part.v, self.cfg.n_kv_heads),
+        heads, at = part.n_heads or self.cfg.n_heads, join(path, part.path)
+        groups, d_head = part.n_kv_heads or self.cfg.n_kv_heads, self.cfg.d_head
+        for letter, projection, n, width in (
+            ("Q", part.q, heads, part.d_q), ("K", part.k, groups, part.d_k), ("V", part.v, groups, part.d_v),
         ):  # fmt: skip
-            self._add_projection(name, at, letter, projection, n)
+            if part.latent(letter.lower()) is None:  # what is made from a latent has no matrix that reads the stream
+                own = "_" if letter != "Q" and n != heads else ""
+                self._add_projection(f"{name}.{own}", at, letter, projection, n, width or d_head)
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = times(factor, lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads))
         self.getters[f"{name}.b_O"] = times(factor, self.bias(out, lambda: (self.cfg.d_model,)))
@@ -197,13 +204,12 @@ class Weights:
         if part.position_bias and self.has(bias := join(at, part.position_bias)):
             self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(bias)
 
-    def _add_projection(self, name: str, path: str, letter: str, projection: Projection, n: int) -> None:
-        module, view = join(path, projection.path), projection.part or Heads(n)
+    def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int, d_head: int) -> None:
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
-        own = "_" if letter != "Q" and n != self.cfg.n_heads else ""
-        weight = f"{name}.{own}W_{letter}"
-        self.getters[weight] = lambda: rearrange(view.get(self.matrix(module), _NO_CALL), "m h d -> h m d")
-        self.getters[f"{name}.{own}b_{letter}"] = self.bias(module, lambda: (n, self.cfg.d_head), view)
+        module, view = join(path, projection.path), projection.part or Heads(n)
+        weight = lambda: rearrange(view.get(self.matrix(module), _NO_CALL), "m h d -> h m d")
+        self.getters[f"{prefix}W_{letter}"] = weight
+        self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, d_head), view)
 
     def _add_mlp(self, name: str, path: str, mlp: MLP, factor: float) -> None:
         module = join(path, mlp.path)
@@ -223,14 +229,14 @@ class Weights:
     def _add_experts(self, name: str, path: str, moe: MoE, factor: float) -> None:
         """The router and each expert, oriented as the linear layers that HookedTransformer keeps them in."""
         inside = join(path, moe.path)
-        at, router = join(inside, moe.experts), join(inside, moe.router)
+        at, router = join(inside, moe.experts), join(inside, moe.router, moe.router_matrix)
         self.getters[f"{name}.W_gate.weight"] = self.parameter(router)
         if getattr(self.module(router), "bias", None) is not None:
             self.getters[f"{name}.W_gate.bias"] = self.parameter(router, "bias")
         has_bias = bool(self.module(at).has_bias)
 
         def add(index: int, part: ExpertPart) -> None:
-            own, scale = f"{name}.experts.{index}.{part}", factor if part == "W_out" else 1.0
+            own, scale = f"{name}.experts.{index}.{part}", factor * moe.factor if part == "W_out" else 1.0
             self.getters[f"{own}.weight"] = times(scale, lambda: expert_weight(self.module(at), index, part))
             if has_bias:
                 self.getters[f"{own}.bias"] = times(scale, lambda: expert_bias(self.module(at), index, part))
@@ -239,7 +245,7 @@ class Weights:
             for part in ("W_gate", "W_in", "W_out"):
                 add(e, part)
         if moe.shared:
-            self._add_mlp(f"{name}.shared_expert", inside, moe.shared, factor)
+            self._add_mlp(f"{name}.shared_expert", inside, moe.shared, factor * moe.shared_factor)
         if moe.shared_gate:
             self.getters[f"{name}.shared_expert_gate.weight"] = self.parameter(join(inside, moe.shared_gate))
 

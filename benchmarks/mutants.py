@@ -32,18 +32,31 @@ LEFT_OUT = ("bridge/legacy", "bridge/embedded/train.py", "bridge/cli")
 #: The tests that are run for a change in a folder, those that notice most first; the longest path that fits counts.
 TESTS = {
     "adapters": "tests/adapters tests/matrix tests/weights tests/robustness tests/run",
-    "bridge": "tests/run tests/matrix tests/hooks tests/robustness",
-    "bridge/analysis": "tests/analysis tests/weights",
+    "bridge": "tests/run tests/hooks tests/robustness tests/matrix",
+    "bridge/analysis": "tests/analysis tests/weights tests/hunt",
     "bridge/cache": "tests/cache tests/run tests/analysis",
-    "bridge/generation": "tests/generation",
-    "bridge/hooks": "tests/hooks tests/run tests/matrix tests/robustness tests/taps",
+    "bridge/circuits": "tests/circuits",
+    "bridge/embedded": "tests/embedded",
+    "bridge/export": "tests/export",
+    "bridge/facade": "tests/run tests/hooks tests/weights tests/robustness tests/generation tests/trace tests/analysis",
+    "bridge/facade/loading.py": "tests/loading tests/native",
+    "bridge/facade/processing.py": "tests/weight_processing",
+    "bridge/facade/tokens.py": "tests/run/test_tokens.py tests/robustness",
+    "bridge/generation": "tests/generation tests/hunt tests/trace tests/robustness",
+    "bridge/harvest": "tests/harvest",
+    "bridge/hooks": "tests/hooks tests/run tests/robustness tests/hunt tests/taps tests/matrix",
+    "bridge/lens": "tests/lens tests/robustness",
     "bridge/loading": "tests/loading",
     "bridge/native": "tests/native",
     "bridge/patching": "tests/patching",
-    "bridge/run": "tests/run tests/matrix tests/robustness tests/hooks",
-    "bridge/taps": "tests/taps tests/matrix tests/run tests/adapters",
+    "bridge/pictures": "tests/pictures",
+    "bridge/run": "tests/run tests/robustness tests/hunt tests/hooks tests/matrix",
+    "bridge/taps": "tests/taps tests/run tests/robustness tests/hunt tests/matrix tests/adapters",
+    "bridge/tasks": "tests/tasks",
+    "bridge/trace": "tests/trace",
     "bridge/weights": "tests/weights tests/analysis",
-    "weight_processing": "tests/weight_processing",
+    "bridge/wiring": "tests/wiring tests/run tests/hooks tests/robustness tests/hunt tests/matrix",
+    "weight_processing": "tests/weight_processing tests/robustness",
 }
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -146,14 +159,15 @@ def tests_for(path: str) -> list[str]:
     return [test for test in TESTS[max(fitting, key=len)].split() if (ROOT / test).exists()]
 
 
-def noticed(mutant: Mutant, checkout: pathlib.Path, limit: float) -> str:
+def noticed(mutant: Mutant, checkout: pathlib.Path, limit: float, workers: str) -> str:
     """Which tests notice it, "" where none does."""
     target = checkout / mutant.path
     original = target.read_text()
     target.write_text(mutant.source)
     try:
         for test in tests_for(mutant.path):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", test]
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+            command += ["-n", workers, test]
             environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
             try:
                 run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=limit)
@@ -173,6 +187,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which")
     parser.add_argument("--only", default="", help="only files whose path begins so")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one folder of tests")
+    parser.add_argument(
+        "--workers", default="auto", help="how many processes run the tests of one mutant (pytest-xdist)"
+    )
     parser.add_argument("--allowed", type=int, default=None, help="fail where more are not noticed")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     arguments = parser.parse_args()
@@ -185,7 +202,7 @@ def main() -> int:
             shutil.copytree(ROOT, checkout, ignore=ignored)
         for number, mutant in enumerate(mutants, 1):
             where = f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
-            by = "listed" if arguments.list else noticed(mutant, checkout, arguments.limit)
+            by = "listed" if arguments.list else noticed(mutant, checkout, arguments.limit, arguments.workers)
             print(f"{number:4} {by if by else 'NOT NOTICED':36} {where}", flush=True)
             if not by:
                 missed.append(where)

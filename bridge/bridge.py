@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from bridge.facade.analysis import AnalysisMethods
 from bridge.facade.loading import LoadingMethods
+from bridge.facade.programs import ProgramMethods
 from bridge.facade.trace import TraceMethods
 
 
-class TransformerBridge(TraceMethods, AnalysisMethods, LoadingMethods):
+class TransformerBridge(TraceMethods, ProgramMethods, AnalysisMethods, LoadingMethods):
     """Wraps a Hugging Face model without changing it.
 
     Its parameters, state dict, mode and device are the model's own. Hook points cost nothing until someone listens.
 
     Args:
-        hf_model: any model of a supported family, or a subclass, or a PEFT model around one.
+        hf_model: any model of a supported family, or a subclass, or a PEFT model around one; or one of any other.
         tokenizer: its tokenizer; it is never changed. Without one, the bridge takes tokens only.
+        automatic: where the model's class has no adapter, infer one from a run on a few tokens, prove it on the model,
+            and say so in the log (`bridge`); `offered` says what it has. False: refuse. ``"always"``: infer one where
+            the class has an adapter, too.
 
     Attributes:
         original_model: the model.
@@ -24,7 +28,7 @@ class TransformerBridge(TraceMethods, AnalysisMethods, LoadingMethods):
         names: hook points by name and alias.
 
     Raises:
-        UnsupportedModelError: there is no adapter for the model's class.
+        UnsupportedModelError: there is no adapter for the model's class, and none could be inferred, or was to be.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -23,6 +23,12 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
             f"{type(core).__name__} is not one stack of blocks, each reading the residual stream through a norm; "
             "HookedTransformer has no processing for it either"
         )
+    attentions = [part for block in architecture.stack.every_block for part in block.attentions]
+    if any(part.q_latent is not None or part.kv_latent is not None for part in attentions):
+        return "its queries, or its keys and values, are made from latents: no matrix of theirs reads the stream"
+    sizes = {(part.n_heads, part.n_kv_heads, part.d_q, part.d_k, part.d_v) for part in attentions}
+    if sizes - {(None, None, None, None, None)}:
+        return "its layers do not all have heads of one number and width, as HookedTransformer's have"
     meta = [name for name, parameter in core.named_parameters() if parameter.is_meta]
     if meta:
         return f"{len(meta)} parameters, such as {meta[0]}, have no values (device meta: not loaded, or offloaded)"
@@ -92,6 +98,10 @@ class Limits:
             return "it has no norms"
         if self.parts.shifted:
             return "queries and keys read the norm's output with position embeddings added to it"
+        if any(part.gate for block in self.a.stack.every_block for part in block.attentions):
+            return "a gate behind its attention reads the norm, too, and HookedTransformer has no matrix for it"
+        if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
+            return "one of its norms is none that is known"
         if not self.parts.weights.has("." + self.a.unembed):
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
         for norm in self.parts.norms:
@@ -139,8 +149,11 @@ class Limits:
             return "it has no attention"
         if any(block.attentions != (attn,) for block in self.a.stack.every_block):
             return "its layers do not have one attention each, the same in all of them"
-        if attn.sinks:
+        if attn.sinks or attn.z_is == "sink":
             return "it has attention sinks: the rows of its pattern do not sum to one"
+        if attn.z_is or attn.v_norm:
+            between = "norm" if attn.v_norm or attn.z_is == "norm" else attn.z_is
+            return f"a {between} stands between its values and its output projection"
         return ""
 
     def _refactor_factored_attn_matrices(self) -> str:

@@ -99,17 +99,54 @@ def process(
 
 
 def read_record(model: Processable) -> None:
-    """Takes over what was done to a model before, as its configuration says.
+    """Lets a model's ``cfg.processed`` say what was done to it before, here or by others, as its configuration says.
 
     Args:
-        model: whose `cfg` is written to.
+        model: whose `cfg` it is.
     """
-    record = getattr(model.core.config, RECORD, None)
-    if record and not no_processing(model.core, model.architecture):
-        parts = Parts(model.weights)
-        # A saved model's biases may stand in its norms (see `saving`): it is processed anew when it is loaded.
-        if all(is_as_left(parts, name) for name, state in record.items() if state == DONE):
-            _write_record(model, dict(record))
+    model.cfg.watch(Record(model))
+
+
+class Record:
+    """What was done to a model's weights, of which its configuration has a note, as long as it is true of them.
+
+    Others may process the model too, and load or train its parameters. A saved model's biases may stand in its norms
+    (see `saving`): it is processed anew when it is loaded.
+
+    Args:
+        model: whose it is.
+    """
+
+    def __init__(self, model: Processable) -> None:
+        self._core, self._architecture, self._cfg = model.core, model.architecture, model.cfg
+        self._looked: tuple[object, bool | None] = None, None
+
+    def __call__(self, known: dict[str, str]) -> dict[str, str]:
+        """What is true now, given what was noted last."""
+        noted = getattr(self._core.config, RECORD, None)
+        record = dict(noted) if noted and noted != known else known
+        if DONE not in record.values():
+            return known
+        is_true = self._is_true(record)
+        return known if is_true is None else record if is_true else {}
+
+    def _is_true(self, record: Mapping[str, str]) -> bool | None:
+        """Whether the weights look like it; None where they cannot be looked at."""
+        done = tuple([name for name, state in record.items() if state == DONE])
+        # Looked at anew when a parameter was written to or replaced.
+        now = done, tuple([(p.data_ptr(), None if p.is_inference() else p._version) for p in self._core.parameters()])
+        if now != self._looked[0]:
+            self._looked = now, self._are_as_left(done)
+        return self._looked[1]
+
+    def _are_as_left(self, done: tuple[str, ...]) -> bool | None:
+        if no_processing(self._core, self._architecture):
+            return None
+        parts = Parts(Weights(self._architecture, self._core, self._cfg))
+        try:
+            return all(is_as_left(parts, name) for name in done)
+        except TypeError:  # what `Weights.matrix` says of LoRA and quantised layers
+            return None
 
 
 def restore(model: Processable, without_hooks: WithoutHooks = nullcontext) -> None:
@@ -158,7 +195,6 @@ def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[
     reasons = dict.fromkeys(asked, why) if why else {}
     if not why:
         parts = Parts(model.weights)
-        _forget_if_replaced(model, parts)
         limits = Limits(model.core, parts)
         undone = [name for name in asked if model.cfg.processed.get(name) != DONE]
         reasons = {name: reason for name in undone if (reason := limits.reason(name))}
@@ -169,16 +205,6 @@ def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[
                 f"With {name}=False, or without naming it, the rest is done."
             )
     return parts, reasons
-
-
-def _forget_if_replaced(model: Processable, parts: Parts) -> None:
-    """Parameters may have been loaded or trained since: then what was done to the old ones does not count."""
-    done = [name for name, state in model.cfg.processed.items() if state == DONE]
-    if not all(is_as_left(parts, name) for name in done):
-        model.cfg.processed = {}
-        if any(parts.affine(norm)[0] is not None for norm in parts.norms):
-            kind = parts.architecture.norm_kind
-            model.cfg.normalization_type = kind.name if kind else None
 
 
 def _do(
@@ -195,7 +221,6 @@ def _do(
         with marking_interrupted(core):
             if {"fold_ln", "center_writing_weights", "center_unembed"} & set(todo):
                 untie(core, model.architecture)
-                cfg.tie_word_embeddings = bool(getattr(core.config, "tie_word_embeddings", False))
             saved_biases = SavedBiases(core)
             unchecked: list[str] = []
             for name, step in STEPS.items():
@@ -217,6 +242,3 @@ def _write_record(model: Processable, report: dict[str, str]) -> None:
     model.cfg.processed = report
     if DONE in report.values():
         setattr(model.core.config, RECORD, dict(report))
-    kind = model.cfg.normalization_type
-    if report.get("fold_ln") == DONE and kind in ("LN", "RMS"):
-        model.cfg.normalization_type = kind + "Pre"

@@ -1,4 +1,4 @@
-"""The command line: ``python -m bridge demo [--report FILE.html] | hooks MODEL | verify MODEL | harvest``."""
+"""The command line: ``python -m bridge demo | hooks | verify | declare | harvest | export``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge.cli.export import add_export, run_export
 from bridge.cli.harvest import add_harvest, run_harvest
 
 
@@ -39,6 +40,23 @@ def verify(model: str) -> bool:
     report = check(bridge)
     print(report)
     return report.passed
+
+
+def declare(model: str) -> bool:
+    """Prints what is inferred for a model as the source of an adapter, with its verification; says whether it holds."""
+    from adapters import verify as check
+    from adapters.automatic.source import source_of
+    from bridge.bridge import TransformerBridge
+
+    loaded = TransformerBridge.boot_embedded() if model == "embedded" else TransformerBridge.boot_transformers(model)
+    bridge = TransformerBridge(loaded.original_model, automatic="always")
+    names = [cls.__name__ for cls in type(bridge.core).__mro__]
+    registered = next((name for name in names if name.endswith("PreTrainedModel")), names[0])
+    print(source_of(bridge.architecture, registered, registered.removesuffix("PreTrainedModel")))
+    found = check(bridge)
+    for line in [*str(bridge.offered()).splitlines(), *str(found).splitlines()]:
+        print(f"# {line}")
+    return found.passed
 
 
 def report(model: str | None, prompt: str | None, path: str) -> int:
@@ -76,10 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo_parser.add_argument("--model", help="a hub name or folder (default: the model that comes with the package)")
     demo_parser.add_argument("--prompt", help="the text to study (default: an indirect-object prompt)")
     demo_parser.add_argument("--report", metavar="FILE.html", help="write it as a page of pictures instead")
-    for name, text in (("hooks", "list the hook points of a model"), ("verify", "check what its adapter promises")):
+    for name, text in (
+        ("hooks", "list the hook points of a model"),
+        ("verify", "check what its adapter promises"),
+        ("declare", "print an adapter for a model, inferred from a run of it, and verify it"),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
     add_harvest(commands)
+    add_export(commands)
     given = parser.parse_args(arguments)
     if given.command == "harvest":
         return run_harvest(given)
@@ -114,6 +137,10 @@ def _run(given: argparse.Namespace) -> int:
         demo(given.model, given.prompt)
     elif given.command == "hooks":
         hooks(given.model)
+    elif given.command == "declare":
+        return 0 if declare(given.model) else 1
+    elif given.command == "export":
+        return run_export(given)
     else:
         return 0 if verify(given.model) else 1
     return 0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters import Architecture, ModelMap, Weights, map_model
+from adapters.automatic.proof import Proof
 from adapters.config import ModelConfig
+from adapters.model import Automatic
+from bridge.facade.offered import Offered
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
 from bridge.weights.component_tree import Tree
@@ -18,12 +23,14 @@ from bridge.wiring.boundary import strip
 from bridge.wiring.wiring import Wiring
 from weight_processing.process import read_record
 
+_LOGGER = logging.getLogger("bridge")
+
 
 class WrappedModel(nn.Module):
     """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
 
     Args:
-        hf_model, tokenizer: as for `TransformerBridge`.
+        hf_model, tokenizer, automatic: as for `TransformerBridge`.
     """
 
     #: Whether attribution to logits counts the final norm's weight. HookedTransformer leaves it out.
@@ -36,7 +43,9 @@ class WrappedModel(nn.Module):
     #: Whether a run of some layers is refused where a hook of a ``with`` statement would never be called.
     refuses_silent_hooks = True
 
-    def __init__(self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(
+        self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, automatic: Automatic = True
+    ) -> None:
         self.__dict__.pop("wiring", None)  # there where a bridge is made anew in place (see `__setattr__`)
         super().__init__()
         if not isinstance(hf_model, nn.Module):
@@ -49,7 +58,7 @@ class WrappedModel(nn.Module):
                 f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
                 "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
             )
-        found = map_model(hf_model)
+        found = map_model(hf_model, automatic=automatic)
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
         self.cfg: ModelConfig = found.cfg
@@ -57,18 +66,44 @@ class WrappedModel(nn.Module):
         self.block_output = found.block_output
         self.no_layer_runs = found.no_layer_runs
         self._wire(found)
-        read_record(self)
+        if found.inferred:
+            self._keep_what_is_proved(found)
+            _LOGGER.warning("%s", self.offered().summary)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
     def _wire(self, found: ModelMap) -> None:
         self.wiring = Wiring(self.original_model, found.points, self.makes_points)
+        self._inferred, self._not_offered = found.inferred, found.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
         self.__dict__["architecture"] = found.architecture
         self.names = Names(self.wiring.points)
         self._weights: Weights | None = None
         self._tree = Tree(self.names, lambda: self.weights)
+        read_record(self)
+
+    def _keep_what_is_proved(self, found: ModelMap) -> None:
+        """Tries an inferred declaration on the model, and leaves out what does not hold."""
+        proof = Proof(self).run()
+        self.no_layer_runs = proof.no_layer_runs
+        self._wire(found.without(proof.not_offered))
+
+    def offered(self) -> Offered:
+        """What the bridge offers, and what it does not, with the reasons. Print it.
+
+        Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and what
+        could not be proved on the model is left out.
+
+        Example:
+            >>> from transformers import OlmoConfig, OlmoForCausalLM
+            >>> from bridge import TransformerBridge
+            >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+            >>> bridge = TransformerBridge(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61)))
+            >>> bridge.offered().inferred, dict(bridge.offered().not_offered)
+            (True, {})
+        """
+        return Offered(self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred)
 
     @property
     def weights(self) -> Weights:
@@ -166,8 +201,10 @@ class WrappedModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("wiring", "names", "core", "architecture", "_tree", "_weights"):
+        for name in ("wiring", "names", "core", "_tree", "_weights"):
             state.pop(name)
+        if not self._inferred:  # declared anew by its adapter
+            state.pop("architecture")
         state.pop("_facts", None)  # found out anew by the tokenizer's part
         state.pop("_places", None)  # likewise by the first trace
         return state
@@ -176,11 +213,31 @@ class WrappedModel(nn.Module):
         super().__setstate__(state)
         self.cfg.attach(self.original_model)
         strip(self.original_model)
-        self._wire(map_model(self.original_model))
+        self._wire(self._mapped_again(self.original_model, self.__dict__.get("architecture")))
+
+    def _mapped_again(self, model: nn.Module, architecture: Architecture | None) -> ModelMap:
+        """What plays which part in a copy of the model, without what was not proved of an inferred adapter."""
+        found = map_model(model, architecture)
+        return replace(found.without(self._not_offered), inferred=True) if self._inferred else found
+
+    def beside(self, model: nn.Module) -> Self:
+        """A bridge of the same declaration, facts and class around another model, which has this one's modules.
+
+        Args:
+            model: the model.
+        """
+        new = type(self).__new__(type(self))
+        state = self.__getstate__()
+        state["_modules"] = {**state["_modules"], "original_model": model}
+        nn.Module.__setstate__(new, state)
+        new.cfg = copy.copy(self.cfg)
+        new.cfg.attach(model)
+        new._wire(self._mapped_again(model, self.architecture))
+        return new
 
     def __copy__(self) -> Self:
-        new = type(self)(self.original_model, self.tokenizer)
-        new.cfg, new._weights = self.cfg, None
+        new = self.beside(self.original_model)
+        new.cfg = self.cfg
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from bridge.generation.options import Options
 from bridge.generation.stream import in_pieces, stream
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import NamesFilter
+from bridge.programs.program import Program
 from bridge.run.protocol import Input
 
 
@@ -53,6 +54,8 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
         names_filter: NamesFilter = None,
         device: torch.device | str | None = None,
         verbose: bool = True,
+        program: Program | None = None,
+        inputs: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Any:
         """Continues a prompt by the model's own `generate`. Hooks act on every step, the prompt's included.
@@ -83,6 +86,9 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             stopping_criteria: one of transformers' `StoppingCriteria`, or a list of them.
             names_filter, device: of the cache, as for `run_with_cache`.
             verbose: show a progress bar.
+            program: a program of this bridge that is run in each step in place of the model; hooks are as it was made.
+                With a compiled one, keys and values are kept in a cache of fixed size.
+            inputs: its declared inputs.
             more: any field of `GenerationConfig`, any argument of the model's `generate` or `forward`
                 (`attention_mask`, `decoder_input_ids`, `pixel_values`, ...).
 
@@ -100,6 +106,10 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             >>> bridge.generate(prompt, max_new_tokens=2, do_sample=False, verbose=False)[len(prompt):]
             ' Mary.'
         """
+        if inputs and program is None:
+            raise ValueError("inputs are those of a program: pass program=")
+        if program is not None:
+            more = {"disable_compile": True, **({"cache_implementation": "static"} if program.compiled else {}), **more}
         return generate(
             self,
             input,
@@ -128,6 +138,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
                 verbose=verbose,
                 more=more,
             ),
+            None if program is None else program.generating(inputs or {}),
         )
 
     def hf_generate(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from bridge.embedded import MODEL_DIR
 from bridge.facade.processing import ProcessingMethods
 from bridge.loading.boot import DeviceMap, MaxMemory, load, make_native
+from bridge.loading.patches import Patches, WeightConversions
 from bridge.native import NativeConfig
 
 
@@ -43,6 +44,8 @@ class LoadingMethods(ProcessingMethods):
         force_download: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
+        patches: Patches | None = None,
+        weight_conversions: WeightConversions | None = None,
         gguf_file: str | None = None,
         quantization_config: object = None,
         progress: bool = False,
@@ -67,6 +70,10 @@ class LoadingMethods(ProcessingMethods):
             checkpoint_index, checkpoint_value: a training checkpoint, by position in the list or by step (Pythia and
                 stanford-crfm models).
             attn_implementation, cache_dir, force_download, local_files_only, token: as for `from_pretrained`.
+            patches: classes of modules in the place of transformers' own, by name or pattern of the name, for this
+                load alone (``{"LlamaAttention": MyAttention}``), as `transformers.monkey_patching` has them.
+            weight_conversions: where a patch changes the layout of weights, by model type or class name a list of
+                transformers' `WeightConverter` and `WeightRenaming`.
             gguf_file: a GGUF file of the repository, whose weights are dequantised.
             quantization_config: how to quantise the weights while they are loaded, as for `from_pretrained`.
             progress: show the bars of loading.
@@ -75,6 +82,7 @@ class LoadingMethods(ProcessingMethods):
         Of a checkpoint of Gemma 3 with images, the text model is loaded.
 
         Raises:
+            TypeError: a patch that is no class of modules.
             ValueError: arguments that exclude each other, or a checkpoint that does not exist.
             TypeError: an argument that nobody knows.
 
@@ -106,6 +114,8 @@ class LoadingMethods(ProcessingMethods):
             force_download=force_download,
             local_files_only=local_files_only,
             token=token,
+            patches=patches,
+            weight_conversions=weight_conversions,
             gguf_file=gguf_file,
             quantization_config=quantization_config,
             progress=progress,

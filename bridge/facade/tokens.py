@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from bridge.facade.base import WrappedModel
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.run import tokenization
 from bridge.run.tokenization import Batch, TokenError, TokenizerFacts, Tokens
 
@@ -99,6 +100,7 @@ class TokenMethods(WrappedModel):
         """
         return tokenization.to_string(self, tokens)
 
+    @refuse_wrong_types
     def to_str_tokens(
         self,
         input: str | Sequence[str] | Tokens,
@@ -119,6 +121,7 @@ class TokenMethods(WrappedModel):
         """
         return tokenization.to_str_tokens(self, input, prepend_bos, padding_side)
 
+    @refuse_wrong_types
     def to_single_token(self, string: str) -> int:
         """The id of a text that is one token.
 
@@ -133,6 +136,7 @@ class TokenMethods(WrappedModel):
         """
         return tokenization.to_single_token(self, string)
 
+    @refuse_wrong_types
     def to_single_str_token(self, int_token: int) -> str:
         """The text of one token.
 

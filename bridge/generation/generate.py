@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import StoppingCriteriaList
 from transformers.utils import ModelOutput
@@ -38,13 +38,16 @@ _OTHER_RUNS = (
 )  # fmt: skip
 
 
-def generate(bridge: Generates, input: Input, options: Options) -> Any:
+def generate(bridge: Generates, input: Input, options: Options, program: nn.Module | None = None) -> Any:
     """Continues a prompt; see `TransformerBridge.generate`.
 
     Args:
         bridge: the bridge.
         input, options: as there.
+        program: what has `generate` in the model's place.
     """
+    if program is not None and options.return_cache:
+        raise ValueError("return_cache cannot be had with a program: what it captures is not kept for each step")
     check_return_type(options.return_type)
     prompt, arguments = prepared(bridge, input, options)
     as_text = is_as_text(options.return_type, prompt)
@@ -58,7 +61,7 @@ def generate(bridge: Generates, input: Input, options: Options) -> Any:
     arguments["stopping_criteria"].append(Steps(bar, generation))
     recording = recorder.attached(bridge.wiring, bridge.core) if recorder else nullcontext()
     with bar, recording, generating(bridge, generation, prompt):
-        made = run_generate(bridge, prompt, arguments)
+        made = run_generate(bridge, prompt, arguments, program)
     sequences = made["sequences"] if isinstance(made, ModelOutput) else made
     result: Any = None
     if options.output_logits:
@@ -110,11 +113,11 @@ def hf_generate(
     return made if return_type is None else sequences
 
 
-def run_generate(bridge: Generates, prompt: Prompt, arguments: dict[str, Any]) -> Any:
-    """Calls the model's own `generate`."""
-    model = bridge.original_model
+def run_generate(bridge: Generates, prompt: Prompt, arguments: dict[str, Any], program: nn.Module | None = None) -> Any:
+    """Calls the model's own `generate`, or that of a program."""
+    model = program or bridge.original_model
     generate: Any = model.generate  # nn.Module knows nothing of it
-    if bridge.wiring.listening:
+    if bridge.wiring.listening and program is None:
         return as_written(model, generate, (), {**prompt.kwargs, **arguments})
     return generate(**prompt.kwargs, **arguments)
 

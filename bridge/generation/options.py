@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from bridge.generation.criteria import FrequencyPenalty, StopStrings
 from bridge.generation.prompt import Arguments, Generates, Prompt, prompt_of
+from bridge.hooks.arguments import check_types
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
@@ -51,6 +53,9 @@ class Options:
         """From keyword arguments, of which those that are none of ours are `more`."""
         ours = {f.name for f in fields(cls)} - {"more"}
         known = {name: value for name, value in arguments.items() if name in ours}
+        check_types("generate", known, typing.get_type_hints(cls))
+        if known.get("max_new_tokens", 1) < 1:
+            raise ValueError(f"max_new_tokens is {known['max_new_tokens']}; it must be 1 or more")
         return cls(**known, more={name: value for name, value in arguments.items() if name not in ours})
 
 
@@ -88,8 +93,7 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
     for name in ("top_k", "top_p", "temperature", "repetition_penalty"):
         if getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
-    if options.num_return_sequences != 1:
-        arguments["num_return_sequences"] = options.num_return_sequences
+    arguments["num_return_sequences"] = options.num_return_sequences  # whatever the model's own configuration says
     if not options.use_past_kv_cache:
         arguments["use_cache"] = False
     arguments |= _ending(bridge, options, more)
@@ -149,6 +153,11 @@ def _check_known(bridge: Generates, more: Arguments) -> None:
     known |= accepted_arguments(type(bridge.core).forward)
     known -= {"self", "inputs", "kwargs", "generation_config", "input_ids", "inputs_embeds"}
     for name in more:
+        if name == "generation_config":
+            raise TypeError(
+                "generation_config is not taken beside the arguments of generate, which would have to be told from it: "
+                "give what it says as arguments, set it on the model (hf_model.generation_config), or use hf_generate"
+            )
         if name not in known:
             ours = ["input", *(f.name for f in fields(Options))]
             raise TypeError(

@@ -51,6 +51,9 @@ class QueueStreamer(BaseStreamer):
 class TextPieces:
     """Turns the tokens of one row into pieces of text whose sum is the text of them all.
 
+    Where a tokenizer writes earlier tokens in another way once others follow, what was given stays: the next piece is
+    the text from the first character on that is another.
+
     Args:
         decode: ids to text.
     """
@@ -64,9 +67,14 @@ class TextPieces:
         """What is new in the text, as far as it is certain: half a character waits for its other half."""
         self.ids += ids
         text = self.decode(self.ids)
-        if not last and (text.endswith("\ufffd") or not text.startswith(self.given)):
+        if not last and text.endswith("\ufffd"):
             return ""
-        piece, self.given = text[len(self.given) :], text
+        same = len(self.given)
+        if not text.startswith(self.given):
+            same = next(
+                (i for i, (new, old) in enumerate(zip(text, self.given, strict=False)) if new != old), len(text)
+            )
+        piece, self.given = text[same:], text
         return piece
 
 

@@ -317,7 +317,6 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
             embed, unembed = (weights.get(name, value).to(value) for name, value in zip(ends, now, strict=True))
             if now[0].data_ptr() == now[1].data_ptr() and not torch.equal(embed.T, unembed):
                 untie(self.core, self.architecture)
-                self.cfg.tie_word_embeddings = False
         for name, value in weights.items():
             here = self.weights[name]
             if self._is_stored(here):

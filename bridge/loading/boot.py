@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from bridge.loading.patches import Patches, WeightConversions, keep_recording, patched
 from bridge.loading.training_checkpoints import checkpoint_revision
 from bridge.native import NativeConfig, NativeModel
 
@@ -61,6 +62,8 @@ def load(
     force_download: bool = False,
     local_files_only: bool = False,
     token: str | bool | None = None,
+    patches: Patches | None = None,
+    weight_conversions: WeightConversions | None = None,
     gguf_file: str | None = None,
     quantization_config: object = None,
     progress: bool = False,
@@ -74,6 +77,7 @@ def load(
         tokenizer, hf_config_overrides, device, dtype, load_weights, trust_remote_code, model_class: as there.
         device_map, n_devices, max_memory, n_ctx, revision, checkpoint_index, checkpoint_value: as there.
         attn_implementation, cache_dir, force_download, local_files_only, token: as there.
+        patches, weight_conversions: as there.
         gguf_file, quantization_config, progress, from_pretrained: as there.
 
     Raises:
@@ -84,8 +88,8 @@ def load(
             "hf_config_overrides": hf_config_overrides, "dtype": dtype, "device_map": device_map,
             "n_devices": n_devices, "max_memory": max_memory, "n_ctx": n_ctx, "model_class": model_class,
             "attn_implementation": attn_implementation, "checkpoint_index": checkpoint_index,
-            "checkpoint_value": checkpoint_value, "gguf_file": gguf_file,
-            "quantization_config": quantization_config, **(from_pretrained or {}),
+            "checkpoint_value": checkpoint_value, "patches": patches, "weight_conversions": weight_conversions,
+            "gguf_file": gguf_file, "quantization_config": quantization_config, **(from_pretrained or {}),
         }  # fmt: skip
         clash = [name for name, value in given.items() if value is not None] + ["load_weights"] * (not load_weights)
         if clash:
@@ -122,8 +126,9 @@ def load(
             kwargs |= {"device_map": device_map} | ({"max_memory": max_memory} if max_memory else {})
         given = {"dtype": dtype, "attn_implementation": attn_implementation, "quantization_config": quantization_config}
         kwargs |= {name: value for name, value in (given | dict(from_pretrained or {})).items() if value is not None}
-        with _bars(progress):
+        with _bars(progress), patched(patches, weight_conversions, loader, config):
             hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
+            keep_recording(hf_model, patches)
         if model_class is None:
             hf_model = text_model(hf_model)
     if device is not None:
@@ -174,7 +179,7 @@ def text_model(model: nn.Module) -> nn.Module:
         return model
     whole = cast(transformers.Gemma3ForConditionalGeneration, model)
     with torch.device("meta"):
-        text = transformers.Gemma3ForCausalLM(whole.config.text_config)
+        text = transformers.Gemma3ForCausalLM(cast(transformers.Gemma3TextConfig, whole.config.text_config))
     text.model, text.lm_head = whole.model.language_model, whole.lm_head
     text.generation_config = whole.generation_config
     text.config.name_or_path = whole.config.name_or_path

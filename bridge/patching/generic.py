@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from bridge.bridge import TransformerBridge
 from bridge.hooks.act_names import act_name
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.patching.measured import measure
@@ -26,6 +27,7 @@ Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]
 AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos")
 
 
+@refuse_wrong_types
 def generic_activation_patch(
     model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],

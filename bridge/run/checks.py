@@ -130,7 +130,8 @@ def check_ids(core: PreTrainedModel, cfg: ModelConfig, tokens: Tensor, name: str
     """
     if tokens.device.type != "cpu":
         return
-    rows = getattr(token_embedding(core), "num_embeddings", cfg.d_vocab)
+    rows = getattr(token_embedding(core), "num_embeddings", None)
+    rows = cfg.d_vocab if rows is None else rows
     low, high = (int(x) for x in tokens.aminmax())
     if low < 0 or high >= rows:
         bad = low if low < 0 else high

@@ -149,6 +149,18 @@ def _positions(mask: Tensor) -> Tensor | None:
     """
     if mask.device.type == "cpu" and not ((mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)).any():
         return None  # there is no padding before a token
+    return places_among_tokens(mask)
+
+
+def places_among_tokens(mask: Tensor) -> Tensor:
+    """Each token's place among the tokens of its row; padding behind keeps its place in the row.
+
+    Args:
+        mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
+
+    Returns:
+        ``[batch, pos]``.
+    """
     count = mask.cumsum(-1)
     own_place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     return torch.where(mask.bool() | (count == 0), (count - 1).clamp(min=0), own_place)

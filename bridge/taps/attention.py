@@ -43,8 +43,11 @@ class AttentionTap(Tap):
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
             self._kernel.stand(implementation)
-            with watched_kernel(self.module, watch, watch.kernel):
-                output = self.original(*args, **kwargs)
+            try:
+                with watched_kernel(self.module, watch, watch.kernel):
+                    output = self.original(*args, **kwargs)
+            finally:
+                self._leave_kernel()  # the last hook may have been removed meanwhile
         else:
             with watch:
                 output = self.original(*args, **kwargs)
@@ -53,6 +56,9 @@ class AttentionTap(Tap):
 
     def _leave(self) -> None:
         super()._leave()
+        self._leave_kernel()
+
+    def _leave_kernel(self) -> None:
         if not (self.points or self.opened):
             self._kernel.leave()
 

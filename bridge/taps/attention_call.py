@@ -121,7 +121,9 @@ class AttentionCall:
             pattern = pattern * mask.any(-1, keepdim=True)
         return pattern
 
-    def result(self, pattern: Float[Tensor, "batch head pos key_pos"]) -> Float[Tensor, "batch head pos d_head"]:
+    def result(
+        self, pattern: Float[Tensor, "batch head pos key_pos"]
+    ) -> Float[Tensor, "batch kernel_head kernel_pos d_head"]:
         """What the kernel returns when this is the pattern, with the heads as the kernel has them."""
         if self.options.get("s_aux") is not None:
             pattern = pattern[..., :-1]

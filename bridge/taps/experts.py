@@ -22,9 +22,10 @@ from bridge.taps.tap import Tap, Watch
 class ExpertsTap(Tap):
     """For modules whose own forward runs each expert's two projections, `gate_up_proj` and `down_proj`, in turn.
 
-    Its channels are ``{expert}.gate``, ``{expert}.pre`` and ``{expert}.post``: ``[row, d_expert]``, with a row for each
-    token that was sent to the expert, in the order of HookedTransformer (by rank among the token's experts, then by
-    position). An expert that no token was sent to has no rows.
+    Its channels are ``{expert}.in`` and ``{expert}.out``, what the expert is given and returns, ``[row, d_model]``, and
+    ``{expert}.gate``, ``{expert}.pre`` and ``{expert}.post``, ``[row, d_expert]``. There is a row for each token that
+    was sent to the expert, in the order of HookedTransformer (by rank among the token's experts, then by position). An
+    expert that no token was sent to has no rows.
     """
 
     def watched(self, *args: object, **kwargs: object) -> Any:
@@ -64,14 +65,20 @@ class _ExpertsWatch(Watch):
         x, other = _operands(args, kwargs)
         module: Any = self._tap.module
         if func in _PRODUCTS:
-            expert = _which(other, module.down_proj)
-            if expert is not None:
-                shown = self._show(expert, "post", x)
-                return func(shown, *args[1:], **kwargs) if args else func(**{**kwargs, "input": shown})
+            for weight, channel in ((module.gate_up_proj, "in"), (module.down_proj, "post")):
+                expert = _which(other, weight)
+                if expert is not None:
+                    x = self._show(expert, channel, x)
+                    args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
         made = func(*args, **kwargs)
-        # Gate and up are complete when their biases, where there are any, are added to the product.
-        last = module.gate_up_proj_bias if module.has_bias else module.gate_up_proj
-        expert = _which(other, last) if (func in _SUMS) == module.has_bias else None
+        if (func in _SUMS) != module.has_bias:
+            return made
+        # What a projection makes is complete when its bias, where there is one, is added to the product.
+        ends = "_bias" if module.has_bias else ""
+        expert = _which(other, getattr(module, f"down_proj{ends}"))
+        if expert is not None:
+            return self._show(expert, "out", made)
+        expert = _which(other, getattr(module, f"gate_up_proj{ends}"))
         if expert is None:
             return made
         self._ran.add(expert)
@@ -89,15 +96,17 @@ class _ExpertsWatch(Watch):
         while waiting := [channel for channel in self._tap.points if channel not in shown]:
             channel = waiting[0]
             shown.add(channel)
-            if int(channel.split(".")[0]) not in self._ran:
-                self._tap.show(channel, module.down_proj.new_empty(0, width(module)), self._call)
+            expert, part = channel.split(".")
+            if int(expert) not in self._ran:
+                size = self._call.input.shape[-1] if part in ("in", "out") else width(module)
+                self._tap.show(channel, module.down_proj.new_empty(0, size), self._call)
 
 
 class RouterTap(Tap):
     """For routers that choose experts by their logits, and return these, and weights and indices of the chosen ones.
 
-    Its channels are ``logits``, what the experts are chosen by, and ``weights``, what their outputs are multiplied with
-    (zero for those that are not chosen): both ``[row, n_experts]``.
+    Its channels are ``product``, what its matrix makes of its input, ``logits``, what the experts are chosen by, and
+    ``weights``, what their outputs are multiplied with (zero for those that are not chosen): all ``[row, n_experts]``.
     """
 
     def watched(self, *args: object, **kwargs: object) -> Any:
@@ -116,10 +125,13 @@ class _Choice(Watch):
 
     def __init__(self, tap: RouterTap, call: Call) -> None:
         super().__init__()
-        self._tap, self._call, self._done = tap, call, False
+        self._tap, self._call, self._done, self._multiplied = tap, call, False, False
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
-        """Shows what the best are chosen from."""
+        """Shows what the matrix makes, and what the best are chosen from."""
+        if func in _PRODUCTS and not self._multiplied:
+            self._multiplied = True
+            return self._tap.show("product", func(*args, **kwargs), self._call)
         if self._done or func not in _CHOICES:
             return func(*args, **kwargs)
         self._done = True

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapters.views import Args, Kwargs
 from bridge.taps.attention_call import AttentionCall
-from bridge.taps.stand_ins import StandIn, instead_of_them
+from bridge.taps.stand_ins import LOCK, StandIn, instead_of_them
 
 #: What stands before a kernel: it is given the call, and what runs the kernel on queries and keys.
 BeforeKernel = Callable[[AttentionCall, Callable[[Tensor, Tensor], Tensor]], Tensor]
@@ -81,15 +81,20 @@ class KernelTap:
 
     def stand(self, implementation: str) -> None:
         """Stands in for an implementation."""
-        if self._kernel is None or self._kernel is not ALL_ATTENTION_FUNCTIONS[implementation]:
+        if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+            return
+        with LOCK:
+            if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
+                return  # another thread was quicker
             self.leave()
             self._kernel = _Kernel.stand(ALL_ATTENTION_FUNCTIONS, implementation)
 
     def leave(self) -> None:
         """Lets go of it."""
-        kernel, self._kernel = self._kernel, None
-        if kernel is not None:
-            kernel.leave()
+        with LOCK:
+            kernel, self._kernel = self._kernel, None
+            if kernel is not None:
+                kernel.leave()
 
 
 def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:

@@ -14,7 +14,8 @@ from adapters.views import Args, Kwargs
 #: What is called in place of a function: it is given the function, its name, and the call.
 Instead = Callable[[Callable[..., Any], str, Args, Kwargs], Any]
 
-_LOCK = threading.RLock()
+#: Held while something begins or ceases to stand in.
+LOCK = threading.RLock()
 #: What is called in place of functions in this context; None: the functions themselves.
 _INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
 
@@ -48,7 +49,7 @@ class StandIn:
     @classmethod
     def stand(cls, namespace: MutableMapping[str, Any], name: str) -> Self:
         """The one that stands there, with one user more."""
-        with _LOCK:
+        with LOCK:
             there = namespace[name]
             if not isinstance(there, cls):
                 there = cls(namespace, name)
@@ -58,7 +59,7 @@ class StandIn:
 
     def leave(self) -> None:
         """Takes it away when nobody needs it any more, unless something else was put there meanwhile."""
-        with _LOCK:
+        with LOCK:
             self.users -= 1
             if not self.users and self.namespace[self.name] is self:
                 self.put_back()

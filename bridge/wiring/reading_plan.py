@@ -91,14 +91,13 @@ class ReadingPlan:
         self._places = [_Place(site, self._find(site), tuple(at[site])) for site in at]
 
     def _find(self, site: SiteHook) -> nn.Module:
-        module = site.module
-        assert module is not None
+        assert site.module is not None
         for holder, name, child in site.steps():
             if child is None:
                 self._lasting = False
             else:
                 self._found[id(holder), name] = (holder, name, child)
-        return module
+        return site.module
 
     @property
     def holds(self) -> bool:

@@ -29,6 +29,7 @@ from adapters import (
 from adapters.config import rotary_values
 from adapters.families.llama import ATTENTION, FEED_FORWARD, llama_like
 from adapters.norms import LAYER_NORM, RMS_NORM
+from adapters.proofs.stream import ENDS
 from bridge import TransformerBridge
 from tests.adapters.hybrid import FACTOR, HALF, HEADS, WIDTH, hybrid, tiny_hybrid
 from tests.adapters.test_verify_all import GQA, SIZES
@@ -225,7 +226,8 @@ def noisy(cls: str, config: transformers.PreTrainedConfig, **more: Any) -> trans
 
 
 def granite(config: transformers.PreTrainedConfig) -> Architecture:
-    return llama_like(config, factor=config.residual_multiplier)
+    scale = {"attn_scale": 1 / config.attention_multiplier}
+    return llama_like(config, factor=config.residual_multiplier, config_values=scale)
 
 
 def olmo2(config: transformers.PreTrainedConfig) -> Architecture:
@@ -239,7 +241,8 @@ def cohere(config: transformers.PreTrainedConfig) -> Architecture:
     norm = Norm("input_layernorm", LAYER_NORM)
     block = Block((Step(ATTENTION, pre=norm), Step(FEED_FORWARD, pre=norm, parallel=True)))
     stack = Stack("layers", block, final_norm=Norm("norm", LAYER_NORM))
-    return Architecture((stack,), embed="embed_tokens", unembed="lm_head", config_values=rotary_values(config))
+    values = rotary_values(config) | {"rotary_adjacent_pairs": True}
+    return Architecture((stack,), embed="embed_tokens", unembed="lm_head", config_values=values)
 
 
 def bart(config: transformers.PreTrainedConfig) -> Architecture:
@@ -351,7 +354,8 @@ def test_bart_has_two_stacks_with_norms_on_the_stream() -> None:
     model = noisy("BartForConditionalGeneration", transformers.BartConfig(**sizes))
     bridge = TransformerBridge(model)
     report = verify(bridge)
-    assert report.passed, str(report)
+    # Positions, and a norm of each stack's embeddings, are left out above: that is noticed, and nothing else.
+    assert [check.name for check in report.failed] == [ENDS], str(report)
     more = {"decoder_input_ids": TOKENS[:, :4]}
     with torch.no_grad():
         _, cache = bridge.run_with_cache(TOKENS, **more)

@@ -38,7 +38,7 @@ def test_verify_prints_a_table_and_says_so_by_its_status(capsys, tmp_path, monke
     assert main(["verify", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert ": verified" in out
-    assert out.count("  ok  ") == 10
+    assert out.count("  ok  ") == len(out.splitlines()) - 1 > 20
 
 
 def test_usage(capsys):

@@ -44,7 +44,9 @@ def test_a_second_fold_of_value_biases_changes_nothing():
     bridge.process_weights(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=True)
     b_O = bridge.b_O.clone()
     assert not bridge.b_V.any()
-    bridge.cfg.processed.clear()
+    bridge.cfg.processed = {}
+    del bridge.core.config.transformer_bridge_processed
+    assert not bridge.cfg.processed
     bridge.process_weights(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=True)
     torch.testing.assert_close(bridge.b_O, b_O)
 
@@ -53,8 +55,25 @@ def test_log_probabilities_that_are_no_numbers_fail_the_check():
     bridge = TransformerBridge(tiny("gpt2"))
     with torch.no_grad():
         bridge.original_model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("nan")
-    with pytest.raises(ProcessingError):
+    before = copy.deepcopy(bridge.original_model.state_dict())
+    with pytest.raises(ProcessingError, match=r"not finite.* Nothing was changed"):
         bridge.process_weights()
+    for name, value in bridge.original_model.state_dict().items():
+        torch.testing.assert_close(value, before[name], atol=0, rtol=0, equal_nan=True)
+
+
+def test_log_probabilities_that_become_no_numbers_fail_the_check():
+    bridge = TransformerBridge(tiny("gpt2"))
+    calls = []
+
+    def breaks(module, args, output):
+        calls.append(1)
+        return output if len(calls) == 1 else output * float("nan")
+
+    bridge.original_model.lm_head.register_forward_hook(breaks)
+    with pytest.raises(ProcessingError, match="log probabilities changed by nan"):
+        bridge.process_weights()
+    assert len(calls) == 2
 
 
 def test_new_biases_of_a_frozen_model_are_frozen():

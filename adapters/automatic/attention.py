@@ -1,0 +1,481 @@
+"""Queries, keys, values and the output projection of a recorded attention, by gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from adapters.attention import GATE_FUNCTIONS, Attention, Projection
+from adapters.automatic.layouts import heads_view, relative
+from adapters.automatic.norms import tolerance
+from adapters.automatic.parts import FoundPart, Norms
+from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
+from adapters.norms import Norm
+from adapters.proofs.gradients import Reached, by_position, disjoint_sets, gradients_of_scores, gradients_of_z
+from adapters.views import AlibiScores, Composed, Heads, MaskedScores, OneHead, View
+
+_SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
+#: The columns of each head, in a projection's output.
+Sets = tuple[tuple[int, ...], ...]
+
+
+class FoundAttention:
+    """Finds out what an attention is made of.
+
+    Args:
+        part: the part.
+        recording: the run.
+        norms: the norms of its block.
+        block: the path of its block.
+
+    Attributes:
+        missing: what could not be found, by hook name.
+
+    Raises:
+        NotFound: it cannot be declared as an attention.
+    """
+
+    def __init__(self, part: FoundPart, recording: Recording, norms: Norms, block: str) -> None:
+        self.part, self.recording, self.norms, self.block = part, recording, norms, block
+        self.missing: dict[str, str] = {}
+        self.normed_last = False
+        if part.owner is None:
+            raise NotFound("its layers stand in the block itself, with no module around them")
+        self.owner = part.owner
+        if len(part.softmaxes) != 1:
+            raise NotFound(f"it computes {len(part.softmaxes)} softmaxes")
+        self.softmax: Softmax = part.softmaxes[0]
+        scores = self.softmax.scores
+        self.flat_heads = scores.ndim == 3 and scores.shape[0] % recording.batch == 0 and scores.shape[1] > 1
+        if self.flat_heads:
+            rows = (recording.batch, -1)
+            self.softmax = replace(
+                self.softmax, scores=scores.unflatten(0, rows), pattern=self.softmax.pattern.unflatten(0, rows)
+            )
+            scores = self.softmax.scores
+        if scores.ndim != 4 or scores.shape[0] != recording.batch:
+            raise NotFound(f"its scores have the shape {tuple(scores.shape)}, not [batch, head, query, key]")
+        self.n_heads = scores.shape[1]
+        if not part.producer.is_linear or part.producer.entered is None:
+            raise NotFound(f"{part.producer.path}, which puts out its result, is no linear layer")
+        self.z = part.producer.entered
+        z = by_position(self.z.live, recording.batch, scores.shape[2])
+        if z is None or z.shape[-1] % self.n_heads:
+            raise NotFound(f"what enters its output projection has the shape {tuple(self.z.value.shape)}")
+        self.z_by_head = z.unflatten(-1, (self.n_heads, -1))
+        if self.z.value.ndim != 3:
+            raise NotFound("what enters its output projection is not [batch, pos, (head d_head)]")
+        self.query_pos, self.key_pos = scores.shape[2], scores.shape[3]
+        self.sources = self._sources()
+        self._trace()
+
+    def _sources(self) -> list[ModuleCall]:
+        """What queries, keys and values may have been made by: linear layers and norms inside, in order."""
+        inside = [call for call in self.recording.calls if self.owner.holds(call) and call is not self.part.producer]
+        return [
+            call for call in inside
+            if (call.is_linear or call in self.norms) and len(call.left) == 1 and call.left[0].live.requires_grad
+            and call.end < self.part.producer.start
+        ]  # fmt: skip
+
+    def _trace(self) -> None:
+        live = [call.left[0].live for call in self.sources]
+        if not live or not self.softmax.scores.requires_grad or not self.z_by_head.requires_grad:
+            raise NotFound("no linear layer inside of it has a gradient")
+        query = min(5, self.query_pos - 1)
+        keys = [max(query - 2, 0), max(query - 1, 1)]
+        scores = self.softmax.scores
+        if keys[-1] >= scores.shape[-1]:
+            raise NotFound(f"its scores have {scores.shape[-1]} keys")
+        key_pos = self.key_pos if self.key_pos != self.query_pos + 1 else self.query_pos  # a sink is no key
+        try:
+            reaches = gradients_of_scores(
+                scores, live, query=query, keys=keys, query_pos=self.query_pos, key_pos=key_pos
+            )
+            from_values = gradients_of_z(self.z_by_head, live, query=query, key_pos=key_pos)
+        except RuntimeError as error:
+            raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
+        values = [
+            reached if self._from_before(call, query) else None
+            for call, reached in zip(self.sources, from_values, strict=True)
+        ]
+        self.gates = [
+            (call, sets)
+            for call, reached in zip(self.sources, from_values, strict=True)
+            if call.is_linear and reached is not None and not self._from_before(call, query)
+            and (sets := disjoint_sets(reached)) and len(sets) == self.n_heads
+        ]  # fmt: skip
+        self.found: dict[str, tuple[ModuleCall, Sets, ModuleCall | None]] = {}
+        for letter, reached in (("q", reaches.from_query), ("k", reaches.from_keys), ("v", values)):
+            carrier = self._carrier(reached)
+            if carrier is None:
+                self.missing[letter] = "no projection has columns of its own for each head"
+            else:
+                self.found[letter] = carrier
+
+    def _from_before(self, call: ModuleCall, query: int) -> bool:
+        """Whether `z` at a position is made from what a call puts out at the one before: a gate's is not."""
+        live = call.left[0].live
+        z = self.z_by_head[:, query]
+        gradient = gradient_of(z.pow(2).sum() + z.sum(), live)
+        rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
+        return rows is not None and bool(rows[:, query - 1].any())
+
+    def _carrier(self, reached: Sequence[Reached]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
+        """The last linear layer with columns of its own for each head; with the norm behind it that mixes heads."""
+        for index in reversed(range(len(self.sources))):
+            mask, call = reached[index], self.sources[index]
+            sets = None if mask is None else disjoint_sets(mask)
+            if mask is None or sets is None or call.entered is None or self.n_heads % len(sets):
+                continue
+            group = self.n_heads // len(sets)
+            if any(tuple(row.nonzero().flatten().tolist()) != sets[head // group] for head, row in enumerate(mask)):
+                continue  # heads that are not one group after the other
+            if call.is_linear:
+                return call, sets, None
+            # A norm over all heads: what it is given has the layout of what it puts out.
+            before = [c for c in self.sources[:index] if c.is_linear and c.left[0].mark == call.entered.mark]
+            if before and call.entered.value.ndim == 3:
+                return before[-1], sets, call
+        return None
+
+    def declare(self) -> Attention:
+        """The declaration.
+
+        Raises:
+            NotFound: a projection could not be found.
+        """
+        if self.missing:
+            raise NotFound("; ".join(f"{letter}: {reason}" for letter, reason in self.missing.items()))
+        owner = self.owner.path
+        projections = {}
+        for letter, (call, sets, _) in self.found.items():
+            made = call.left[0].value
+            view = heads_view(sets, made.shape[-1])
+            if made.ndim == 4 and made.shape[1] == 1:
+                view = Composed(OneHead(), view or Heads(len(sets)))
+            projections[letter] = Projection(relative(call.path, owner), view)
+        out, seen = self.part.out
+        out_path = None if out is self.owner else relative(out.path, self.block)
+        q_norm, k_norm = self._norm("q"), self._norm("k")
+        over = {self._over(call) for _, call in filter(None, (q_norm, k_norm))}
+        if len(over) > 1:
+            raise NotFound("the norms of queries and keys are given different shapes")
+        core = self._core()
+        declared = Attention(
+            relative(owner, self.block),
+            projections["q"],
+            projections["k"],
+            projections["v"],
+            o=relative(self.part.producer.path, owner),
+            out=out_path,
+            out_key=seen.key,
+            rotary=self._rotated(),
+            scores=self.scores_view(),
+            sinks=self._sinks(),
+            q_norm=q_norm and q_norm[0],
+            k_norm=k_norm and k_norm[0],
+            qk_norm_over=over.pop() if over else "heads",
+            qk_norm_last=self.normed_last,
+            core="" if core == owner else relative(core, owner),
+            q_latent=self._latent("q"),
+            kv_latent=self._latent("k", "v"),
+            n_heads=self.n_heads,
+            n_kv_heads=len(self.found["k"][1]),
+            d_q=len(self.found["q"][1][0]),
+            d_k=len(self.found["k"][1][0]),
+            d_v=len(self.found["v"][1][0]),
+            flat_heads=self.flat_heads,
+        )
+        if len(self.found["v"][1]) != declared.n_kv_heads:
+            raise NotFound(f"it has {declared.n_kv_heads} heads of keys, and {len(self.found['v'][1])} of values")
+        return self._with_values(declared)
+
+    def _latent(self, *letters: str) -> str | None:
+        """What a projection reads that is neither the part's input nor its norm: made inside of it.
+
+        Raises:
+            NotFound: keys have one, and values none, or another.
+        """
+        found: set[str | None] = set()
+        for letter in letters:
+            entered = self.found[letter][0].entered
+            assert entered is not None
+            made = [c for c in self.sources if c.left[0].mark == entered.mark and c.end < self.found[letter][0].start]
+            given = self.owner.entered is not None and entered.mark == self.owner.entered.mark
+            pre = self.part.pre is not None and bool(made) and made[-1].path == self.part.pre.path
+            if given or pre:
+                found.add(None)
+            else:
+                found.add(relative(made[-1].path, self.owner.path) if made else "")
+        if len(found) > 1:
+            raise NotFound("keys and values are not made from one latent")
+        return found.pop()
+
+    def _core(self) -> str:
+        """The module whose forward computes scores and pattern."""
+        return self.softmax.path
+
+    def _norm(self, letter: str) -> tuple[Norm, ModuleCall] | None:
+        """The norm between a projection and the scores."""
+        call, _, norm = self.found[letter]
+        if norm is None:
+            # As wide as a head, or as all of them, and behind the projection.
+            d_head, made = len(self.found[letter][1][0]), call.left[0].value
+            heads = len(self.found[letter][1])
+            for other in self.sources:
+                if other.is_linear or other.start < call.end or other.entered is None:
+                    continue
+                x = other.entered.value
+                wide = x.shape[-1] in (d_head, d_head * heads)
+                if wide and _same_numbers(x, self._by_head(made, letter), tolerance(x)):
+                    norm = other
+                    break
+                if wide and letter in "qk" and self._is_last(letter, other):
+                    norm = other
+                    self.normed_last = True
+                    break
+        return None if norm is None else (Norm(relative(norm.path, self.owner.path), self.norms[norm]), norm)
+
+    def _is_last(self, letter: str, norm: ModuleCall) -> bool:
+        """Whether a norm puts out the queries (keys) that enter the product, not repeated for groups."""
+        factor = self.softmax.query if letter == "q" else self.softmax.key
+        if factor is None or factor.shape[1] % len(self.found[letter][1]):
+            return False
+        once = factor.detach()[:, :: factor.shape[1] // len(self.found[letter][1])]
+        made = norm.left[0].value
+        return made.shape == once.shape and torch.equal(made, once)
+
+    def _by_head(self, made: Tensor, letter: str) -> Tensor:
+        """What a projection made, ``[batch, pos, head, d_head]``."""
+        call, sets, _ = self.found[letter]
+        rows = by_position(made, self.recording.batch, self.query_pos)
+        if rows is None:
+            raise NotFound(f"{call.path} puts out the shape {tuple(made.shape)}")
+        return rows[..., torch.tensor(sets, device=made.device)]
+
+    def _over(self, call: ModuleCall) -> Literal["heads", "heads first", "width"]:
+        """What a norm of queries or keys is given."""
+        assert call.entered is not None
+        shape = call.entered.value.shape
+        if len(shape) == 3:
+            return "width"
+        return "heads" if shape[1] == self.query_pos else "heads first"
+
+    def _normed(self, letter: str) -> Tensor:
+        """Queries or keys as they leave their norm, ``[batch, pos, head, d_head]``."""
+        call, sets, _ = self.found[letter]
+        norm = self._norm(letter)
+        if norm is None or (self.normed_last and letter in "qk"):
+            return self._by_head(call.left[0].value, letter)
+        rows = by_position(norm[1].left[0].value, self.recording.batch, self.query_pos)
+        assert rows is not None
+        return rows.unflatten(-1, (len(sets), -1))
+
+    def _turned(self, letter: str) -> Tensor | None:
+        """Queries (keys) behind their rotation, ``[batch, head, pos, d_head]``: before the norm that comes last."""
+        norm = self._norm(letter)
+        if self.normed_last and norm is not None and norm[1].entered is not None:
+            return norm[1].entered.value
+        factor = self.softmax.query if letter == "q" else self.softmax.key
+        return None if factor is None else factor.detach()
+
+    def _rotated(self) -> bool:
+        """Whether queries are changed, each head's size kept, before they meet the keys."""
+        query = self._turned("q")
+        if query is None:
+            return False
+        before, after = self._normed("q"), query.transpose(1, 2)
+        if before.shape != after.shape:
+            return False
+        close = 10 * tolerance(before)
+        factor = float((before * after).sum() / (before * before).sum())
+        if bool(((after - factor * before).abs() <= close * after.abs().max()).all()):
+            return False
+        sizes = after.norm(dim=-1) / before.norm(dim=-1)
+        return bool(((sizes - sizes.mean()).abs() <= 100 * close * sizes.mean()).all())
+
+    def _product(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Queries times keys as they meet, and both, ``[batch, head, pos, d_head]``, keys repeated for their group."""
+        query, key = self.softmax.query, self.softmax.key
+        if query is None or key is None:  # in a product that is not watched: as they leave their projections
+            query, key = (self._normed(letter).transpose(1, 2) for letter in "qk")
+        query, key = query.detach().double(), key.detach().double()
+        if self.n_heads % key.shape[1] or query.shape[-1] != key.shape[-1]:
+            return None
+        key = key.repeat_interleave(self.n_heads // key.shape[1], dim=1)
+        return query @ key.transpose(-1, -2), query, key
+
+    def scale(self) -> float | None:
+        """What the product of queries and keys is divided by; None where the scores are not that product."""
+        found = self._product()
+        q, k = self._normed("q").double(), self._normed("k").double()
+        rotated = self._rotated()
+        if found is None or not (rotated or (found[1].transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
+            return None
+        product, query, key = found
+        position = min(5, self.query_pos - 1)
+        pair = [position, position - 1]
+        scores = self.softmax.scores.detach().double()[:, :, position, pair]
+        differences, products = (
+            scores[..., 0] - scores[..., 1],
+            (product[:, :, position, pair] * _SIGNS.to(product.device)).sum(-1),
+        )
+        factor = float((differences * products).sum() / (products * products).sum())
+        if not bool(((differences - factor * products).abs() <= 1e-3 * differences.abs().max()).all()):
+            return None
+        if not rotated:  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
+            factor *= float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (self.n_heads / k.shape[2]) ** 0.5
+        usual = q.shape[-1] ** 0.5
+        return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
+
+    @property
+    def is_causal(self) -> bool:
+        """No query attends to a later key."""
+        return not bool(self.softmax.pattern[..., : self.query_pos].triu(1).any())
+
+    def window(self) -> int | None:
+        """How far back it looks at most; None where the last query sees the first key."""
+        seen = (self.softmax.pattern[:, :, -1, : self.query_pos] > 0).any(0).any(0)
+        return None if bool(seen[0]) else self.query_pos - int(seen.nonzero()[0])
+
+    def rotation(self) -> tuple[int, bool, bool] | None:
+        """How many of each head's first columns are rotated, whether neighbours turn together, whether that is exact.
+
+        None where that is not what changes: other columns than the first, or in other pairs.
+        """
+        query = self._turned("q")
+        if query is None:
+            return None
+        before, after = self._normed("q").double(), query.transpose(1, 2).double()
+        if before.shape != after.shape:
+            return None
+        # What is not rotated passes as it is; a slow rotation shows in the last digits.
+        plain = torch.equal(before[:, 0], after[:, 0])
+        after = after if plain else after * float(before[:, 0].norm() / after[:, 0].norm())
+        close = 20 * tolerance(self.softmax.scores) * float(before.abs().max())
+        least = 0.0 if plain else close
+        changed = ((before - after).abs().amax((0, 1, 2)) > least).nonzero().flatten().tolist()
+        if not changed:
+            return None
+        for dim in range(changed[-1] + 1 + (changed[-1] + 1) % 2, before.shape[-1] + 1, 2):
+            for adjacent in (False, True):
+                pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
+                sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
+                if bool(((sizes[0] - sizes[1]).abs() <= 2 * close).all()):
+                    return dim, adjacent, plain
+        return None
+
+    def rotary_base(self, dim: int, adjacent: bool) -> float | None:
+        """The base of the angles, from how far the second pair of columns turns from the first position to the next."""
+        query = self._turned("q")
+        if query is None or dim < 4:
+            return None
+        x, y = self._normed("q").double()[:, 1], query.transpose(1, 2).double()[:, 1]
+        first, second = (2, 3) if adjacent else (1, 1 + dim // 2)
+        turned = torch.atan2(
+            x[..., first] * y[..., second] - x[..., second] * y[..., first],
+            x[..., first] * y[..., first] + x[..., second] * y[..., second],
+        ).abs()
+        angle = float(turned.median())
+        if angle <= 0 or bool(((turned - angle).abs() > 1e-3 * angle).any()):
+            return None
+        return float(f"{angle ** (-dim / 2):.4g}")
+
+    def soft_cap(self, said: float | None) -> float:
+        """The soft cap of the scores: the one that the configuration says, where the scores are so; -1 where not."""
+        found = self._product()
+        if not said or found is None:
+            return -1.0
+        scores, product = self.softmax.scores.detach().double()[..., : found[0].shape[-1]], found[0]
+        seen = (self.softmax.pattern[..., : product.shape[-1]] > 0) & (scores.abs() < said)
+        capped, plain, product = said * (scores[seen] / said).atanh(), scores[seen], product[seen]
+
+        def left(x: Tensor) -> float:
+            return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
+
+        return said if left(capped) < 1e-5 or left(capped) < 0.1 * left(plain) else -1.0
+
+    def scores_view(self) -> View:
+        """How the scores are seen: `AlibiScores` where the module is given what is added to them for each key."""
+        alibi, pattern = self.owner.given.get("alibi"), self.softmax.pattern
+        found = self._product() if alibi is not None else None
+        if alibi is None or found is None or alibi.shape != (len(pattern) * self.n_heads, 1, self.key_pos):
+            return MaskedScores()
+        seen = pattern > 0
+        product = found[0][seen]
+        rest = (self.softmax.scores.detach() - alibi.view(len(pattern), self.n_heads, 1, -1))[seen].double()
+        factor = float((rest * product).sum() / (product**2).sum())
+        is_sum = bool(((rest - factor * product).abs() <= 1e-4 * rest.abs().max()).all())
+        return AlibiScores() if is_sum else MaskedScores()
+
+    def _sinks(self) -> str | None:
+        """The parameter that holds each head's sink, where the scores have a column more than there are keys."""
+        scores = self.softmax.scores.detach()
+        if scores.shape[-1] != self.query_pos + 1:
+            return None
+        for name, parameter in self.owner.module.named_parameters(recurse=False):
+            if parameter.shape != (self.n_heads,):
+                continue
+            taken = parameter.detach().view(1, -1, 1, 1) - scores[..., -1:]
+            highest = scores.amax(-1, keepdim=True)
+            close = tolerance(scores) * 10
+            if bool((taken.abs() <= close).all()) or bool((highest.abs() <= close).all()):
+                return name
+        raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")
+
+    def _with_values(self, declared: Attention) -> Attention:
+        """The declaration with the norm of the values, and what stands between `pattern @ v` and `z`.
+
+        Raises:
+            NotFound: something unknown does.
+        """
+        norm = self._norm("v")
+        declared = replace(declared, v_norm=norm and norm[0])
+        v = self._normed("v").double()
+        pattern = self.softmax.pattern[..., : v.shape[1]].double()
+        mixed = torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(self.n_heads // v.shape[2], dim=2))
+        z = self.z_by_head.detach().double()
+        if mixed.shape != z.shape:
+            raise NotFound(
+                f"what enters its output projection is {z.shape[-1]} wide for each head, values {v.shape[-1]}"
+            )
+        bound = 10 * tolerance(self.z.value) * float(z.abs().max())
+
+        def is_z(x: Tensor) -> bool:
+            return bool(((x - z).abs() <= bound).all())
+
+        if is_z(mixed):
+            return declared
+        if is_z(mixed * float((mixed * z).sum() / (mixed * mixed).sum())):
+            return replace(declared, z_is="factor")
+        flat = mixed.flatten(2)
+        for call in self.sources:
+            behind = not call.is_linear and call.left[0].mark == self.z.mark and call.entered is not None
+            if behind and call.entered and bool(((call.entered.value.flatten(2) - flat).abs() <= bound).all()):
+                return replace(declared, z_is="norm")
+        for call, sets in self.gates:
+            rows = by_position(call.left[0].value, self.recording.batch, self.query_pos)
+            gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
+            for name, function in GATE_FUNCTIONS.items():
+                if gate is not None and gate.shape[-1] in (1, z.shape[-1]) and is_z(mixed * function(gate)):
+                    view = heads_view(sets, call.left[0].value.shape[-1])
+                    path = relative(call.path, self.owner.path)
+                    return replace(declared, z_is="gate", gate=Projection(path, view), gate_fn=name)
+        total = self.softmax.scores.detach().double().logsumexp(-1).transpose(1, 2)[..., None]
+        for name, parameter in self.owner.module.named_parameters(recurse=False):
+            if parameter.shape == (self.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
+                return replace(declared, z_is="sink", z_sinks=name)
+        raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
+
+
+def _same_numbers(x: Tensor, y: Tensor, close: float) -> bool:
+    """Whether two tensors have the same numbers, in the same order or with heads and positions exchanged."""
+    if x.numel() != y.numel():
+        return False
+    options = [y, y.transpose(1, 2)] if y.ndim == 4 else [y]
+    return any(bool(((x.flatten() - each.flatten()).abs() <= close * each.abs().max()).all()) for each in options)

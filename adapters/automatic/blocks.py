@@ -1,0 +1,95 @@
+"""Where the lists of blocks are, by what passes from block to block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from adapters.automatic.recording import ModuleCall, Recording, Seen
+from adapters.paths import join, members_of
+
+
+@dataclass(frozen=True)
+class FoundStack:
+    """A list of blocks that one stream runs through.
+
+    Attributes:
+        path: of the list.
+        blocks: the calls of its blocks, in order.
+        outputs: what each passes on.
+    """
+
+    path: str
+    blocks: tuple[ModuleCall, ...]
+    outputs: tuple[Seen, ...]
+
+    @property
+    def stream(self) -> Seen:
+        """What enters the first."""
+        entered = self.blocks[0].entered
+        assert entered is not None
+        return entered
+
+    @property
+    def d_model(self) -> int:
+        return self.stream.value.shape[-1]
+
+
+def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack], str]:
+    """The lists of blocks, in the order in which they ran, and, where there is none, why.
+
+    A block is called once. What leaves it is what enters the next: a tensor ``[batch, pos, d_model]``.
+
+    Args:
+        model: the model.
+        recording: of its run.
+    """
+    found: list[FoundStack] = []
+    almost: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(path.startswith(s.path + ".") for s in found):
+            continue
+        paths = [join(path, str(index)) for index in range(len(members_of(module)))]
+        calls = [recording.of(at) for at in paths]
+        if not paths or any(len(each) != 1 for each in calls):
+            if any(len(each) > 1 for each in calls) and len(paths) > 1:
+                almost.append(f"the blocks of {path} run more than once")
+            continue
+        blocks = tuple(each[0] for each in calls)
+        if any(block.entered is None or not block.left for block in blocks):
+            continue
+        stack, reason = _chained(path, blocks, recording)
+        if stack is not None:
+            found.append(stack)
+        elif reason:
+            almost.append(reason)
+    found.sort(key=lambda stack: stack.blocks[0].start)
+    return found, "" if found else "; ".join(almost[:2]) or "no list of blocks that each run once"
+
+
+def _chained(path: str, blocks: tuple[ModuleCall, ...], recording: Recording) -> tuple[FoundStack | None, str]:
+    outputs: list[Seen] = []
+    for index, block in enumerate(blocks):
+        assert block.entered is not None
+        shape = block.entered.value.shape
+        alike = [seen for seen in block.left if seen.value.shape == shape]
+        if index + 1 < len(blocks):
+            following = blocks[index + 1].entered
+            assert following is not None
+            passed = [seen for seen in alike if seen.mark == following.mark]
+            if not passed:
+                return None, f"what leaves a block of {path} is not what enters the next" if alike else ""
+        else:
+            passed = [seen for seen in alike if not outputs or seen.key == outputs[-1].key] or alike
+            if not passed:
+                return None, ""
+        outputs.append(passed[0])
+    stream = tuple(outputs[0].value.shape)
+    if len(stream) != 3 or stream[0] != recording.batch:
+        return None, f"the stream of {path} has the shape {stream}, not [batch, pos, d_model]" if len(
+            blocks
+        ) > 1 else ""
+    if len({seen.key for seen in outputs}) > 1:
+        return None, f"the blocks of {path} return the stream at different places"
+    return FoundStack(path, blocks, tuple(outputs)), ""

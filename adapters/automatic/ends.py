@@ -1,0 +1,177 @@
+"""What stands before the first block and behind the last: embeddings, final norm, unembedding, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from adapters.automatic.norms import norm_kind, tolerance
+from adapters.automatic.recording import ModuleCall, Recording, Seen
+from adapters.norms import Norm, NormKind
+from adapters.paths import token_embedding
+
+
+@dataclass
+class FoundEmbedding:
+    """What makes the first stream of a stack; paths are the model's.
+
+    Attributes:
+        embed: the token embedding.
+        factor: what its result is multiplied with.
+        pos_embed, token_types: what is added to it.
+        norm: the norm of the sum.
+        module: the one around all of them, where there is a sum with a norm behind it.
+        missing: what could not be found, by hook name.
+    """
+
+    embed: str
+    factor: float = 1.0
+    pos_embed: str | None = None
+    token_types: str | None = None
+    norm: Norm | None = None
+    module: str | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall) -> FoundEmbedding | None:
+    """What makes the stream that enters the first block; None where no token embedding ran.
+
+    Args:
+        model: the model.
+        recording: of its run.
+        first: the call of the first block.
+    """
+    before = [call for call in recording.calls if -1 < call.end < first.start and call.left]
+    module = token_embedding(model)
+    called = [call for call in before if call.module is module] or [
+        call for call in before if isinstance(call.module, nn.Embedding)
+    ]
+    if not called or first.entered is None:
+        return None
+    found = FoundEmbedding(called[0].path)
+    tokens, target = called[0].left[0].value, first.entered
+    norms = [call for call in before if call.left[0].mark == target.mark and norm_kind(call)]
+    if norms and norms[-1].entered is not None:
+        kind = norm_kind(norms[-1])
+        assert kind is not None
+        found.norm, target = Norm(norms[-1].path, kind), norms[-1].entered
+    shape = target.value.shape
+    if tokens.shape != shape:
+        found.missing["hook_embed"] = (
+            f"{found.embed} puts out the shape {tuple(tokens.shape)}, the stream has {tuple(shape)}"
+        )
+        return found
+    known = {called[0].left[0].mark, target.mark}
+    others = []
+    for call in before:
+        x = _for_each_row(call.left[0].value, shape) if call.is_leaf else None
+        if x is not None and call.left[0].mark not in known:
+            known.add(call.left[0].mark)
+            others.append((call, x))
+    weights = _weights(target.value, [tokens, *(x for _, x in others)])
+    if weights is None:
+        found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
+        return found
+    found.factor = weights[0]
+    for (call, x), weight in zip(others, weights[1:], strict=True):
+        if weight == 0:
+            continue
+        what = "token_types" if bool((x == x[:, :1]).all()) else "pos_embed"
+        if getattr(found, what) is not None or weight != 1 or not isinstance(call.module, nn.Module):
+            found.missing[f"hook_{what}"] = f"{call.path} is added to the token embedding, times {weight:g}"
+            continue
+        setattr(found, what, call.path)
+    if found.norm and (found.pos_embed or found.token_types):
+        around = [
+            call for call in before
+            if call.left[0].mark == first.entered.mark and call.holds(called[0]) and not call.is_leaf
+        ]  # fmt: skip
+        # With no module around them, the norm is what puts out the first stream.
+        found.module = min(around, key=lambda call: call.end - call.start).path if around else found.norm.path
+    return found
+
+
+def _for_each_row(x: Tensor, shape: torch.Size) -> Tensor | None:
+    """What may be added to every row of the batch: ``[batch, pos, d]``, ``[1, pos, d]`` or ``[pos, d]``."""
+    if x.ndim == 2:
+        x = x.unsqueeze(0)
+    if x.ndim != 3 or x.shape[-1] != shape[-1] or x.shape[1] not in (1, shape[1]) or x.shape[0] not in (1, shape[0]):
+        return None
+    return x.expand(shape)
+
+
+def _weights(target: Tensor, terms: list[Tensor]) -> list[float] | None:
+    """The factors with which terms make a sum, the fewest of them; None where they do not."""
+    flat, close = target.double().flatten(), 3 * tolerance(target)
+    for count in range(len(terms)):
+        columns = torch.stack([term.double().flatten() for term in terms], 1)
+        if count == 0:
+            columns = columns[:, :1]
+        solution = torch.linalg.lstsq(columns, flat[:, None]).solution[:, 0]
+        if bool(((columns @ solution - flat).abs() <= close * flat.abs().max()).all()):
+            found = [float(f"{w:.5g}") if abs(w) > 1e-4 else 0.0 for w in solution.tolist()]
+            return found + [0.0] * (len(terms) - len(found))
+        if count == 1:
+            return None
+    return None
+
+
+def find_final_norm(recording: Recording, last: Seen, after: int) -> Norm | None:
+    """The norm that reads the last stream."""
+    for call in recording.calls:
+        if call.start > after and call.entered and call.entered.mark == last.mark and (kind := norm_kind(call)):
+            return Norm(call.path, kind)
+    return None
+
+
+def find_unembedding(model: nn.Module, recording: Recording, after: int) -> ModuleCall | None:
+    """The output layer."""
+    find: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
+    layer = find() if find else None
+    return next((call for call in recording.calls if call.module is layer and call.start > after and call.left), None)
+
+
+def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, str, NormKind] | None:
+    """A linear layer and a norm between the last stream and the output layer, and the module around the two.
+
+    Returns:
+        The paths of that module, of the linear layer and of the norm, and what the norm computes.
+    """
+    behind = [call for call in recording.calls if call.start > after]
+    for norm in behind:
+        kind = norm_kind(norm) if norm.end < unembed.start else None
+        if kind is None or unembed.entered is None or norm.left[0].mark != unembed.entered.mark:
+            continue
+        linear = [call for call in behind if call.is_linear and call.end < norm.start]
+        around = [call for call in behind if linear and call.holds(norm) and call.holds(linear[-1])]
+        if around:
+            head = min(around, key=lambda call: call.end - call.start)
+            return head.path, linear[-1].path, norm.path, kind
+    return None
+
+
+def soft_cap(before: Tensor, logits: Tensor) -> float | None:
+    """The soft cap between an output layer and the logits: ``cap * tanh(x / cap)``; -1 where there is none.
+
+    None where something else stands between that is no factor.
+    """
+    x, y = before.double().flatten(), logits.double().flatten()
+    if x.shape != y.shape:
+        return None
+    close = 10 * tolerance(before) * float(y.abs().max())
+    factor = float((x @ y) / (x @ x))
+    if bool(((y - factor * x).abs() <= close).all()):
+        return -1.0
+    at = int(x.abs().argmax())
+    if abs(float(y[at])) >= abs(float(x[at])):
+        return None
+    low, high = abs(float(y[at])), 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        smaller = middle * torch.tanh(x[at].abs() / middle) < y[at].abs()
+        low, high = (middle, high) if bool(smaller) else (low, middle)
+    cap = float(f"{low:.4g}")
+    return cap if bool(((cap * torch.tanh(x / cap) - y).abs() <= close).all()) else None

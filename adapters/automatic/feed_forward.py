@@ -1,0 +1,156 @@
+"""Gate, up and down of a recorded feed-forward part, by its elementwise gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from adapters.attention import Projection
+from adapters.automatic.layouts import neurons_view, relative
+from adapters.automatic.norms import tolerance
+from adapters.automatic.parts import FoundPart
+from adapters.automatic.recording import ModuleCall, NotFound, Seen, gradient_of
+from adapters.feed_forward import MLP
+
+#: The activation functions whose names are known, with HookedTransformer's first.
+ACTIVATIONS = (
+    "silu", "gelu", "gelu_new", "relu", "relu2", "gelu_pytorch_tanh", "quick_gelu", "gelu_fast", "tanh", "sigmoid",
+)  # fmt: skip
+#: A projection, and which of its columns are one for each neuron.
+Found = tuple[ModuleCall, tuple[int, ...]]
+
+
+class FoundMLP:
+    """Finds out what a feed-forward part is made of.
+
+    Args:
+        part: the part.
+        block: the path of its block.
+        said: the name of the activation function in the configuration: of several that compute the same, it is the one.
+
+    Attributes:
+        d_mlp: how many neurons it has.
+        act_fn: the name of its activation function, None where it has none that is known.
+
+    Raises:
+        NotFound: it cannot be declared as an MLP.
+    """
+
+    def __init__(self, part: FoundPart, block: str, said: str | None = None) -> None:
+        self.part, self.block = part, block
+        self.names = (*((said,) if said in ACT2FN else ()), *ACTIVATIONS)
+        if not part.producer.is_linear or part.producer.entered is None:
+            raise NotFound(f"{part.producer.path}, which puts out its result, is no linear layer")
+        self.post: Seen = part.producer.entered
+        self.d_mlp = self.post.value.shape[-1]
+        self.act_fn: str | None = None
+        self.linear: list[Found] = []
+        self.activated: list[Found] = []
+        for call in part.calls:
+            self._look_at(call)
+
+    def _look_at(self, call: ModuleCall) -> None:
+        """Whether each neuron is made from one column of a projection, or of each of its parts, and how."""
+        if len(call.left) != 1:
+            return
+        made, post = call.left[0].live, self.post.live
+        if made.shape[:-1] != post.shape[:-1] or made.shape[-1] % self.d_mlp or not post.requires_grad:
+            return
+        row = (0,) * (post.ndim - 2) + (2,)
+        neurons = torch.arange(self.d_mlp, device=post.device)
+        weights = 1 + (neurons % 7)
+        gradient = gradient_of((post[row] * weights).sum(), made)
+        if gradient is None:
+            return
+        elsewhere = gradient.clone()
+        elsewhere[row] = 0
+        if bool(elsewhere.any()):
+            return
+        for index in _ways(made.shape[-1], self.d_mlp):
+            columns = list(index)
+            if not self._is_elementwise(made, row, columns, gradient[row]):
+                continue
+            derivative = gradient[row][columns] / weights
+            value = made.detach()[row][columns]
+            at = self.post.value[row]
+            is_linear = bool(((derivative * value - at).abs() <= 10 * tolerance(at) * at.abs().max()).all())
+            (self.linear if is_linear else self.activated).append((call, index))
+
+    def _is_elementwise(self, made: Tensor, row: tuple[int, ...], columns: list[int], gradient: Tensor) -> bool:
+        """Whether some neurons, alone, each reach back to their own column, and to no other of this part."""
+        live = [n for n in range(self.d_mlp) if float(gradient[columns[n]]) != 0]
+        if len(live) < 2:
+            return False
+        others = set(columns)
+        for neuron in (live[0], live[len(live) // 2]):
+            post = self.post.live[row][neuron]
+            one = gradient_of(post, made)
+            if one is None or {c for c in one[row].nonzero().flatten().tolist() if c in others} != {columns[neuron]}:
+                return False
+        return True
+
+    def declare(self) -> MLP:
+        """The declaration.
+
+        Raises:
+            NotFound: gate and up could not be told apart, or were not found.
+        """
+        linear, activated = list(self.linear), list(self.activated)
+        if len(linear) + len(activated) not in (1, 2):
+            raise NotFound(f"{len(linear) + len(activated)} projections reach its neurons one by one, not one or two")
+        gate: Found | None
+        if len(linear) + len(activated) == 1:
+            gate, up = None, (linear + activated)[0]
+        elif len(linear) == 1:
+            gate, up = activated[0], linear[0]
+        elif len(linear) == 2:  # a ReLU's derivative is the step that it is multiplied with
+            gate, up = self._by_zeros(linear)
+        else:
+            raise NotFound("neither of its two projections enters the product as it is")
+        self.act_fn = self._activation(gate, up)
+        owner = self.part.owner.path if self.part.owner else self.block
+        out, seen = self.part.out
+        if self.part.owner is None and gate and gate[0].path != up[0].path:
+            raise NotFound("its layers stand in the block itself, and two of them read the stream")
+        return MLP(
+            relative(owner, self.block),
+            up=_projection(up, owner),
+            down=relative(self.part.producer.path, owner),
+            gate=gate and _projection(gate, owner),
+            out=None if out is self.part.owner else relative(out.path, self.block),
+            out_key=seen.key,
+            flat=self.post.value.ndim == 2,
+            d_mlp=self.d_mlp,
+        )
+
+    def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
+        """Of two, the one whose negative values put the neuron out is the gate."""
+        for gate, up in ((two[0], two[1]), (two[1], two[0])):
+            value = gate[0].left[0].value[..., list(gate[1])]
+            if bool(((self.post.value == 0) == (value <= 0)).all()):
+                return gate, up
+        raise NotFound("which of its two projections is the gate cannot be told")
+
+    def _activation(self, gate: Found | None, up: Found) -> str | None:
+        """The name of the activation function."""
+        call, index = gate or up
+        before = call.left[0].value[..., list(index)]
+        other = up[0].left[0].value[..., list(up[1])] if gate else 1.0
+        post = self.post.value
+        for name in self.names:
+            if bool(((ACT2FN[name](before) * other - post).abs() <= tolerance(post) * post.abs().max()).all()):
+                return name
+        return None
+
+
+def _ways(width: int, d_mlp: int) -> list[tuple[int, ...]]:
+    """The columns that a part of a projection may have: one part after the other, or neuron by neuron."""
+    n = width // d_mlp
+    after = [tuple(range(i * d_mlp, (i + 1) * d_mlp)) for i in range(n)]
+    return after + ([tuple(range(i, width, n)) for i in range(n)] if n > 1 else [])
+
+
+def _projection(found: Found, owner: str) -> Projection:
+    call, index = found
+    return Projection(relative(call.path, owner), neurons_view(index, call.left[0].value.shape[-1]))

@@ -1,0 +1,154 @@
+"""Which module makes what is added to the stream, what it reads, and what of the block belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from adapters.automatic.recording import ModuleCall, NotFound, Recording, Seen, Softmax, gradient_of
+from adapters.automatic.stream import Sum, Term, Value
+from adapters.norms import OPAQUE_NORM, Norm, NormKind
+
+#: The calls of a block that are norms, with what they compute.
+Norms = Mapping[ModuleCall, NormKind]
+
+
+@dataclass(eq=False)
+class FoundPart:
+    """What makes one term of a sum.
+
+    Attributes:
+        owner: the tightest call around what it computes; None where that is the block itself.
+        out: the call whose output is added (or, with `post`, enters the norm), and that output.
+        producer: the innermost call that puts it out.
+        pre, post: the norms that it reads and writes through, with their paths from the model.
+        calls: of modules without parts of their own that multiply with a matrix, in order, without `producer`.
+        softmaxes: that ran inside.
+        reads: the stream that it reads.
+        start: the time from which it runs.
+        missing: what could not be found out, by what it is about.
+    """
+
+    owner: ModuleCall | None
+    out: tuple[ModuleCall, Seen]
+    producer: ModuleCall
+    pre: Norm | None
+    post: Norm | None
+    calls: list[ModuleCall]
+    softmaxes: list[Softmax]
+    reads: Value
+    start: int
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+class Parts:
+    """Finds the parts of one block.
+
+    Args:
+        block: its call.
+        recording: the run.
+        norms: its norms.
+        values: what passes borders inside of it, by mark.
+    """
+
+    def __init__(
+        self, block: ModuleCall, recording: Recording, norms: Norms, values: Mapping[tuple[int, int], Value]
+    ) -> None:
+        self.block, self.recording, self.norms, self.values = block, recording, norms, values
+        self.inside = recording.between(block.start, block.end)
+
+    def of_sum(self, total: Sum) -> list[FoundPart]:
+        """The parts of a sum, in the order of the computation."""
+        found: list[FoundPart] = []
+        start = total.start
+        for term in total.terms:
+            found.append(self._part(term, total, start))
+            start = found[-1].producer.end
+        return found
+
+    def _part(self, term: Term, total: Sum, start: int) -> FoundPart:
+        producer = term.value.made[0][0]
+        out = self._outermost(term.value, total.end)
+        post = None
+        if producer in self.norms and producer.entered is not None:
+            before = self.values.get(producer.entered.mark)
+            if before is not None and before is not total.before:
+                post = Norm(producer.path, self.norms[producer])
+                if before.made:
+                    out = self._outermost(before, producer.start)
+                    producer = before.made[0][0]
+                elif producer.entered is not None:  # a sum that no module puts out: it stands where the norm reads it
+                    out = producer, producer.entered
+        linear = self._matrices(start, producer)
+        softmaxes = [s for s in self.recording.softmaxes if start < s.time < producer.end]
+        owner = self._owner(producer, linear, softmaxes, start)
+        part = FoundPart(owner, out, producer, None, post, linear, softmaxes, total.before, start)
+        self._find_reading(part, total)
+        return part
+
+    def _outermost(self, value: Value, end: int) -> tuple[ModuleCall, Seen]:
+        """The last module to put out a value before it is added: what it puts out in training too, dropout included."""
+        made = [each for each in value.made if each[0].end <= end]
+        once = [each for each in made if len(self.recording.of(each[0].path)) == 1]
+        return max(once or made[:1], key=lambda each: each[0].end)
+
+    def _matrices(self, start: int, producer: ModuleCall) -> list[ModuleCall]:
+        """The calls that multiply with a matrix, from a time on until the producer ends."""
+        return [
+            call for call in self.inside if start < call.start and call.end <= producer.end and call.is_linear
+            and call is not producer
+        ]  # fmt: skip
+
+    def _owner(
+        self, producer: ModuleCall, calls: Sequence[ModuleCall], softmaxes: Sequence[Softmax], start: int
+    ) -> ModuleCall | None:
+        """The tightest call inside the block around all of a part."""
+        around = [
+            call for call in self.inside
+            if call.holds(producer)
+            and all(call.holds(each) for each in calls)
+            and all(call.start < each.time < call.end for each in softmaxes)
+            and (call is not producer or not (call.is_leaf and call.is_linear))
+        ]  # fmt: skip
+        return min(around, key=lambda call: call.end - call.start, default=None)
+
+    def _find_reading(self, part: FoundPart, total: Sum) -> None:
+        """The norm that the part reads through."""
+        readers = [part.owner, *part.calls, part.producer] if part.owner else [*part.calls[:1], part.producer]
+        given = {call.entered.mark for call in readers if call and call.entered}
+        inner = {call.entered.mark for call in self.inside if part.owner and part.owner.holds(call) and call.entered}
+        stream = total.before
+        for call, kind in self.norms.items():
+            before = call.entered and call.entered.mark == stream.mark and call.end <= part.producer.end
+            if before and call.left[0].mark in given | inner:
+                part.pre = Norm(call.path, kind)
+                return
+        if stream.mark in given:
+            return
+        # Something stands between that is no norm that we know.
+        for call in self.inside:
+            between = call.entered and call.entered.mark == stream.mark and call.end <= part.producer.end
+            if between and call is not part.owner and call.is_leaf and any(seen.mark in given for seen in call.left):
+                part.pre = Norm(call.path, OPAQUE_NORM)
+                part.missing["pre"] = f"{call.path} is a {type(call.module).__name__}, which is no norm that is known"
+                return
+        part.missing["entry"] = "what it reads of the stream is not what enters any of its modules"
+
+
+def mixes_positions(part: FoundPart) -> bool | None:
+    """Whether what a part puts out at a position depends on what it is given at others; None where it cannot be told.
+
+    Softmaxes aside: their patterns are constants of the run.
+    """
+    entry = part.owner.entered if part.owner else part.calls[0].entered if part.calls else None
+    made = part.out[1].live
+    if entry is None or made.ndim != 3:
+        return None
+    last = made.shape[1] - 1
+    try:
+        gradient = gradient_of(made[0, last].sum(), entry.live)
+    except NotFound:
+        return None
+    if gradient is None or gradient.ndim != 3:
+        return None
+    return bool((gradient[0, :last] != 0).any())

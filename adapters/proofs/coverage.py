@@ -1,0 +1,162 @@
+"""Nothing is left out: whatever computes something in a block that ran is claimed by a hook point, or named here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, softmax
+from torch.overrides import TorchFunctionMode
+
+from adapters.architecture import Mixer, Opaque
+from adapters.attention import Attention
+from adapters.feed_forward import MLP, MoE
+from adapters.paths import join
+from adapters.proofs.evidence import Calls, Evidence, Place, recorded
+from adapters.proofs.recognised import recognise_norm
+from adapters.proofs.report import Findings
+
+CLAIM = "nothing in a block is left out: its layers, norms and softmaxes are claimed"
+
+_SOFTMAXES = {torch.softmax, Tensor.softmax, softmax, scaled_dot_product_attention}
+
+
+class _Softmaxes(TorchFunctionMode):
+    """Counts the softmaxes of each module whose forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.found: dict[str, int] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _SOFTMAXES and self.running:
+            self.found[self.running[-1]] = self.found.get(self.running[-1], 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def _plain_run(evidence: Evidence) -> tuple[Calls, dict[str, int]]:
+    """A run without hook points: the calls of all modules, and how many softmaxes each computed itself."""
+    model, counted = evidence.bridge.original_model, _Softmaxes()
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda module, args: counted.running.append(path)
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        counted.running.pop()
+
+    handles = []
+    try:
+        for path, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(enter(path)))
+            handles.append(module.register_forward_hook(leave))
+        with torch.no_grad(), recorded(model) as calls, counted:
+            model(input_ids=evidence.tokens, **evidence.more)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, counted.found
+
+
+def prove_coverage(evidence: Evidence, findings: Findings) -> None:
+    """Every module in a block that has parameters or computes a norm, and every softmax, belongs to a hook point.
+
+    Args:
+        evidence: says what to run.
+        findings: what is found is added to it.
+    """
+    findings.claim(CLAIM)
+    calls, softmaxes = _plain_run(evidence)
+    points = [hook.point for hook in evidence.bridge.hook_dict.values()]
+    sites = {site.path for point in points for site in (point.site, *point.sources)}
+    shown = {point.site.path for point in points if point.site.kind in ("attention", "softmax", "router")}
+    by_block: dict[str, list[Place]] = {}
+    for place in evidence.places():
+        by_block.setdefault(place.path, []).append(place)
+    for block, places in by_block.items():
+        blocks_own = {block}  # points of its input and output are of the stream, not of what it computes
+        latents = {path for place in places for path in _before_latents(place, calls)}
+        claimed = (sites | latents | {bias for place in places for bias in _biases(place)}) - blocks_own
+        opaque = [path for place in places for path in _opaque(place)]
+        for path, found in calls.items():
+            if not path.startswith(f"{block}."):
+                continue
+            inside = any(path == part or path.startswith(f"{part}.") for part in opaque)
+            computes = _computes(found[0].module, found[0].input, found[0].result)
+            if computes and not inside:
+                findings.holds(CLAIM, path, path in claimed, f"{computes} that no hook point stands on")
+        for path, count in softmaxes.items():
+            if not path.startswith(f"{block}.") or any(path.startswith(f"{part}.") or path == part for part in opaque):
+                continue
+            if _is_activation(evidence, places, path):
+                continue
+            findings.holds(CLAIM, path, path in shown, "a softmax that no hook point shows")
+            findings.holds(CLAIM, path, count == 1, f"{count} softmaxes, of which hook points show one")
+        for place in places:
+            if isinstance(place.named.step.part, Mixer):
+                findings.untold(CLAIM, f"what {place.module} computes inside is not offered")
+
+
+def _biases(place: Place) -> list[str]:
+    part = place.named.step.part
+    return [join(place.module, part.position_bias)] if isinstance(part, Attention) and part.position_bias else []
+
+
+def _opaque(place: Place) -> list[str]:
+    """Modules whose insides are claimed by other means: experts by their own hook points, a mixer by its ends."""
+    part = place.named.step.part
+    if isinstance(part, Mixer | Opaque):
+        return [place.module]
+    if not isinstance(part, MoE):
+        return []
+    return [join(place.module, path) for path in (part.experts, part.router) if path]
+
+
+def _before_latents(place: Place, calls: Calls) -> list[str]:
+    """The layers whose output, or its first columns, is what the norm of a latent reads; or the latent itself."""
+    part = place.named.step.part
+    if not isinstance(part, Attention):
+        return []
+    found = []
+    for latent in (part.q_latent, part.kv_latent):
+        norm = calls.get(join(place.module, latent)) if latent else None
+        entered = norm[0].input if norm else None
+        if entered is None:
+            continue
+        flat = entered.reshape(-1, entered.shape[-1])
+        for path, each in calls.items():
+            made = each[0].result if path.startswith(f"{place.module}.") else None
+            if made is not None and made.ndim > 1 and made.shape[-1] >= flat.shape[-1]:
+                first = made.reshape(-1, made.shape[-1])[:, : flat.shape[-1]]
+                if first.shape == flat.shape and torch.equal(first, flat):
+                    found.append(path)
+    return found
+
+
+def _computes(module: nn.Module, entered: Tensor | None, left: Tensor | None) -> str:
+    """What a module computes itself that has to be claimed; "" where that is nothing."""
+    own = [p for p in module._parameters.values() if p is not None]
+    if own:
+        return f"a {type(module).__name__} with parameters"
+    if any(True for _ in module.children()) or entered is None or left is None:
+        return ""
+    if entered.shape != left.shape or not entered.is_floating_point() or entered.shape[-1] < 4 or entered.equal(left):
+        return ""
+    # Many rows of one width all agree on a norm only if it is one.
+    found = recognise_norm(entered, left, tolerance=1e-4 if entered.dtype in (torch.float32, torch.float64) else 1e-2)
+    return f"a norm ({type(module).__name__})" if found else ""
+
+
+def _is_activation(evidence: Evidence, places: list[Place], path: str) -> bool:
+    """Whether a softmax is that of an activation function, which `act(pre) = post` speaks of."""
+    mlps = [place.module for place in places if isinstance(place.named.step.part, MLP)]
+    solu = (evidence.bridge.cfg.act_fn or "").startswith("solu")
+    return solu and any(path == mlp or path.startswith(f"{mlp}.") for mlp in mlps)

@@ -1,0 +1,284 @@
+"""What proofs look at: runs of the model with what entered and left its modules, and what the hook points showed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adapters.architecture import NamedStep, Stack
+from adapters.config import config_of
+from adapters.paths import base_path, has_module, join, path_from, token_embedding
+from adapters.proofs.protocol import Bridge, Hook, NamedHook
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        module: the module.
+        args, kwargs: what it was called with.
+        output: what it returned.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def input(self) -> Tensor | None:
+        """The first tensor that it was given."""
+        return next((x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)), None)
+
+    @property
+    def result(self) -> Tensor | None:
+        """What it returned, or the first tensor of a tuple."""
+        found = self.output if isinstance(self.output, Tensor) else next(iter(_tensors(self.output)), None)
+        return found
+
+
+def _tensors(x: object) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Mapping):
+        yield from (value for value in x.values() if isinstance(value, Tensor))
+    elif isinstance(x, Sequence) and not isinstance(x, str):
+        yield from (value for value in x if isinstance(value, Tensor))
+
+
+Calls = dict[str, list[ModuleCall]]
+
+
+@contextmanager
+def recorded(model: nn.Module, paths: Sequence[str] | None = None, *, copies: bool = True) -> Iterator[Calls]:
+    """Records the calls of modules while it is open.
+
+    Args:
+        model: the model.
+        paths: which modules; None: all that are in it.
+        copies: keep what the tensors hold at the time of the call; False: the tensors themselves, with their graph.
+    """
+    calls: Calls = {}
+
+    def keep(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.detach().clone() if copies else x
+        return type(x)(keep(value) for value in x) if type(x) in (tuple, list) else x
+
+    def before(path: str) -> Callable[..., None]:
+        def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # What enters may be changed in place while the module runs.
+            given = keep(args), {name: keep(value) for name, value in kwargs.items()}
+            calls.setdefault(path, []).append(ModuleCall(module, *given, None))
+
+        return entered
+
+    def after(path: str) -> Callable[..., None]:
+        def left(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            call = calls[path][-1]
+            calls[path][-1] = ModuleCall(module, call.args, call.kwargs, keep(output))
+
+        return left
+
+    handles = []
+    try:
+        for path, module in model.named_modules():
+            if paths is None or path in paths:
+                handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
+                handles.append(module.register_forward_hook(after(path)))
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Place:
+    """One step of one block.
+
+    Attributes:
+        prefix: what its hook points begin with, such as ``blocks.0.``.
+        path: of the block.
+        layer: its index.
+        stack: the list that it is in.
+        named: the step.
+    """
+
+    prefix: str
+    path: str
+    layer: int
+    stack: Stack
+    named: NamedStep
+
+    @property
+    def part(self) -> str:
+        """What the hook points of its part begin with."""
+        return f"{self.prefix}{self.named.name}."
+
+    @property
+    def module(self) -> str:
+        """The path of its part."""
+        return join(self.path, self.named.step.part.path)
+
+
+@dataclass
+class Evidence:
+    """A bridge that is to be proved, and one run of it.
+
+    Attributes:
+        bridge: the bridge.
+        tokens: what was run.
+        more: what a model with a decoder of its own was given besides.
+        activations: by the names of the hook points.
+        calls: by the paths of the modules.
+        output: what the model returned, its first tensor.
+    """
+
+    bridge: Bridge
+    tokens: Tensor
+    more: dict[str, Tensor]
+    activations: dict[str, Tensor] = field(default_factory=dict)
+    calls: Calls = field(default_factory=dict)
+    output: Tensor | None = None
+
+    @property
+    def base(self) -> str:
+        """The path of the base model."""
+        return base_path(self.bridge.original_model)
+
+    def stacks(self) -> Iterator[Stack]:
+        """The lists of blocks that are there: a model may be the encoder alone."""
+        for stack in self.bridge.architecture.stacks:
+            if has_module(self.bridge.original_model, join(self.base, stack.path)):
+                yield stack
+
+    def places(self) -> Iterator[Place]:
+        """Every step of every block that is there."""
+        for stack in self.bridge.architecture.stacks:
+            index = 0
+            while f"{stack.name}.{index}.hook_resid_pre" in self.bridge.hook_dict:
+                for named in stack.block_at(index).named:
+                    path = join(self.base, stack.path, str(index))
+                    yield Place(f"{stack.name}.{index}.", path, index, stack, named)
+                index += 1
+
+    def call(self, *parts: str) -> ModuleCall | None:
+        """The first call of a module, by its path; None where it did not run."""
+        return next(iter(self.calls.get(join(*parts), ())), None)
+
+    def calls_in(self, path: str) -> Iterator[ModuleCall]:
+        """The first calls of the modules inside one."""
+        for each, found in self.calls.items():
+            if each.startswith(f"{path}.") and found:
+                yield found[0]
+
+    def from_model(self, path: str) -> str:
+        """A path as it is declared, as one from the model."""
+        return path_from(self.bridge.original_model, path)
+
+    def get(self, name: str) -> Tensor | None:
+        """An activation; None where there is no such hook point."""
+        return self.activations.get(name)
+
+
+def some_tokens(bridge: Bridge, batch: int, pos: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Random tokens, and for a decoder of its own a shorter text, so that its shapes are not the encoder's.
+
+    Args:
+        bridge: the bridge.
+        batch, pos: how many.
+        seed: which ones.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    table = getattr(token_embedding(bridge.core), "weight", None)
+    most = min(bridge.cfg.d_vocab, table.shape[0] if isinstance(table, Tensor) else bridge.cfg.d_vocab)
+    tokens = torch.randint(0, most, (batch, pos), generator=generator).to(bridge.cfg.device)
+    return tokens, with_decoder(bridge, tokens)
+
+
+def with_decoder(bridge: Bridge, tokens: Tensor) -> dict[str, Tensor]:
+    """What a model with a decoder of its own is given beside its tokens."""
+    two = config_of(bridge.core).is_encoder_decoder and len(bridge.architecture.stacks) > 1
+    return {"decoder_input_ids": tokens[:, :-4]} if two else {}
+
+
+#: The activations that a driven run replaces by random numbers, by the ends of their names, and their size.
+DRIVEN = {
+    ".hook_q": 2.0, ".hook_k": 2.0, ".hook_v": 1.0, ".hook_pre": 1.5, ".hook_pre_linear": 1.5, ".hook_gate": 1.5,
+    "unembed.hook_out": 20.0,
+}  # fmt: skip
+
+
+def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
+    """A run in which what enters every function is replaced by random numbers, wide enough to tell functions apart.
+
+    Queries, keys, values, what enters activation functions, and what the unembedding makes. A model's own may be so
+    small that every function of them is a straight line.
+
+    Args:
+        bridge: the bridge.
+        tokens, more: what to run.
+    """
+    evidence = Evidence(bridge, tokens, more)
+    generator = torch.Generator().manual_seed(1)
+    names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
+
+    def look(x: Tensor, hook: Hook) -> Tensor | None:
+        size = next((size for end, size in DRIVEN.items() if hook.name.endswith(end)), None)
+        if size is None:
+            evidence.activations[hook.name] = x.detach().clone()
+            return None
+        new = torch.randn(x.shape, generator=generator) * size
+        evidence.activations[hook.name] = new.to(x)
+        return new.to(x)
+
+    hooks: list[NamedHook] = [(names, look)]
+    with torch.no_grad(), recorded(bridge.original_model) as calls:
+        output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
+    evidence.calls, evidence.output = calls, output if isinstance(output, Tensor) else None
+    return evidence
+
+
+def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
+    """A run that keeps the graph of each block by itself, with the patterns cut out of it.
+
+    Scores and patterns are in its activations; what made them and was made of them, in its calls.
+
+    Args:
+        bridge: the bridge.
+        tokens, more: what to run.
+    """
+    evidence = Evidence(bridge, tokens, more)
+    scores = [name for name in bridge.hook_dict if name.endswith((".hook_attn_scores", ".hook_pattern"))]
+    blocks = {place.path for place in evidence.places()}
+
+    def look(x: Tensor, hook: Hook) -> Tensor | None:
+        evidence.activations[hook.name] = x
+        return x.detach() if hook.name.endswith("pattern") else None
+
+    def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(_leaf, args)), {name: _leaf(value) for name, value in kwargs.items()}
+
+    model = bridge.original_model
+    wanted = [path for path, _ in model.named_modules() if any(path.startswith(f"{block}.") for block in blocks)]
+    handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in blocks]
+    try:
+        with torch.enable_grad(), recorded(model, wanted, copies=False) as calls:
+            bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
+    finally:
+        for handle in handles:
+            handle.remove()
+    evidence.calls = calls
+    return evidence
+
+
+def _leaf(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return x.detach().requires_grad_()
+    return x

@@ -1,0 +1,177 @@
+"""The facts of `cfg`, each by what it makes the model do, or by the steps that are proved beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from adapters.architecture import Architecture, Block
+from adapters.attention import Attention
+from adapters.config import config_of
+from adapters.feed_forward import MLP, MoE
+from adapters.paths import has_module, join
+from adapters.proofs.evidence import Evidence
+from adapters.proofs.report import Findings
+
+CLAIM = "the facts of cfg"
+
+
+def prove_facts(evidence: Evidence, findings: Findings) -> None:
+    """What `cfg` says is what the model has and does. Rotation, scales and windows are proved with the scores.
+
+    Args:
+        evidence: a driven run.
+        findings: what is found is added to it.
+    """
+    findings.claim(CLAIM)
+    cfg = evidence.bridge.cfg
+    for name, seen in (*_sizes(evidence), *_forms(evidence)):
+        said = getattr(cfg, name)
+        findings.holds(CLAIM, f"cfg.{name}", said == seen, f"it says {said!r}, and the model has {seen!r}")
+    _epsilon(evidence, findings)
+    _output(evidence, findings)
+    _positions(evidence, findings)
+
+
+def _last(evidence: Evidence, end: str, axis: int = -1) -> set[int]:
+    """The sizes of an axis of all activations whose names end so."""
+    return {x.shape[axis] for name, x in evidence.activations.items() if name.endswith(end)}
+
+
+def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
+    cfg, model = evidence.bridge.cfg, evidence.bridge.original_model
+    first = evidence.bridge.architecture.stack
+    sized = any(
+        getattr(place.named.step.part, name, None) is not None
+        for place in evidence.places()
+        for name in ("n_heads", "n_kv_heads", "d_q", "d_k", "d_v", "d_mlp")
+    )
+
+    def one(name: str, found: set[int]) -> Iterator[tuple[str, object]]:
+        own = sized and getattr(cfg, name) in found  # layers that say their own sizes are held to them
+        if found:
+            yield name, getattr(cfg, name) if own else found.pop() if len(found) == 1 else sorted(found)
+
+    yield "n_layers", len({place.path for place in evidence.places() if place.stack is first}) or cfg.n_layers
+    yield from one("d_model", _last(evidence, "hook_resid_pre"))
+    yield from one("n_heads", _last(evidence, "hook_pattern", 1) or _last(evidence, ".hook_z", 2))
+    yield from one("d_head", _last(evidence, ".hook_z"))
+    yield from one("n_kv_heads", _last(evidence, ".hook_v", 2))
+    yield from one("d_expert", _last_of_experts(evidence))
+    yield from one("d_shared_expert", _last(evidence, "shared_expert.hook_post"))
+    yield from one("experts_per_token", _last(evidence, "hook_expert_indices"))
+    yield from one("num_experts", _last(evidence, "hook_router_logits"))
+    dense = {
+        x.shape[-1]
+        for name, x in evidence.activations.items()
+        if name.endswith("mlp.hook_post") and "expert" not in name
+    }
+    yield from one("d_mlp", dense or _last_of_experts(evidence))
+    embed = model.get_submodule(join(evidence.base, evidence.bridge.architecture.embed))
+    if isinstance(table := getattr(embed, "weight", None), Tensor):
+        yield "d_vocab", table.shape[0]
+    yield from one("d_vocab_out", _last(evidence, "unembed.hook_out"))
+    yield "tie_word_embeddings", _tied(evidence, table if isinstance(table, Tensor) else None)
+
+
+def _last_of_experts(evidence: Evidence) -> set[int]:
+    return {x.shape[-1] for name, x in evidence.activations.items() if ".experts." in name and name.endswith("_post")}
+
+
+def _tied(evidence: Evidence, table: Tensor | None) -> bool:
+    """One tensor is both the embedding and the unembedding; without an unembedding, what the configuration says."""
+    model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.bridge.architecture.unembed)
+    if not has_module(model, path):
+        return evidence.bridge.cfg.tie_word_embeddings
+    weight = getattr(model.get_submodule(path), "weight", None)
+    return table is not None and weight is table
+
+
+def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
+    """What the steps say, which are proved themselves."""
+    architecture, cfg = evidence.bridge.architecture, evidence.bridge.cfg
+    blocks = _blocks(evidence, architecture)
+    steps = [step for block in blocks for step in block.steps]
+    parts = [step.part for step in steps]
+    attentions = [part for part in parts if isinstance(part, Attention)]
+    if steps:
+        yield "attn_only", len(attentions) == len(parts)
+        parallel = any(step.parallel and isinstance(step.part, MLP | MoE) for step in steps)
+        yield "parallel_attn_mlp", parallel
+        gated = any(isinstance(part, MoE) or (isinstance(part, MLP) and part.gate is not None) for part in parts)
+        yield "gated_mlp", gated
+        yield "use_qk_norm", any(part.q_norm or part.k_norm for part in attentions)
+        yield "use_normalization_before_and_after", any(step.pre and step.post for step in steps)
+        yield "normalization_type", _norm_type(evidence)
+    final = architecture.stack.final_norm
+    final_rms = final is not None and not final.kind.centered and not final.kind.identity
+    if cfg.final_rms or not (cfg.normalization_type or "").startswith("RMS"):  # False says nothing where all are
+        yield "final_rms", final_rms
+    yield "post_embedding_ln", architecture.embed_norm is not None and architecture.embeddings is None
+    shifted = any(part.qk_shift for part in attentions)
+    rotary, standard = any(part.rotary for part in attentions), architecture.pos_embed is not None
+    alike = {"alibi", "relative_positional_bias"}  # told apart by the scores
+    if cfg.positional_embedding_type not in alike and attentions:
+        kind = "rotary" if rotary else "shortformer" if shifted else "standard" if standard else "none"
+        yield "positional_embedding_type", kind
+    if cfg.attn_types is not None:
+        yield "use_local_attn", "local" in cfg.attn_types
+
+
+def _blocks(evidence: Evidence, architecture: Architecture) -> list[Block]:
+    first = architecture.stack
+    return [first.block_at(i) for i in sorted({p.layer for p in evidence.places() if p.stack is first})]
+
+
+def _norm_type(evidence: Evidence) -> str | None:
+    """The name of the first norm's kind; a native model adds whether its norms have weights."""
+    kind = evidence.bridge.architecture.norm_kind
+    name, said = kind.name if kind else None, evidence.bridge.cfg.normalization_type
+    if name and said == f"{name}Pre":
+        norms = [place.named.step.pre for place in evidence.places() if place.named.step.pre]
+        call = evidence.call(next(evidence.places()).path, norms[0].path) if norms else None
+        if call is not None and getattr(call.module, "weight", None) is None:
+            return said
+    return name
+
+
+def _epsilon(evidence: Evidence, findings: Findings) -> None:
+    cfg = evidence.bridge.cfg
+    for place in evidence.places():
+        norm = next((n for n in (place.named.step.pre, place.named.step.post, place.named.step.stream_norm) if n), None)
+        call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
+        if norm is not None and call is not None:
+            seen = norm.kind.epsilon(call.module)
+            findings.holds(CLAIM, "cfg.eps", cfg.eps == seen, f"it says {cfg.eps!r}, and the first norm has {seen!r}")
+            return
+
+
+def _output(evidence: Evidence, findings: Findings) -> None:
+    """The logits are what the unembedding makes, capped or not."""
+    made, cap = evidence.get("unembed.hook_out"), evidence.bridge.cfg.output_logits_soft_cap
+    if made is None or evidence.output is None or made.shape != evidence.output.shape:
+        findings.holds(CLAIM, "cfg.output_logits_soft_cap", cap <= 0, f"it says {cap}, and there are no logits")
+        return
+    expected = cap * (made.double() / cap).tanh() if cap > 0 else made.double()
+    factor = float((expected * evidence.output.double()).sum() / expected.pow(2).sum())
+    findings.equal(CLAIM, "cfg.output_logits_soft_cap", evidence.output, (expected * factor).to(evidence.output.dtype))
+
+
+def _positions(evidence: Evidence, findings: Findings) -> None:
+    """Learned positions: as many as the model has, but for those that it puts before the first."""
+    architecture, cfg, model = evidence.bridge.architecture, evidence.bridge.cfg, evidence.bridge.original_model
+    if architecture.pos_embed and cfg.n_ctx is not None:
+        call = evidence.call(evidence.base, architecture.pos_embed)
+        table = getattr(call.module, "weight", None) if call else None
+        if isinstance(table, Tensor):
+            before = int(getattr(call.module, "offset", 0)) if call else 0
+            seen = table.shape[0] - before
+            findings.holds(CLAIM, "cfg.n_ctx", cfg.n_ctx == seen, f"it says {cfg.n_ctx}, and the model has {seen}")
+    start = cfg.decoder_start_token_id
+    config = config_of(evidence.bridge.core)
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if start is not None and prepare is not None and config.is_encoder_decoder:
+        seen = int(prepare(labels=torch.ones(1, 2, dtype=torch.long, device=cfg.device))[0, 0])
+        findings.holds(CLAIM, "cfg.decoder_start_token_id", seen == start, f"it says {start}, and the model {seen}")

@@ -1,0 +1,179 @@
+"""MLPs and mixtures: what enters their last layer is the activation function of the gate, times what is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from adapters.architecture import Step
+from adapters.config import config_of
+from adapters.experts import expert_bias, expert_weight
+from adapters.feed_forward import MLP, MoE
+from adapters.paths import join
+from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.report import Findings
+from adapters.proofs.stream import like
+
+GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
+CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"
+
+
+def _solu(x: Tensor) -> Tensor:
+    return x * x.softmax(-1)
+
+
+def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
+    """What an activation function computes, by `cfg.act_fn`; None for a name that nobody knows."""
+    if act_fn in ("solu", "solu_ln"):
+        return _solu
+    # It makes the function when it is asked with brackets, and only then.
+    return None if act_fn is None or act_fn not in ACT2FN else ACT2FN[act_fn]
+
+
+def product(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
+    """What an activation function makes of what enters it and what is beside it; None for an unknown name."""
+    if act_fn == "clamped_swiglu" and linear is not None:
+        limit, alpha = config.swiglu_limit, config.swiglu_alpha
+        clamped = pre.clamp(max=limit)
+        return (linear.clamp(-limit, limit) + 1) * clamped * (alpha * clamped).sigmoid()
+    function = function_of(act_fn)
+    if function is None:
+        return None
+    return function(pre) if linear is None else function(pre) * linear
+
+
+def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
+    """Every MLP, and every expert, computes what is declared.
+
+    Args:
+        evidence: a driven run.
+        findings: what is found is added to it.
+    """
+    findings.claim(GATED)
+    findings.claim(CHOICE)
+    for place in evidence.places():
+        part = place.named.step.part
+        if isinstance(part, MLP):
+            _mlp(evidence, findings, place.part, part)
+        elif isinstance(part, MoE):
+            if part.shared:
+                _mlp(evidence, findings, f"{place.part}shared_expert.", part.shared)
+            _experts(evidence, findings, place)
+            _Mixture(evidence, findings, place, part, place.named.step).prove()
+
+
+def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP) -> None:
+    pre, linear = evidence.get(f"{prefix}hook_pre"), evidence.get(f"{prefix}hook_pre_linear")
+    post = evidence.get(f"{prefix}{'hook_mid' if part.ln else 'hook_post'}")
+    if pre is None or post is None or (part.gate is None) != (linear is None):
+        findings.holds(GATED, f"{prefix}hook_post", False, "its layers did not all run")
+        return
+    _post(evidence, findings, f"{prefix}hook_post", pre, linear, post)
+
+
+def _post(evidence: Evidence, findings: Findings, at: str, pre: Tensor, linear: Tensor | None, post: Tensor) -> None:
+    act_fn = evidence.bridge.cfg.act_fn
+    expected = product(act_fn, pre, linear, config_of(evidence.bridge.core))
+    if expected is None:
+        findings.holds(GATED, at, False, f"act_fn={act_fn!r} is no function that is known")
+    else:
+        findings.equal(GATED, at, post, expected)
+
+
+def _experts(evidence: Evidence, findings: Findings, place: Place) -> None:
+    used = 0
+    for e in range(evidence.bridge.cfg.num_experts or 0):
+        prefix = f"{place.part}experts.{e}."
+        gate, pre, post = (evidence.get(f"{prefix}hook_{name}") for name in ("gate", "pre", "post"))
+        if gate is not None and pre is not None and post is not None and len(post):
+            used += 1
+            _post(evidence, findings, f"{prefix}hook_post", gate, pre, post)
+    findings.holds(GATED, f"{place.part}experts", used > 0, "no expert ran")
+
+
+class _Mixture:
+    def __init__(self, evidence: Evidence, findings: Findings, place: Place, part: MoE, step: Step) -> None:
+        self.evidence, self.findings, self.place, self.part, self.step = evidence, findings, place, part, step
+
+    def get(self, name: str) -> Tensor | None:
+        found = self.evidence.get(f"{self.place.part}hook_{name}")
+        return None if found is None else found.flatten(0, 1)
+
+    def prove(self) -> None:
+        at = self.place.part
+        logits, weights, top, chosen = map(
+            self.get, ("router_logits", "expert_weights", "topk_weights", "expert_indices")
+        )
+        router = self.evidence.call(self.place.module, self.part.router)
+        if logits is None or weights is None or top is None or chosen is None or router is None or router.input is None:
+            self.findings.holds(CHOICE, at, False, "the router did not run")
+            return
+        matrix = router.module.get_submodule(self.part.router_matrix)
+        weight, bias = (getattr(matrix, name, None) for name in ("weight", "bias"))
+        if isinstance(weight, Tensor) and weight.ndim == 2:
+            made = torch.nn.functional.linear(router.input.flatten(0, -2), weight.detach(), bias)
+            self.findings.equal(CHOICE, f"{at}hook_router_logits", logits, made)
+        else:
+            self.findings.untold(CHOICE, f"{at}hook_router_logits: the router has no matrix")
+        wide = logits.double()
+        if self.part.chosen_by == "scores":
+            self._by_scores(wide, weights, top, chosen)
+            return
+        if self.part.chosen_by == "probabilities":
+            expected = wide.softmax(-1)
+        else:
+            expected = torch.zeros_like(wide)
+            expected.scatter_(-1, chosen.long(), wide.gather(-1, chosen.long()).softmax(-1))
+        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
+        best = expected.topk(chosen.shape[-1]).indices.sort(-1).values
+        same = self.part.corrected or bool((best == chosen.long().sort(-1).values).all())
+        self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest weights")
+        share = weights.double().gather(-1, chosen.long())
+        normed = share / share.sum(-1, keepdim=True)
+        seen = top.double() / top.double().sum(-1, keepdim=True)
+        self.findings.equal(CHOICE, f"{at}hook_topk_weights", seen, normed, 1.0)
+        self._total(top, chosen)
+
+    def _by_scores(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
+        """The weights of the chosen are in the ratios of their logits' sigmoids; the others have none."""
+        at = self.place.part
+        scores = torch.zeros_like(logits).scatter(-1, chosen.long(), logits.sigmoid().gather(-1, chosen.long()))
+        expected = scores / scores.sum(-1, keepdim=True) * weights.double().sum(-1, keepdim=True)
+        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
+        self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, weights.gather(-1, chosen.long()).to(top.dtype), 1.0)
+        if chosen.shape[-1] == 1:
+            self.findings.untold(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
+        self._total(top, chosen)
+
+    def _total(self, top: Tensor, chosen: Tensor) -> None:
+        """The weighted results of the experts, and of the one that all tokens are sent to."""
+        at, module = self.place.part, self.place.module
+        experts = self.evidence.bridge.original_model.get_submodule(join(module, self.part.experts))
+        added = self.evidence.get(f"{self.place.prefix}hook_{self.place.named.name}_out")
+        if added is None or self.step.post:
+            self.findings.untold(CHOICE, f"{at}: what it returns is normed before it can be seen")
+            return
+        total = torch.zeros_like(added.flatten(0, 1), dtype=torch.float64)
+        for e in range(self.evidence.bridge.cfg.num_experts or 0):
+            post = self.evidence.get(f"{at}experts.{e}.hook_post")
+            if post is None:
+                continue
+            rank, rows = chosen.T.eq(e).nonzero(as_tuple=True)
+            result = post.double() @ expert_weight(experts, e, "W_out").detach().double().T
+            if getattr(experts, "has_bias", False):
+                result = result + expert_bias(experts, e, "W_out").detach().double()
+            total.index_add_(0, rows, result * top[rows, rank].double()[:, None])
+        total = total * self.part.factor
+        if self.part.shared:
+            result_of = self.evidence.get(f"{at}shared_expert.hook_out")
+            shared = result_of.flatten(0, 1).double() if result_of is not None else torch.zeros_like(total)
+            if self.part.shared_gate:
+                gate = self.evidence.get(f"{at}shared_expert_gate.hook_out")
+                shared = shared * (gate.flatten(0, 1).double().sigmoid() if gate is not None else 0)
+            total = total + shared * self.part.shared_factor
+        expected = like((total * self.step.factor).to(added.dtype), added)
+        self.findings.equal(CHOICE, f"{at}(sum)", added, expected)

@@ -1,0 +1,306 @@
+"""What every hook point promises, whatever it means: it fires once, writes back, reaches readers, leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from adapters.architecture import NamedStep
+from adapters.attention import HeadResults
+from adapters.linear import bias_of, head_results
+from adapters.proofs.evidence import with_decoder
+from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
+from adapters.proofs.report import WRONG, Check, said
+from adapters.views import SinkPattern
+
+
+class Mechanics:
+    """The promises that hold for any name, checked on the live model.
+
+    Args:
+        bridge: the bridge.
+        tokens: ``[batch, pos]``.
+        tolerance: what the sum of a few rounded numbers may differ by, relative to the largest of them or one.
+    """
+
+    def __init__(self, bridge: Bridge, tokens: Tensor, tolerance: float) -> None:
+        self.bridge, self.cfg, self.model = bridge, bridge.cfg, bridge.original_model
+        self.tokens, self.tolerance = tokens, tolerance
+        # A decoder of its own is given a shorter text, so that its shapes cannot be mistaken for the encoder's.
+        self.more = with_decoder(bridge, tokens)
+        self.hooks_before = self.count_hooks()
+        self.plain: Tensor = self.model(input_ids=self.tokens, **self.more)[0]
+        self.names = list(bridge.hook_dict)
+
+    def quick(self) -> list[Check]:
+        """The checks that take a few runs."""
+        return self._all(self.unhooked, self.every_hook_fires)
+
+    def full(self) -> list[Check]:
+        """The checks that take a run for each kind of hook point, or for each layer."""
+        return self._all(
+            self.writing_back,
+            self.pattern_rows,
+            self.z_through_w_o,
+            self.resid_mid_reaches_both,
+            self.starting_after_stopping,
+        )
+
+    def last(self) -> list[Check]:
+        """What is to be looked at when everything else is done."""
+        return self._all(self.nothing_left_behind)
+
+    def _all(self, *checks: Callable[[], None]) -> list[Check]:
+        """What checks find; one that raises does not hold."""
+        self.checks: list[Check] = []
+        for check in checks:
+            try:
+                check()
+            except WRONG as error:
+                self.add((check.__doc__ or check.__name__).strip().rstrip("."), False, said(error))
+        return self.checks
+
+    def add(self, name: str, passed: bool, detail: str = "") -> None:
+        self.checks.append(Check(name, passed, detail))
+
+    def close(self, a: Tensor, b: Tensor) -> tuple[bool, float]:
+        worst = (a.double() - b.double()).abs().max().item()
+        return worst <= self.tolerance * max(1.0, b.double().abs().max().item()), worst
+
+    def add_worst(self, name: str, pairs: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+        """One check that holds if all pairs agree; it shows the worst."""
+        results = [(*self.close(a, b), label) for label, a, b in pairs]
+        if not results:
+            self.add(name, True, "does not apply")
+            return
+        worst = max(results, key=lambda result: (not result[0], result[1]))
+        self.add(name, all(ok for ok, _, _ in results), f"{len(results)} compared, worst {worst[1]:.1e} at {worst[2]}")
+
+    def count_hooks(self) -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.model.modules())
+
+    def logits(self, fwd_hooks: Sequence[NamedHook] = ()) -> Tensor:
+        return self.bridge.run_with_hooks(self.tokens, fwd_hooks=list(fwd_hooks), **self.more)
+
+    def cache(self, names: Sequence[str] | None = None) -> Activations:
+        return self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
+
+    def unhooked(self) -> None:
+        """Unhooked logits are the model's own."""
+        self.add("unhooked logits are the model's own, bit by bit", torch.equal(self.logits(), self.plain))
+
+    def expected_shape(self, axes: str) -> list[int | None]:
+        batch, pos = self.tokens.shape
+        sizes: dict[str, int | None] = {
+            "batch": batch,
+            "pos": pos,
+            "key_pos": pos,
+            "n_key_value_heads": self.cfg.n_kv_heads,
+        }
+        sizes |= {"decoder_pos": pos - 4, "decoder_key_pos": pos - 4, "n_experts": self.cfg.num_experts}
+        sizes |= {axis: int(axis) for axis in axes.split() if axis.isdigit()}
+        return [sizes[axis] if axis in sizes else getattr(self.cfg, axis, None) for axis in axes.split()]
+
+    def every_hook_fires(self) -> None:
+        """Every hook point fires once, with its declared shape."""
+        seen: dict[str, list[list[int]]] = {name: [] for name in self.names}
+
+        def look(x: Tensor, hook: Hook) -> None:
+            seen[hook.name].append(list(x.shape))
+
+        wrong = []
+        try:
+            self.logits([(self.names, look)])
+        except WRONG as error:
+            wrong = self.what_raises() or [said(error)]
+            seen = {}
+        for name, shapes in seen.items():
+            expected = self.expected_shape(self.bridge.hook_dict[name].point.axes)
+            fits = len(shapes) == 1 and len(shapes[0]) == len(expected)
+            if not fits or any(want not in (None, size) for want, size in zip(expected, shapes[0], strict=True)):
+                wrong.append(f"{name} {shapes} for {expected}")
+        self.add(
+            "every hook point fires once, with its declared shape",
+            not wrong,
+            f"{len(self.names)} hook points" if not wrong else "; ".join(wrong[:3]),
+        )
+
+    def what_raises(self) -> list[str]:
+        """The first hook points at which a listener alone is enough to make a run fail, with the error."""
+        found: list[str] = []
+        for name in self.names:
+            try:
+                self.logits([(name, lambda x, hook: None)])
+            except WRONG as error:
+                found.append(f"{name}: {said(error)}")
+                if len(found) == 3:
+                    break
+        return found
+
+    def writing_back(self) -> None:
+        """Writing back what was read changes nothing."""
+        # Several kinds of hook point at once, in all layers; where that differs, each kind, and then each of them.
+
+        def same(x: Tensor, hook: Hook) -> Tensor:
+            return x
+
+        # Which experts are chosen can depend on the last digit: each token keeps those that it has without hooks.
+        routes = [name for name in self.names if name.endswith("hook_expert_indices")]
+        chosen: Activations = self.cache(routes) if routes else {}
+
+        def keep(x: Tensor, hook: Hook) -> Tensor:
+            return chosen[hook.name]
+
+        def result(names: list[str]) -> Tensor:
+            kept: list[NamedHook] = [(route, keep) for route in routes if route not in names]
+            return self.logits([(names, same), *kept])
+
+        def results(kinds: list[list[str]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+            names = [name for kind in kinds for name in kind]
+            together = result(names)
+            if len(names) == 1 or self.close(together, self.plain)[0]:
+                yield from ((kind[0], together, self.plain) for kind in kinds)
+            elif len(kinds) > 1:
+                for kind in kinds:
+                    yield from results([kind])
+            else:
+                yield from ((name, result([name]), self.plain) for name in names)
+
+        kinds = self.kinds()
+        found = (pair for start in range(0, len(kinds), 6) for pair in results(kinds[start : start + 6]))
+        self.add_worst("writing back what was read changes nothing", found)
+
+    def kinds(self) -> list[list[str]]:
+        """The hook points by what they are, whatever their layer or expert."""
+        kinds: dict[str, list[str]] = {}
+        for name in self.names:
+            kinds.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(name)
+        return list(kinds.values())
+
+    def blocks(self) -> Iterator[tuple[str, tuple[NamedStep, ...]]]:
+        """Each block that is there: what its hook points begin with, and its steps."""
+        for stack in self.bridge.architecture.stacks:
+            index = 0
+            while f"{stack.name}.{index}.hook_resid_pre" in self.bridge.hook_dict:
+                yield f"{stack.name}.{index}.", stack.block_at(index).named
+                index += 1
+
+    def middles(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Each stream between two steps that is written through: its name, the next, what is added."""
+        for prefix, steps in self.blocks():
+            for first in (named for named in steps if named.first):
+                if first.before.startswith("hook_resid_mid"):
+                    added = [f"{prefix}hook_{named.name}_out" for named in steps if named.after == first.after]
+                    yield prefix + first.before, prefix + first.after, added
+
+    def pattern_rows(self) -> None:
+        """Pattern rows sum to one."""
+        patterns = [name for name in self.names if name.endswith("hook_pattern")]
+        if not patterns:
+            self.add("pattern rows sum to one", True, "does not apply")
+            return
+        views = {name: self.bridge.hook_dict[name].view for name in patterns}
+        sunk = {name: view.sinks for name, view in views.items() if isinstance(view, SinkPattern)}
+        scores = {name: name.replace("hook_pattern", "hook_attn_scores") for name in sunk}
+        cache = self.cache([*patterns, *scores.values()])
+
+        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
+            for name in patterns:
+                sums = cache[name].sum(-1)
+                right = torch.ones_like(sums)
+                if name in sunk:
+                    # What goes to no token is the sink's part of a softmax over scores and sink.
+                    module = self.model.get_submodule(self.bridge.hook_dict[name].point.site.path)
+                    sink = getattr(module, sunk[name]).double().view(-1, 1)
+                    right = (cache[scores[name]].double().logsumexp(-1) - sink).sigmoid()
+                yield name, sums, right
+
+        self.add_worst("pattern rows sum to one" + (" less what sinks take" if sunk else ""), pairs())
+
+    def z_through_w_o(self) -> None:
+        """z through W_O gives attn_out."""
+        hooks = self.bridge.hook_dict
+        results = [n for n in self.names if n.endswith(".hook_result")]
+        seen: dict[str, Tensor] = {}
+        handles = []
+        try:
+            for name in results:
+                path = hooks[name.replace("hook_result", "hook_z")].point.site.path
+                module = self.model.get_submodule(path)
+                handles.append(
+                    module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+                )
+            zs = {name: name.replace("hook_result", "hook_z") for name in results}
+            cache = self.cache([*zs.values(), *results]) if results else {}
+        finally:
+            for handle in handles:
+                handle.remove()
+
+        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
+            for name, z_name in zs.items():
+                projection, z = self.model.get_submodule(hooks[z_name].point.site.path), cache[z_name]
+                bias = bias_of(projection, z.flatten(-2))
+                yield name, head_results(projection, z).sum(-2) + bias, seen[name]
+                view = hooks[name].view
+                factor = view.factor if isinstance(view, HeadResults) else 1.0
+                yield name, cache[name].sum(-2) / factor + bias, seen[name]
+
+        self.add_worst("z through W_O gives attn_out", pairs())
+
+    def resid_mid_reaches_both(self) -> None:
+        """Halving resid_mid reaches both branches."""
+
+        seen: dict[str, Tensor] = {}
+
+        def halve(x: Tensor, hook: Hook) -> Tensor:
+            seen[hook.name] = x.clone()
+            return x * 0.5
+
+        # All at once: what a layer makes of halved streams is compared with itself.
+        middles = list(self.middles())
+        names = [name for mid, after, added in middles for name in (mid, after, *added)]
+
+        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
+            if not middles:
+                return
+            with self.bridge.hooks(fwd_hooks=[([mid for mid, _, _ in middles], halve)]):
+                cache = self.cache(list(dict.fromkeys(names)))
+            for mid, after, added in middles:
+                yield mid, cache[mid], seen[mid] * 0.5
+                # What leaves a step is halved in its turn, where that is another middle.
+                total = seen[after] if after in seen else cache[after]
+                yield mid, sum((cache[name] for name in added), cache[mid]), total
+
+        self.add_worst("halving resid_mid reaches both branches", pairs())
+
+    def starting_after_stopping(self) -> None:
+        """start_at_layer after stop_at_layer gives the full logits."""
+        name = "start_at_layer after stop_at_layer gives the full logits"
+        reason = self.bridge.no_layer_runs
+        if reason:
+            self.add(name, True, f"does not apply: {reason}")
+            return
+
+        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
+            # Each layer alone, on what the one before it made; then the logits from each of a few of them.
+            n = self.cfg.n_layers
+            residual = self.bridge(self.tokens, stop_at_layer=0)
+            for layer in range(n):
+                if layer in (0, n // 2, n - 1):
+                    yield f"layer {layer}", self.bridge(residual, start_at_layer=layer), self.plain
+                if layer < n - 1:
+                    residual = self.bridge(residual, start_at_layer=layer, stop_at_layer=layer + 1)
+
+        self.add_worst(name, pairs())
+
+    def nothing_left_behind(self) -> None:
+        """No torch hook and no replaced forward is there that was not there before."""
+        left = self.count_hooks() - self.hooks_before
+        patched = [n for n, m in self.model.named_modules() if "forward" in m.__dict__ and _is_ours(m.forward)]
+        self.add("no torch hook is left behind", not left and not patched, f"{left} hooks, {len(patched)} patches")
+
+
+def _is_ours(forward: object) -> bool:
+    return type(forward).__module__.split(".")[0] == "bridge"

@@ -1,0 +1,102 @@
+"""Norms are of the declared kind: recomputed from rows that tell kinds, offsets and epsilons apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from adapters.attention import Attention
+from adapters.norms import Norm, NormKind, NormScale
+from adapters.paths import join
+from adapters.proofs.evidence import Evidence
+from adapters.proofs.protocol import Hook
+from adapters.proofs.recognised import RecognisedNorm, probe, recognise_module
+from adapters.proofs.report import Findings
+from adapters.views import Call, Composed, View
+
+CLAIM = "norms compute what is declared: kind, epsilon, what is added to the weight"
+
+
+def prove_norms(evidence: Evidence, findings: Findings) -> None:
+    """Every norm that has hook points, and every one that is said to compute nothing.
+
+    Args:
+        evidence: a run.
+        findings: what is found is added to it.
+    """
+    findings.claim(CLAIM)
+    for name, hook in evidence.bridge.hook_dict.items():
+        view = _scale(hook.view)
+        if view is not None:
+            _norm(evidence, findings, name.removesuffix(".hook_scale"), hook, view)
+    for path, norm in _declared(evidence):
+        if norm.kind.identity:
+            call = evidence.call(path)
+            seen, entered = (call.result, call.input) if call else (None, None)
+            findings.equal(CLAIM, f"{path}, which is to compute nothing", seen, entered)
+
+
+def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
+    """Every declared norm that is there, with its path."""
+    architecture = evidence.bridge.architecture
+    if architecture.embed_norm:
+        yield join(evidence.base, architecture.embed_norm.path), architecture.embed_norm
+    for stack in evidence.stacks():
+        if stack.final_norm:
+            yield join(evidence.base, stack.final_norm.path), stack.final_norm
+    for head in architecture.heads:
+        if head.norm and evidence.call(evidence.from_model(head.path)):
+            yield evidence.from_model(head.norm.path), head.norm
+    for place in evidence.places():
+        step = place.named.step
+        yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
+        if isinstance(step.part, Attention):
+            yield from ((join(place.module, n.path), n) for n in (step.part.q_norm, step.part.k_norm) if n)
+
+
+def _scale(view: View) -> NormScale | None:
+    """The view of a norm's scale, whatever it is seen through."""
+    if isinstance(view, Composed):
+        return _scale(view.inner) or _scale(view.outer)
+    return view if isinstance(view, NormScale) else None
+
+
+def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: NormScale) -> None:
+    path = hook.point.sources[0].path if view.shared else hook.point.site.path
+    call = evidence.call(path)
+    if call is None or call.input is None:
+        findings.holds(CLAIM, name, False, f"{path} did not run")
+        return
+    module, width = call.module, call.input.shape[-1]
+    held = {key: getattr(module, key, None) for key in ("weight", "bias")}
+    parameters = {key: value if isinstance(value, Tensor) else None for key, value in held.items()}
+    found = recognise_module(module, width, call.input, **parameters, tolerance=findings.tolerance)
+    if found is None:
+        findings.holds(CLAIM, name, False, f"{path} computes no norm that is known")
+        return
+    declared = view.kind
+    seen = f"{path} computes {_said(found)}, and {_kind(declared)} is declared"
+    offset = declared.offset if parameters["weight"] is not None else found.offset
+    if not findings.holds(CLAIM, name, (found.centered, found.offset) == (declared.centered, offset), seen):
+        return
+    # The epsilon of the hook point: what it makes of a row that is nearly zero.
+    rows = probe(width, torch.zeros((), dtype=torch.float64, device=call.input.device), sizes=(1e-3, 1e-3))
+    scale = view.scale(Call(module, (rows,), {}, ((module, rows),)))
+    square = rows.var(-1, correction=0) if declared.centered else rows.pow(2).mean(-1)
+    eps = float((scale.squeeze(-1).double() ** 2 - square).mean())
+    if found.eps is None:
+        findings.untold(CLAIM, f"the epsilon of {name}: it is too small to be seen")
+        return
+    close = abs(eps - found.eps) <= max(100 * findings.tolerance, 1e-3) * found.eps
+    findings.holds(CLAIM, name, close, f"{path} has an epsilon of {found.eps:.3g}, and {eps:.3g} is declared")
+
+
+def _said(found: RecognisedNorm) -> str:
+    return _kind(NormKind(found.centered, found.offset))
+
+
+def _kind(kind: NormKind) -> str:
+    name = "nothing" if kind.identity else "a layer norm" if kind.centered else "an RMS norm"
+    return f"{name} with {kind.offset:g} + weight" if kind.offset else name

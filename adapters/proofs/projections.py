@@ -1,0 +1,143 @@
+"""Queries, keys and values are those of each head: by gradient, whatever lies between them and the scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adapters.attention import Attention
+from adapters.proofs.evidence import Evidence, ModuleCall, Place
+from adapters.proofs.gradients import by_position, gradients_of_scores, gradients_of_z
+from adapters.proofs.report import Findings
+from adapters.views import Call, Heads, View
+
+CLAIM = "queries, keys and values are the columns that reach each head's scores and z"
+
+
+def prove_projections(evidence: Evidence, findings: Findings) -> None:
+    """Each head's scores depend on its query's and key's columns, its `z` on its value's, and on no others.
+
+    Args:
+        evidence: a run `with_graph`.
+        findings: what is found is added to it.
+    """
+    findings.claim(CLAIM)
+    for place in evidence.places():
+        part = place.named.step.part
+        if not isinstance(part, Attention):
+            continue
+        scores, pattern = (evidence.get(f"{place.part}hook_{name}") for name in ("attn_scores", "pattern"))
+        output = evidence.call(place.module, part.o)
+        if scores is None or pattern is None:
+            findings.untold(CLAIM, f"{place.part}: its scores cannot be seen")
+        elif output is None or output.input is None:
+            findings.holds(CLAIM, place.part, False, f"{part.o} did not run")
+        else:
+            _Columns(evidence, findings, place, part, scores, pattern, output.input).prove()
+
+
+class _Columns:
+    def __init__(
+        self,
+        evidence: Evidence,
+        findings: Findings,
+        place: Place,
+        part: Attention,
+        scores: Tensor,
+        pattern: Tensor,
+        z: Tensor,
+    ) -> None:
+        self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
+        self.scores, self.pattern, self.z = scores, pattern, z
+        self.batch, self.n_heads, self.query_pos, self.key_pos = pattern.shape
+        self.query = self.query_pos - 2
+
+    def prove(self) -> None:
+        allowed = (self.pattern[:, :, self.query] > 0).all(0).all(0)
+        if not self.part.cross:
+            allowed[self.query] = False
+        keys = allowed.nonzero().flatten().tolist()[-4:]
+        if len(keys) < 2:
+            self.findings.untold(CLAIM, f"{self.place.part}: a query may attend to fewer than two other keys")
+            return
+        calls = {letter: self.made(letter) for letter in "qkv"}
+        missing = [letter for letter, call in calls.items() if call is None or call.result is None]
+        if missing:
+            self.findings.holds(CLAIM, f"{self.place.part}hook_{missing[0]}", False, "its projection did not run")
+            return
+        outputs = {letter: call.result for letter, call in calls.items() if call and call.result is not None}
+        reaches = gradients_of_scores(
+            self.scores,
+            [outputs["q"], outputs["k"]],
+            query=self.query,
+            keys=keys,
+            query_pos=self.query_pos,
+            key_pos=self.key_pos,
+        )
+        z = by_position(self.z, self.batch, self.query_pos)
+        if z is None or z.shape[-1] % self.n_heads:
+            self.findings.holds(CLAIM, f"{self.place.part}hook_z", False, f"z of shape {list(self.z.shape)}")
+            return
+        values = gradients_of_z(
+            z.unflatten(-1, (self.n_heads, -1)), [outputs["v"]], query=self.query, key_pos=self.key_pos
+        )[0]
+        for letter, found in (("q", reaches.from_query[0]), ("k", reaches.from_keys[1]), ("v", values)):
+            call = calls[letter]
+            assert call is not None
+            self.compare(letter, call, outputs[letter], found)
+
+    def made(self, letter: str) -> ModuleCall | None:
+        """What the hook point of a letter stands on, or the norm over all heads at once that follows it."""
+        hook = self.evidence.bridge.hook_dict[f"{self.place.part}hook_{letter}"]
+        return self.evidence.call(self.normed(letter) or hook.point.site.path)
+
+    def normed(self, letter: str) -> str | None:
+        norm = {"q": self.part.q_norm, "k": self.part.k_norm}.get(letter)
+        if norm is None or self.part.qk_norm_over != "width":
+            return None
+        return f"{self.place.module}.{norm.path}"
+
+    def compare(self, letter: str, call: ModuleCall, output: Tensor, found: Tensor | None) -> None:
+        at = f"{self.place.part}hook_{letter}"
+        pos = self.query_pos if letter == "q" else self.key_pos
+        if found is None:
+            seen = "nothing of it reaches" if by_position(output, self.batch, pos) is not None else "no known layout in"
+            self.findings.holds(CLAIM, at, False, f"{seen} the {'z' if letter == 'v' else 'scores'}")
+            return
+        declared = self.declared(letter, call, output)
+        if declared is None:
+            self.findings.holds(CLAIM, at, False, "its view shows something that is no choice of columns")
+            return
+        heads = declared.shape[0]
+        expected = torch.zeros_like(found)
+        for head in range(self.n_heads):
+            expected[head, declared[head * heads // self.n_heads]] = True
+        wrong = (expected != found).any(-1).nonzero().flatten().tolist()
+        seen = ""
+        if wrong:
+            head = wrong[0]
+            seen = f"head {head} is reached from {_columns(found[head])}, and shows {_columns(expected[head])}"
+        self.findings.holds(CLAIM, at, not wrong, seen)
+
+    def declared(self, letter: str, call: ModuleCall, output: Tensor) -> Tensor | None:
+        """The columns that a hook point shows of each head, ``[head, d_head]``: its view, given their numbers."""
+        hook = self.evidence.bridge.hook_dict[f"{self.place.part}hook_{letter}"]
+        pos = self.query_pos if letter == "q" else self.key_pos
+        numbered = by_position(output, self.batch, pos)
+        if numbered is None:
+            return None
+        index = torch.arange(numbered.shape[-1], device=output.device).expand_as(numbered).contiguous()
+        view: View = hook.point.view
+        if self.normed(letter):
+            view = Heads(self.evidence.bridge.cfg.n_heads if letter == "q" else self.evidence.bridge.cfg.n_kv_heads)
+        shown = view.get(index, Call(call.module, call.args, call.kwargs))
+        if shown.ndim != 4 or shown.is_floating_point() or self.n_heads % shown.shape[2]:
+            return None
+        return shown[0, 0].long()
+
+
+def _columns(mask: Tensor) -> str:
+    found = mask.nonzero().flatten().tolist()
+    if not found:
+        return "no column"
+    return f"columns {found[0]} to {found[-1]}" if found[-1] - found[0] == len(found) - 1 else f"columns {found[:6]}..."

@@ -1,0 +1,135 @@
+"""Rotary embeddings, told by what they do: which dimensions turn together, and by which angle."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from adapters.config import ModelConfig
+from adapters.proofs.report import Findings
+
+#: Of queries, or of keys: they may differ in everything but the batch.
+Heads = Float[Tensor, "_batch _pos _head _d_head"]
+
+
+def prove_rotation(
+    findings: Findings,
+    claim: str,
+    at: str,
+    cfg: ModelConfig,
+    config: PreTrainedConfig,
+    local: bool,
+    before: tuple[Heads, Heads],
+    after: tuple[Tensor | None, Tensor | None],
+) -> bool:
+    """Rotated queries and keys are the plain ones, turned as `cfg` says. Whether they are turned at all.
+
+    Args:
+        findings: what is found is added to it.
+        claim: what it is part of.
+        at: where.
+        cfg: `rotary_dim`, `rotary_adjacent_pairs`, `rotary_base` and `rotary_base_local` are looked at.
+        config: the model's own, which may say that the angles are scaled.
+        local: this layer has a window.
+        before, after: queries and keys.
+    """
+    turned = []
+    for letter, x, y in zip("qk", before, after, strict=True):
+        where = f"{at}hook_rot_{letter}"
+        if y is None or y.shape != x.shape:
+            findings.holds(claim, where, False, f"shape {None if y is None else list(y.shape)} for {list(x.shape)}")
+            continue
+        changed = (x[:, 1:] != y[:, 1:]).flatten(0, 2).any(0).cpu()
+        if not bool(changed.any()):
+            findings.holds(claim, where, True)
+            continue
+        turned.append(letter)
+        width = cfg.rotary_dim
+        if width is None:
+            findings.holds(claim, where, False, "cfg does not say how many dimensions are rotated")
+            continue
+        base = cfg.rotary_base_local if local and cfg.rotary_base_local is not None else cfg.rotary_base
+        scaled = bool((x[:, 1:, :, width:] != y[:, 1:, :, width:]).any())
+        if not findings.holds(claim, where, not scaled, f"more than the first {width} dimensions are rotated"):
+            continue
+        # A turn too slow to see does not say that its dimension stands still.
+        moved = int(changed[:width].sum())
+        if not findings.holds(
+            claim, where, moved == width or _slow(base, width), f"{moved} dimensions of {width} turn"
+        ):
+            continue
+        if not findings.holds(claim, where, width % 2 == 0, f"{width} dimensions cannot be paired"):
+            continue
+        turn = _turn(findings, claim, where, x[..., :width], y[..., :width], cfg.rotary_adjacent_pairs)
+        if turn is not None:
+            _speed(findings, claim, where, turn, base, config, local)
+    return bool(turned)
+
+
+def _slow(base: float | None, width: int) -> bool:
+    return base is not None and base ** (2 / width - 1) < 1e-5
+
+
+def _turn(
+    findings: Findings, claim: str, where: str, x: Heads, y: Heads, adjacent: bool
+) -> Complex[Tensor, "pos pair"] | None:
+    """By what each pair is multiplied, as a complex number; None where that is not the same for all heads and texts."""
+    start, end = (_pairs(value.double(), adjacent) for value in (x, y))
+    turn = (start.conj() * end).sum((0, 2)) / start.abs().pow(2).sum((0, 2))
+    expected = start * turn[None, :, None]
+    kind = "neighbouring dimensions" if adjacent else "dimensions half of the width apart"
+    worst = float((end - expected).abs().max()) / float(end.abs().max())
+    ok = findings.holds(claim, where, worst <= findings.tolerance, f"{kind} do not turn together ({worst:.1e})")
+    return turn if ok else None
+
+
+def _pairs(x: Tensor, adjacent: bool) -> Tensor:
+    if adjacent:
+        first, second = x[..., ::2], x[..., 1::2]
+    else:
+        first, second = x.chunk(2, dim=-1)
+    return torch.complex(first.contiguous(), second.contiguous())
+
+
+def _speed(
+    findings: Findings,
+    claim: str,
+    where: str,
+    turn: Complex[Tensor, "pos pair"],
+    base: float | None,
+    config: PreTrainedConfig,
+    local: bool,
+) -> None:
+    """Angles are the position times a power of the base, scaled as the model's configuration says."""
+    pos, pairs = turn.shape
+    if base is None:
+        findings.holds(claim, where, False, "cfg does not say the base of the rotation")
+        return
+    speeds = _scaled_speeds(config, base, local)
+    if speeds is None or len(speeds) != pairs:
+        speeds = float(base) ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    angle = torch.arange(pos, dtype=torch.float64)[:, None] * speeds
+    expected = torch.polar(torch.ones_like(angle), angle).to(turn.device)
+    worst = float((turn / turn.abs() - expected).abs().max())
+    seen = f"the angles are not those of the base {base} (by {worst:.1e})"
+    findings.holds(claim, where, worst <= max(findings.tolerance, 1e-4), seen)
+
+
+def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[Tensor, " pair"] | None:
+    """How fast each pair turns, where the configuration scales that; None where it does not."""
+    own: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if own and "rope_theta" not in own:  # one set for each kind of layer
+        own = own["sliding_attention" if local else "full_attention"]
+    scale = ROPE_INIT_FUNCTIONS.get(own.get("rope_type", "default"))
+    if scale is None:
+        return None
+    config = copy.deepcopy(config)
+    config.rope_parameters = own | {"rope_theta": base}
+    speeds: Tensor = scale(config, torch.device("cpu"))[0]
+    return speeds.double()

@@ -1,0 +1,335 @@
+"""Scores, pattern and `z` recomputed: rotation, scale, cap, bias and mask are those that are declared."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adapters.attention import GATE_FUNCTIONS, Attention
+from adapters.config import config_of
+from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.report import Findings
+from adapters.proofs.rotation import prove_rotation
+
+SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
+PATTERN = "the pattern is the softmax of the scores, less what declared sinks take"
+VALUES = "pattern @ v = z"
+MASK = "attention goes where the declared direction and window allow it"
+
+#: Of queries, or of keys: they may differ in everything but the batch.
+Heads = Float[Tensor, "_batch _pos _head _d_head"]
+
+
+def prove_attention(evidence: Evidence, findings: Findings) -> None:
+    """Scores from queries and keys, the pattern from scores, `z` from pattern and values, in every attention.
+
+    Args:
+        evidence: a driven run.
+        findings: what is found is added to it.
+    """
+    for claim in (SCORES, PATTERN, VALUES, MASK):
+        findings.claim(claim)
+    rotates: list[tuple[str, bool]] = []
+    biases: dict[str, Tensor] = {}
+    for place in evidence.places():
+        part = place.named.step.part
+        if not isinstance(part, Attention):
+            continue
+        if not part.shows_scores:
+            for claim in (SCORES, PATTERN, VALUES, MASK):
+                findings.untold(claim, f"{place.part}: its scores cannot be seen")
+            continue
+        proof = _Attention(evidence, findings, place, part)
+        rotated = proof.prove(biases)
+        if part.rotary:
+            rotates.append((place.stack.name, rotated))
+    cfg = evidence.bridge.cfg
+    if any(isinstance(place.named.step.part, Attention) for place in evidence.places()):
+        if cfg.positional_embedding_type == "relative_positional_bias":
+            findings.holds(SCORES, "position bias", bool(biases), "cfg says that there is one, and no table of it ran")
+        kind = cfg.positional_embedding_type
+        findings.holds(SCORES, "rotary", bool(rotates) or kind != "rotary", "cfg says that they are rotated")
+        for stack in {name for name, _ in rotates}:
+            turned = any(rotated for name, rotated in rotates if name == stack)
+            findings.holds(SCORES, f"{stack}, rotary", turned, "queries and keys are rotated in no layer")
+
+
+def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Heads | None:
+    """Queries or keys behind their norm, where they have one."""
+    made = evidence.get(f"{place.part}hook_{letter}")
+    norm = part.q_norm if letter == "q" else part.k_norm
+    if norm is None or made is None or part.qk_norm_last:
+        return made
+    call = evidence.call(place.module, norm.path)
+    if call is None or call.result is None:
+        return None
+    result = call.result
+    if part.qk_norm_over == "heads first":
+        result = result.transpose(1, 2)
+    return result.reshape(made.shape) if result.numel() == made.numel() else None
+
+
+class _Attention:
+    def __init__(self, evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
+        self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
+        self.cfg = evidence.bridge.cfg
+        types = self.cfg.attn_types
+        self.local = bool(types and self.cfg.use_local_attn and types[place.layer] == "local")
+
+    def get(self, name: str) -> Tensor | None:
+        return self.evidence.get(f"{self.place.part}hook_{name}")
+
+    def prove(self, biases: dict[str, Tensor]) -> bool:
+        """Whether queries and keys are rotated here."""
+        at = self.place.part
+        q, k = (normed(self.evidence, self.place, self.part, letter) for letter in "qk")
+        for letter in "qk" if not self.part.qk_norm_last else "":
+            self._norm_reads(letter)
+        scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
+        if q is None or k is None or scores is None or pattern is None or v is None or z is None:
+            self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
+            return False
+        rotated = False
+        if self.part.rotary:
+            turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
+            config = config_of(self.evidence.bridge.core)
+            turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
+            if self.part.kv_latent is not None:
+                rotated = self._latent(q, k, *turned)
+            else:
+                rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned)
+            q, k = turned_q, turned_k
+        assert q is not None and k is not None
+        n_heads = pattern.shape[1]
+        if q.shape[2] != n_heads or n_heads % k.shape[2] or n_heads % v.shape[2]:
+            self.findings.holds(SCORES, at, False, f"{q.shape[2]} and {k.shape[2]} heads for {n_heads} patterns")
+            return rotated
+        self._scores(q, k, scores, biases)
+        self._pattern(scores, pattern)
+        self._values(v, pattern, z)
+        self._mask(pattern)
+        return rotated
+
+    def _normed_last(self, *normed: Heads | None) -> tuple[Tensor | None, Tensor | None]:
+        """What the norms behind the rotation are given; what they put out is what enters the product."""
+        given: list[Tensor | None] = []
+        for letter, norm, seen in zip("qk", (self.part.q_norm, self.part.k_norm), normed, strict=True):
+            call = self.evidence.call(self.place.module, norm.path) if norm else None
+            if call is None or call.input is None or call.result is None:
+                given.append(seen)
+                continue
+            self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, call.result.transpose(1, 2))
+            given.append(call.input.transpose(1, 2))
+        return given[0], given[1]
+
+    def _latent(self, q: Heads, k: Heads, turned_q: Heads | None, turned_k: Heads | None) -> bool:
+        """Behind what the latent makes, keys have columns that all heads share; only these columns are rotated."""
+        at, width = self.place.part, k.shape[-1]
+        if turned_q is None or turned_k is None or turned_q.shape != q.shape or turned_k.shape[-1] != q.shape[-1]:
+            self.findings.holds(SCORES, f"{at}hook_rot_k", False, "it is not as wide as queries are")
+            return False
+        self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q[..., :width], q[..., :width])
+        self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
+        shared = turned_k[..., width:]
+        self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
+        sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
+        ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
+        self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
+        return bool((turned_q != q).any())
+
+    def _values(self, v: Heads, pattern: Tensor, z: Tensor) -> None:
+        """``pattern @ v = z``, with what is declared to stand between."""
+        part, place, at = self.part, self.place, f"{self.place.part}hook_z"
+        if part.v_norm is not None:
+            call = self.evidence.call(place.module, part.v_norm.path)
+            if call is None or call.result is None or call.result.numel() != v.numel():
+                self.findings.holds(VALUES, at, False, f"{part.v_norm.path} did not norm the values")
+                return
+            v = call.result.reshape(v.shape)
+        repeated = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
+        product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
+        if part.z_is == "factor":
+            product = product * float((product * z.double()).sum() / product.pow(2).sum())
+        elif part.z_is == "gate" and part.gate is not None and part.gate_fn is not None:
+            gate = self.get("gate")
+            if gate is None:
+                self.findings.holds(VALUES, at, False, f"the gate {part.gate.path} did not run")
+                return
+            product = product * GATE_FUNCTIONS[part.gate_fn](gate.double())
+        elif part.z_is == "sink" and part.z_sinks is not None:
+            scores = self.get("attn_scores")
+            sinks = getattr(self.evidence.bridge.original_model.get_submodule(place.module), part.z_sinks, None)
+            if scores is None or not isinstance(sinks, Tensor):
+                self.findings.holds(VALUES, at, False, f"there are no sinks in {part.z_sinks}")
+                return
+            total = scores.double().logsumexp(-1).transpose(1, 2)[..., None]
+            product = product * (total - sinks.detach().double()[:, None]).sigmoid()
+        elif part.z_is == "norm":
+            self._normed_values(product, z)
+            return
+        self.findings.equal(VALUES, at, z, product.to(z.dtype), float(v.abs().max()))
+
+    def _normed_values(self, product: Tensor, z: Tensor) -> None:
+        """A norm of each head, or of all, stands between."""
+        at = f"{self.place.part}hook_z"
+        flat = product.flatten(2)
+        for call in self.evidence.calls_in(self.place.module):
+            entered, result = call.input, call.result
+            if entered is None or result is None or entered.numel() != flat.numel() or result.numel() != z.numel():
+                continue
+            if torch.allclose(entered.double().reshape(flat.shape), flat, rtol=1e-3, atol=1e-4):
+                self.findings.equal(VALUES, at, z, result.reshape(z.shape))
+                return
+        self.findings.holds(VALUES, at, False, "no norm reads pattern @ v")
+
+    def _norm_reads(self, letter: str) -> None:
+        norm = self.part.q_norm if letter == "q" else self.part.k_norm
+        if norm is None:
+            return
+        made = self.get(letter)
+        call = self.evidence.call(self.place.module, norm.path)
+        entered = call.input if call else None
+        if entered is not None and made is not None and self.part.qk_norm_over == "heads first":
+            entered = entered.transpose(1, 2)
+        if entered is not None and made is not None and entered.numel() == made.numel():
+            width = made.shape[-1] * (made.shape[-2] if self.part.qk_norm_over == "width" else 1)
+            over = call.input.shape[-1] if call and call.input is not None else 0
+            self.findings.holds(SCORES, f"{self.place.part}{letter}_norm", over == width, f"it is over {over} columns")
+            entered = entered.reshape(made.shape)
+        self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", entered, made)
+
+    def _scores(self, q: Heads, k: Heads, scores: Tensor, biases: dict[str, Tensor]) -> None:
+        cfg, at = self.cfg, f"{self.place.part}hook_attn_scores"
+        repeated = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        made = torch.einsum("bqhd,bkhd->bhqk", q.double(), repeated.double())
+        size = float(made.abs().max())
+        scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
+        if cfg.scale_attn_by_inverse_layer_idx:
+            scale *= self.place.layer + 1
+        made, size = made / scale, size / scale
+        if cfg.attn_scores_soft_cap > 0:
+            cap = cfg.attn_scores_soft_cap
+            made = cap * (made / cap).tanh()
+            size = min(size, cap)
+        seen = scores.isfinite()
+        bias = torch.where(seen, scores.double() - made, torch.nan)
+        kind = cfg.positional_embedding_type
+        if kind not in ("alibi", "relative_positional_bias"):
+            self.findings.equal(SCORES, at, scores.where(seen, 0), made.where(seen, 0.0).to(scores.dtype), size)
+            return
+        # A bias depends on the places alone: it is the same in every row of the batch.
+        one = bias.nanmean(0)
+        expected = (made + one).where(seen, 0.0).to(scores.dtype)
+        self.findings.equal(SCORES, at, scores.where(seen, 0), expected, size)
+        if kind == "alibi":
+            self._alibi(one, at)
+        else:
+            self._relative(one, at, biases)
+
+    def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
+        _, queries, keys = bias.shape
+        distance = (torch.arange(keys)[None] - torch.arange(queries)[:, None]).to(bias)
+        there = ~bias.isnan()
+        slopes = (bias * distance).where(there, 0).sum((-1, -2)) / (distance**2 * there).sum((-1, -2))
+        expected = slopes[:, None, None] * distance
+        ok = self.findings.equal(
+            SCORES, at, bias.where(there, 0), expected.where(there, 0), float(bias[there].abs().max())
+        )
+        if ok:
+            self.findings.holds(SCORES, at, bool((slopes > 0).all()), "the slopes of ALiBi are not above zero")
+
+    def _relative(self, bias: Float[Tensor, "head query key"], at: str, biases: dict[str, Tensor]) -> None:
+        part, cfg, place = self.part, self.cfg, self.place
+        there = ~bias.isnan()
+        size = max(float(bias[there].abs().max()), 1e-3)
+        if part.cross or part.position_bias is None:
+            self.findings.holds(SCORES, at, size <= 1e-3, "there is a position bias, and none is declared")
+            return
+        call = self.evidence.call(place.module, part.position_bias)
+        if call is not None and isinstance(weight := getattr(call.module, "weight", None), Tensor):
+            biases[place.stack.name] = weight.detach()
+        table = biases.get(place.stack.name)
+        buckets, most = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
+        if table is None or buckets is None or most is None or table.shape[0] != buckets:
+            self.findings.holds(SCORES, at, False, f"no table of {buckets} biases at {part.position_bias}")
+            return
+        _, queries, keys = bias.shape
+        distance = torch.arange(keys)[None] - torch.arange(queries)[:, None]
+        causal = bool(there.tril().equal(there))
+        number = relative_buckets(distance, buckets, most, both=not causal).to(table.device)
+        expected = table[number].permute(2, 0, 1).to(bias)
+        # Scores hold their bias to within their own rounding.
+        self.findings.holds(
+            SCORES,
+            at,
+            float((bias - expected)[there].abs().max()) < max(1e-3 * size, 1e-4),
+            f"its bias is not {part.position_bias} with {buckets} buckets up to {most}",
+        )
+
+    def _pattern(self, scores: Tensor, pattern: Tensor) -> None:
+        sinks: Tensor | None = None
+        if self.part.sinks:
+            site = self.evidence.bridge.hook_dict[f"{self.place.part}hook_pattern"].point.site
+            sinks = getattr(self.evidence.bridge.original_model.get_submodule(site.path), self.part.sinks, None)
+            if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
+                self.findings.holds(PATTERN, f"{self.place.part}hook_pattern", False, f"no sinks in {self.part.sinks}")
+                return
+        wide = scores.double()
+        somewhere = wide.isfinite().any(-1, keepdim=True)
+        wide = wide.masked_fill(~somewhere, 0)
+        if sinks is not None:
+            column = sinks.detach().double().view(1, -1, 1, 1).expand(*wide.shape[:-1], 1)
+            expected = torch.cat([wide, column], -1).softmax(-1)[..., :-1]
+        else:
+            expected = wide.softmax(-1)
+        seen = pattern.masked_fill(~somewhere, 0)
+        expected = expected.masked_fill(~somewhere, 0).to(pattern.dtype)
+        self.findings.equal(PATTERN, f"{self.place.part}hook_pattern", seen, expected, 1.0)
+
+    def _mask(self, pattern: Tensor) -> None:
+        """Where attention goes in some row of the batch, by where it may go."""
+        if self.place.stack is not self.evidence.bridge.architecture.stack:
+            return  # cfg speaks of the first
+        _, _, queries, keys = pattern.shape
+        seen = (pattern > 0).any(0).any(0).cpu()
+        back = torch.arange(queries)[:, None] - torch.arange(keys)[None]
+        allowed = back >= 0 if self.cfg.attention_dir == "causal" else torch.ones_like(back, dtype=torch.bool)
+        window = self.cfg.window_size
+        if self.local and window is not None:
+            allowed = allowed & (back < window) & (back > -window)
+            if window > queries:
+                self.findings.untold(MASK, f"a window of {window} is longer than the text of {queries} tokens")
+        at = f"{self.place.part}hook_pattern"
+        more, less = (seen & ~allowed).nonzero().tolist(), (allowed & ~seen).nonzero().tolist()
+        if more:
+            self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
+        elif less:
+            self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
+        else:
+            self.findings.holds(MASK, at, True)
+
+
+def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -> Tensor:
+    """The number of the bias for each distance (Raffel et al. 2020): exact for short ones, logarithmic up to `most`.
+
+    Args:
+        distance: from the query to the key.
+        buckets: how many there are.
+        most: from which distance on all have the last.
+        both: half of them are for keys behind the query.
+    """
+    found = torch.zeros_like(distance)
+    if both:
+        buckets //= 2
+        found = (distance > 0).long() * buckets
+        distance = distance.abs()
+    else:
+        distance = -distance.clamp_max(0)
+    exact = buckets // 2
+    far = exact + (
+        (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
+    ).long().clamp_max(buckets - exact - 1)
+    return found + torch.where(distance < exact, distance, far)

@@ -1,0 +1,268 @@
+"""The residual stream: it adds up, and every part reads what it is declared to read and returns what is added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from adapters.architecture import Norm, Stack
+from adapters.attention import Attention
+from adapters.feed_forward import MLP, MoE
+from adapters.paths import join
+from adapters.proofs.evidence import Evidence, ModuleCall, Place
+from adapters.proofs.report import Findings
+
+CHAIN = "what leaves a block as the stream enters the next"
+READS = "each part reads the stream that it is declared to read, through its norm"
+RETURNS = "what is added is what the part's last layer makes, through its norm, with its factor"
+ENDS = "the stream begins with the embeddings and ends in the final norm"
+
+
+def prove_streams(evidence: Evidence, findings: Findings) -> None:
+    """Sums, readers, results and ends of all streams.
+
+    Args:
+        evidence: any run.
+        findings: what is found is added to it.
+    """
+    for claim in (CHAIN, READS, RETURNS, ENDS):
+        findings.claim(claim)
+    places = list(evidence.places())
+    for place in places:
+        if place.named.first:
+            _sum(evidence, findings, place)
+        _reads(evidence, findings, place)
+        _returns(evidence, findings, place)
+    for stack in evidence.stacks():
+        _chain(evidence, findings, stack)
+    _begins(evidence, findings)
+    _ends(evidence, findings)
+
+
+def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
+    """Each stream is the one before it and what the steps between them add; the sum is the claim's name."""
+    steps = place.stack.block_at(place.layer).named
+    names = [place.named.before, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
+    left = " + ".join(name.removeprefix("hook_") for name in names)
+    claim = f"{left} = {place.named.after.removeprefix('hook_')}"
+    at = place.prefix + place.named.after
+    terms = [evidence.get(place.prefix + name) for name in names]
+    there = [term for term in terms if term is not None]
+    total = evidence.get(at)
+    if len(there) < len(terms) or total is None:
+        findings.holds(claim, at, False, "a term of it has no hook point that ran")
+        return
+    added = there[0].double()
+    for term in there[1:]:
+        added = added + term.double()
+    findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
+
+
+def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
+    """A tensor of ``(batch pos)`` rows with the axes of another; any other as it is."""
+    if x is None or shape is None or x.shape == shape.shape or x.numel() != shape.numel():
+        return x
+    return x.reshape(shape.shape)
+
+
+def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:
+    step, part = place.named.step, place.named.step.part
+    read = evidence.get(place.prefix + place.named.before)
+    if step.pre:
+        calls = evidence.calls.get(join(place.path, step.pre.path), ())
+        if not calls:
+            findings.holds(READS, f"{place.prefix}{place.named.norm}", False, f"{step.pre.path} did not run")
+            return
+        # A norm that runs again reads something else then.
+        call = next((c for c in calls if _same(c.input, read, findings.tolerance)), calls[0])
+        findings.equal(READS, f"{place.prefix}{place.named.norm}", like(call.input, read), read)
+        read = call.result
+    for entry in _entries(place):
+        call_of_part = evidence.call(place.path, entry)
+        seen = None if call_of_part is None else like(call_of_part.input, read)
+        findings.equal(READS, f"{place.part}({entry})", seen, like(read, seen))
+    if isinstance(part, Attention) and part.cross:
+        _reads_encoder(evidence, findings, place, part)
+
+
+def _same(x: Tensor | None, y: Tensor | None, tolerance: float) -> bool:
+    x = like(x, y)
+    if x is None or y is None or x.shape != y.shape:
+        return False
+    return float((x.double() - y.double()).abs().max()) <= tolerance * float(y.abs().max())
+
+
+def _entries(place: Place) -> list[str]:
+    """The modules, relative to the block, that are given what a part reads."""
+    part, pre = place.named.step.part, place.named.step.pre
+    if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms what it is given
+        inside = [p.path for letter, p in zip("qkv", (part.q, part.k, part.v), strict=True) if not part.latent(letter)]
+        return [join(part.path, path) for path in dict.fromkeys(inside)]
+    if part.path:
+        return [part.path]
+    assert isinstance(part, MLP)
+    return list(dict.fromkeys(p.path for p in (part.up, part.gate) if p))
+
+
+def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
+    first = evidence.bridge.architecture.stack
+    if place.stack is first:
+        findings.holds(READS, place.part, False, "there is no encoder before it whose output it could read")
+        return
+    read = next((left for *_, left, _ in reversed(list(streams_of(evidence, first)))), None)
+    if first.final_norm:
+        norm = evidence.call(evidence.base, first.final_norm.path)
+        read = norm.result if norm else None
+    for projection in (part.k, part.v):
+        own = evidence.call(place.module, projection.path)
+        findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
+
+
+def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
+    step, part = place.named.step, place.named.step.part
+    at = f"{place.prefix}hook_{place.named.name}_out"
+    added = evidence.get(at)
+    if isinstance(part, Attention | MLP):
+        last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
+        made = last.result if last else None
+        raw = evidence.get(f"{place.part}hook_out") if step.post else added
+        if made is not None and not step.post:
+            made = made * step.factor
+        findings.equal(RETURNS, at, raw, like(made, raw))
+    if step.post:
+        call = evidence.call(place.path, step.post.path)
+        findings.equal(RETURNS, at, call.input if call else None, evidence.get(f"{place.part}hook_out"))
+        made = call.result if call else None
+        findings.equal(RETURNS, at, added, None if made is None else made * step.factor)
+    if step.stream_norm:
+        call = evidence.call(place.path, step.stream_norm.path)
+        total = evidence.get(place.prefix + place.named.after)
+        findings.equal(RETURNS, at, call.input if call else None, total)
+    if isinstance(part, MoE) and added is not None and part.out_key is None and not step.post and step.factor == 1:
+        call = evidence.call(place.module)
+        findings.equal(RETURNS, at, added, like(call.output if call else None, added))
+
+
+def streams_of(
+    evidence: Evidence, stack: Stack
+) -> Iterator[tuple[str, Tensor | None, Tensor | None, ModuleCall | None]]:
+    """Each block's prefix, what entered it, what left it as the stream, and its call."""
+    index = 0
+    while f"{stack.name}.{index}.hook_resid_pre" in evidence.bridge.hook_dict:
+        prefix = f"{stack.name}.{index}."
+        normed = evidence.get(f"{prefix}hook_normalized_resid_post")
+        after = normed if normed is not None else evidence.get(f"{prefix}hook_resid_post")
+        yield (
+            prefix,
+            evidence.get(f"{prefix}hook_resid_pre"),
+            after,
+            evidence.call(evidence.base, stack.path, str(index)),
+        )
+        index += 1
+
+
+def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
+    """What leaves a block enters the next, as the declared element of what it returns."""
+    before: Tensor | None = None
+    for prefix, entered, left, call in streams_of(evidence, stack):
+        if before is not None:
+            findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before)
+        before = left
+        output = call.output if call else None
+        length = len(output) if isinstance(output, tuple | list) else 1
+        fits = length == stack.output_length and isinstance(output, tuple | list) == (stack.output_key is not None)
+        findings.holds(
+            CHAIN,
+            f"{prefix}(output)",
+            fits,
+            f"{length} elements in a {type(output).__name__}, for {stack.output_length} with key {stack.output_key}",
+        )
+
+
+def _begins(evidence: Evidence, findings: Findings) -> None:
+    architecture = evidence.bridge.architecture
+    tokens = evidence.call(evidence.base, architecture.embed)
+    findings.holds(
+        ENDS,
+        "embed",
+        tokens is not None and tokens.input is not None and tokens.input.equal(evidence.tokens),
+        "it is not given the tokens",
+    )
+    first = f"{architecture.stack.name}.0.hook_resid_pre"
+    stream = evidence.get(first)
+    if architecture.embeddings is not None:
+        findings.equal(ENDS, first, stream, evidence.get("hook_full_embed"))
+        _sum_of_embeddings(evidence, findings, architecture.embed_norm)
+        return
+    embed = evidence.get("hook_embed")
+    # Shortformer's positions are added to what queries and keys read.
+    shifts = {part.qk_shift for block in architecture.stack.every_block for part in block.attentions}
+    positions = evidence.get("hook_pos_embed") if architecture.pos_embed not in shifts else None
+    if architecture.embed_norm:
+        norm = evidence.call(evidence.base, architecture.embed_norm.path)
+        findings.equal(ENDS, "embed norm", norm.input if norm else None, tokens.result if tokens else None)
+    if stream is None or embed is None:
+        findings.holds(ENDS, first, False, "the embedding or the first block did not run")
+        return
+    rest = stream if positions is None else stream - positions.to(stream)
+    types = evidence.get("embed.hook_token_type_embed") if architecture.token_types else None
+    rest = rest if types is None else rest - types.to(stream)
+    factor = float((rest.double() * embed.double()).sum() / embed.double().pow(2).sum())
+    if abs(factor - 1) < 1e-3:
+        factor = 1.0
+    size = float(stream.abs().max())
+    if findings.equal(ENDS, first, rest, (embed.double() * factor).to(rest.dtype), size) and factor != 1:
+        findings.untold(ENDS, f"the stream begins with hook_embed times {factor:.4g}")
+    for stack in evidence.stacks():
+        if stack.embed:
+            begun = evidence.get(f"{stack.name}.0.hook_resid_pre")
+            findings.equal(ENDS, stack.name, begun, evidence.get(f"{stack.name}_embed.hook_out"))
+
+
+def _sum_of_embeddings(evidence: Evidence, findings: Findings, norm: Norm | None) -> None:
+    """What the module of all embeddings makes is their sum, or the norm of it."""
+    names = ("embed.hook_embed", "embed.hook_pos_embed", "embed.hook_token_type_embed")
+    parts = [part for part in map(evidence.get, names) if part is not None]
+    total = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
+    full = evidence.get("hook_full_embed")
+    if norm is None:
+        findings.equal(ENDS, "hook_full_embed", full, total)
+        return
+    call = evidence.call(evidence.base, norm.path)
+    findings.equal(ENDS, "embed", call.input if call else None, total)
+    findings.equal(ENDS, "hook_full_embed", full, call.result if call else None)
+
+
+def _ends(evidence: Evidence, findings: Findings) -> None:
+    architecture = evidence.bridge.architecture
+    stream: Tensor | None = None
+    for stack in evidence.stacks():
+        for _, _, left, _ in streams_of(evidence, stack):
+            stream = left
+        if stack.final_norm:
+            norm = evidence.call(evidence.base, stack.final_norm.path)
+            findings.equal(ENDS, f"{stack.final_norm.path}", norm.input if norm else None, stream)
+            stream = norm.result if norm else None
+    for head in architecture.heads:
+        path = evidence.from_model(head.path)
+        linear, module = evidence.call(evidence.from_model(head.linear)), evidence.call(path)
+        if module is None:
+            continue
+        weight = getattr(linear.module, "weight", None) if linear else None
+        inside = f"{evidence.from_model(head.linear)}.".startswith(f"{path}.")
+        ok = inside and isinstance(weight, Tensor) and weight.ndim == 2
+        findings.holds(ENDS, head.name, ok, f"{head.linear} is no linear layer of it that ran")
+        if head.unembeds:
+            findings.equal(ENDS, head.name, module.input, stream)
+            normed = evidence.call(evidence.from_model(head.norm.path)) if head.norm else None
+            stream = normed.result if normed else module.result  # the module may hold the output layer, too
+    unembed = evidence.call(evidence.from_model("." + architecture.unembed))
+    base = evidence.call(evidence.base)
+    last = unembed.input if unembed else base.result if base else None
+    if last is None or stream is None or last.shape != stream.shape:
+        findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
+        return
+    factor = float((last.double() * stream.double()).sum() / stream.double().pow(2).sum())
+    findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))
+    findings.holds(ENDS, "unembed", factor > 0, f"it reads what the final norm makes, times {factor:.3g}")

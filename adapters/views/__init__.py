@@ -1,0 +1,39 @@
+"""Views: how the tensor at a site is seen as a canonical activation, and how a new value is written back.
+
+A view has ``get(x, call)`` (site tensor to activation) and ``put(x, new, call)`` (site tensor and new activation to new
+site tensor). `call` describes the module call in progress; most views ignore it. ``put(x, get(x))`` equals ``x``.
+"""
+
+from adapters.views.base import Args, Branch, Call, Deferred, Derived, Kwargs, View, WriteThrough, split
+from adapters.views.heads import Heads, HeadsFirst, HeadsOfBatch, OneHead, Selected, columns, gathered, interleaved
+from adapters.views.scores import AlibiScores, MaskedScores, SinkPattern, SinkScores
+from adapters.views.stream import Composed, Copied, FlatRows, Scaled, WithBatchAxis
+
+__all__ = [
+    "AlibiScores",
+    "Args",
+    "Branch",
+    "Call",
+    "Composed",
+    "Copied",
+    "Deferred",
+    "Derived",
+    "FlatRows",
+    "Heads",
+    "HeadsFirst",
+    "HeadsOfBatch",
+    "Kwargs",
+    "MaskedScores",
+    "OneHead",
+    "Scaled",
+    "Selected",
+    "SinkPattern",
+    "SinkScores",
+    "View",
+    "WithBatchAxis",
+    "WriteThrough",
+    "columns",
+    "gathered",
+    "interleaved",
+    "split",
+]

@@ -1,0 +1,1 @@
+"""Programs in other runtimes: `torch.export`, ONNX, ExecuTorch, OpenVINO, through transformers' exporters."""

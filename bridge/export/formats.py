@@ -1,0 +1,89 @@
+"""The formats, what has to be installed for each, and what each cannot take."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from torch import nn
+from transformers.exporters import HfExporter
+from transformers.exporters.auto import get_exporter_class
+
+
+@dataclass(frozen=True)
+class Format:
+    """One of the formats.
+
+    Attributes:
+        name: as `export` takes it.
+        packages: what it needs besides torch and transformers, by their names for import.
+        extra: of this library, which installs them; "" where nothing is needed.
+    """
+
+    name: str
+    packages: tuple[str, ...] = ()
+    extra: str = ""
+
+    def exporter(self) -> HfExporter:
+        """transformers' exporter for it.
+
+        Raises:
+            ImportError: something is not installed.
+        """
+        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ImportError(
+                f"format={self.name!r} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+                f"installed: pip install 'transformer-bridge[{self.extra}]'"
+            )
+        made: HfExporter = get_exporter_class(self.name)()
+        return made
+
+
+FORMATS = {
+    "dynamo": Format("dynamo"),
+    "onnx": Format("onnx", ("onnx", "onnxscript", "onnxruntime"), "onnx"),
+    "executorch": Format("executorch", ("executorch",), "executorch"),
+    "openvino": Format("openvino", ("openvino",), "openvino"),
+}
+
+
+def format_of(name: str) -> Format:
+    """The format of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"format is {name!r}; it must be one of {', '.join(map(repr, FORMATS))}")
+    return FORMATS[name]
+
+
+def check_can_take(format: Format, core: nn.Module, one_by_one: bool, options: dict[str, object]) -> None:
+    """Refuses what a format cannot take, before anything is traced.
+
+    Args:
+        format: the format.
+        core: the Hugging Face model.
+        one_by_one: experts are computed one after the other, with numbers of rows that depend on the values.
+        options: of the exporter's configuration.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    parameter = next(core.parameters())
+    if parameter.device.type == "meta":
+        raise ValueError("the model has no weights (load_weights=False), so there is nothing to export")
+    if one_by_one and format.name == "executorch":
+        raise ValueError(
+            "points inside experts have a row for each token that is sent there, a number that depends on the values, "
+            "which format='executorch' cannot have; format='dynamo' and format='onnx' can"
+        )
+    if format.name == "executorch" and (
+        options.get("backend", "xnnpack") != "xnnpack" or parameter.device.type != "cpu"
+    ):
+        raise ValueError(
+            "transformers' ExecuTorch exporter moves the model's own parameters to another device, or another type, "
+            "for that: load the model on the CPU, with backend='xnnpack', or export a model of its own with "
+            "transformers.exporters.ExecutorchExporter"
+        )

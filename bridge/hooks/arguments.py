@@ -1,0 +1,140 @@
+"""Refusing arguments of wrong types at the public edge, by name and in words, before anything runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from beartype import BeartypeConf
+from beartype.door import is_bearable
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CONF = BeartypeConf(is_pep484_tower=True)
+
+
+def refuse_wrong_types(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that looks at its arguments first, as its annotations say what they may be.
+
+    A tensor has to be of the annotated kind of numbers and number of axes. Truth values are no numbers, and a string is
+    no sequence of strings, unless the annotation names them. Numbers and arrays of NumPy are taken for Python's.
+
+    Args:
+        function: with annotations for all its parameters.
+
+    Returns:
+        The function; it raises a `TypeError` that names the argument, what was given and what would work.
+
+    Example:
+        >>> from bridge.hooks.arguments import refuse_wrong_types
+        >>> @refuse_wrong_types
+        ... def double(n: int) -> int:
+        ...     return 2 * n
+        >>> double("2")
+        Traceback (most recent call last):
+        TypeError: n is '2'; double takes int there
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # Python says it
+        hints, words = _hints(function)
+        check_types(function.__qualname__.removesuffix(".__init__"), given, hints, words)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def check_types(
+    function: str, given: Mapping[str, object], hints: Mapping[str, Any], words: Mapping[str, str] | None = None
+) -> None:
+    """Refuses arguments that are not what annotations say.
+
+    Args:
+        function: what it is called, for the error.
+        given: the arguments, by name; those without an annotation are not looked at.
+        hints: the annotations.
+        words: how they are written.
+
+    Raises:
+        TypeError: one is not.
+    """
+    for name, value in given.items():
+        if name in hints and not _fits(value, hints[name]):
+            wanted = (words or {}).get(name) or getattr(hints[name], "__name__", str(hints[name]))
+            raise TypeError(f"{name} is {shown(value)}; {function} takes {wanted} there")
+
+
+@functools.cache
+def _hints(function: Callable[..., object]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The annotations of the parameters that are looked at, and how they are written."""
+    known = typing.get_type_hints(function)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    looked_at = [p for p in inspect.signature(function).parameters.values() if p.kind not in several]
+    hints = {p.name: known[p.name] for p in looked_at if p.name in known}
+    return hints, {p.name: str(p.annotation) for p in looked_at}
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """The members of a union, or the hint itself."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for part in typing.get_args(hint):
+            yield from _parts(part)
+    else:
+        yield hint
+
+
+def _fits(value: object, hint: Any) -> bool:
+    return any(_fits_part(value, part) for part in _parts(hint))
+
+
+def _fits_part(value: object, part: Any) -> bool:
+    if part is Any or isinstance(part, TypeVar):
+        return True
+    if getattr(part, "_is_protocol", False) and not getattr(part, "_is_runtime_protocol", False):
+        members = set(vars(part)) | set(getattr(part, "__annotations__", ()))
+        return any(hasattr(value, name) for name in members if name[0] != "_")
+    if typing.get_origin(part) is typing.Literal:  # which of them there are, is the function's to say
+        return type(value) in {type(known) for known in typing.get_args(part)}
+    if isinstance(value, bool):
+        return part is bool
+    if part is int or part is float:
+        return isinstance(value, numbers.Integral if part is int else numbers.Real)
+    origin = typing.get_origin(part)
+    if isinstance(value, str) and origin is not None:
+        return False  # a sequence of strings is none
+    if isinstance(value, Tensor) and inspect.isclass(origin):
+        return value.ndim > 0 and issubclass(Tensor, origin)
+    if hasattr(value, "__array__") and inspect.isclass(origin):
+        return issubclass(list, origin)
+    return bool(is_bearable(value, part, conf=_CONF))
+
+
+def shown(value: object) -> str:
+    """What an argument is, in a few words.
+
+    Args:
+        value: the argument.
+
+    Example:
+        >>> import torch
+        >>> from bridge.hooks.arguments import shown
+        >>> shown(torch.zeros(2, 3))
+        'a tensor [2, 3] of torch.float32'
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

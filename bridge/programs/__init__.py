@@ -1,0 +1,1 @@
+"""A run with its hooks, lowered once into a plain module that can be compiled, exported and served."""

@@ -1,0 +1,184 @@
+"""Bodies of `trace_edit` in a program.
+
+Outside of compiled code the body runs once in each pass, in step with the model, as in a run. Code that is compiled
+or exported cannot pause: there the body runs anew at each of its points, with the activations that it was given
+before, and is left where it asks for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from adapters.views import Args, Kwargs
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener, checked
+from bridge.programs.functions import Function
+from bridge.programs.one_pass import AnyFunction, OnePass
+from bridge.programs.steps import Changes
+from bridge.trace.edit import BodyInStep, Edit, EditHook
+from bridge.trace.errors import PointPassedError
+
+#: What makes other numbers at each call.
+_RANDOM = {
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.bernoulli, torch.multinomial, torch.normal, torch.nn.functional.dropout, torch.dropout,
+    Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_, Tensor.uniform_, Tensor.random_,
+    Tensor.exponential_,
+}  # fmt: skip
+_ASSIGNED = Listener("fwd", lambda act, hook: None)
+
+
+def edit_changes(
+    interventions: Sequence[tuple[HookPoint, AnyFunction]], declared: Collection[str]
+) -> Iterator[tuple[HookPoint, Changes]]:
+    """What interventions make of activations, with bodies of edits as bodies.
+
+    Args:
+        interventions: hook points and functions.
+        declared: the names of the declared inputs.
+
+    Raises:
+        TypeError: see `Function`.
+    """
+    bodies: dict[Edit, Body] = {}
+    for hook, fn in interventions:
+        if isinstance(fn, EditHook):
+            body = bodies.setdefault(fn.edit, Body(fn.edit))
+            yield hook, AtPoint(body, hook)
+        else:
+            yield hook, Function(fn, hook, declared)
+
+
+class Body:
+    """The body of an edit in a program.
+
+    Args:
+        edit: the edit.
+    """
+
+    def __init__(self, edit: Edit) -> None:
+        self.edit = edit
+
+    def in_step(self, hook: HookPoint, act: Tensor, one_pass: OnePass) -> Tensor | None:
+        """What becomes of an activation, with the body paused in between."""
+        body = one_pass.bodies.get(self)
+        if not isinstance(body, BodyInStep):
+            body = one_pass.bodies[self] = BodyInStep(self.edit, None)
+        return body.come_to(hook, act)
+
+    def anew(self, hook: HookPoint, act: Tensor, one_pass: OnePass) -> Tensor | None:
+        """What becomes of an activation, with the body run up to it once more."""
+        seen = one_pass.bodies.get(self)
+        if not isinstance(seen, Seen):
+            seen = one_pass.bodies[self] = Seen()
+        seen.values[hook.name] = act
+        again = Again(self.edit, seen.values, hook)
+        with _NothingRandom(self.edit), contextlib.suppress(_Later):
+            self.edit.body(again)
+        return again.result
+
+
+class AtPoint:
+    """What the body of an edit makes of the activation at one of its points."""
+
+    def __init__(self, body: Body, hook: HookPoint) -> None:
+        self._body, self._hook = body, hook
+
+    def __call__(self, act: Tensor, one_pass: OnePass) -> Tensor | None:
+        """What becomes of an activation; None where the body leaves it."""
+        one_pass.asking = True
+        try:
+            if torch.compiler.is_compiling():
+                return self._body.anew(self._hook, act.clone(), one_pass)
+            given = act.clone()
+            new = self._body.in_step(self._hook, given, one_pass)
+            return given if new is None else new
+        finally:
+            one_pass.asking = False
+
+
+class Seen:
+    """The activations that a body was given in one pass, in turn, by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def end(self) -> None:
+        """Lets go of them."""
+        self.values.clear()
+
+
+class _Later(Exception):
+    """The body asks for a point that has not come yet."""
+
+
+class Again:
+    """What a body is given that is run up to a point once more.
+
+    Args:
+        edit: the edit.
+        values: what it was given so far, the last at `hook`.
+        hook: the point that the model is at.
+
+    Attributes:
+        result: the activation at `hook` as the body leaves it; None where it does not ask for it.
+    """
+
+    def __init__(self, edit: Edit, values: dict[str, Tensor], hook: HookPoint) -> None:
+        self._edit, self._hook = edit, hook
+        self._given = {name: act.clone() for name, act in values.items()}
+        self._at = 0
+        self.result: Tensor | None = None
+
+    def _reach(self, name: str) -> str:
+        hook = self._edit.names.find(name)
+        if hook not in self._edit.points:
+            raise ValueError(
+                f"the body asks for {hook.name}, which it did not when its points were found: "
+                f"{', '.join(point.name for point in self._edit.points)}. Name them all: trace_edit(fn, points=[...])"
+            )
+        if hook.name not in self._given:
+            raise _Later
+        passed = list(self._given).index(hook.name) < self._at
+        if passed:
+            raise PointPassedError(f"{hook.name} has passed. Ask for points in the model's order")
+        self._at = list(self._given).index(hook.name)
+        return hook.name
+
+    def _note(self, name: str) -> None:
+        if name == self._hook.name:
+            self.result = self._given[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._reach(name)
+        self._note(found)
+        return self._given[found]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        found = self._reach(name)
+        self._given[found] = checked(value, self._given[found], _ASSIGNED, self._edit.names.find(name))
+        self._note(found)
+
+
+class _NothingRandom(TorchFunctionMode):
+    """Refuses random numbers in a body that is run more than once."""
+
+    def __init__(self, edit: Edit) -> None:
+        super().__init__()
+        self._edit = edit
+
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if func in _RANDOM and len(self._edit.points) > 1:
+            raise ValueError(
+                f"{self._edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks for several "
+                "points: in a compiled or exported program its body runs once for each of them, with other numbers "
+                "each time. Give the numbers to the program as an input"
+            )
+        return func(*args, **({} if kwargs is None else kwargs))

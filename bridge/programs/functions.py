@@ -1,0 +1,88 @@
+"""The functions of a program's interventions, and the inputs that they ask for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener, changed_in_place, checked, version_of
+from bridge.hooks.names import suggestion
+from bridge.programs.one_pass import AnyFunction, OnePass
+
+
+class Function:
+    """A user's function at one point.
+
+    Args:
+        fn: called as ``fn(activation, hook=point)``, and with the declared inputs that its signature names.
+        hook: the hook point.
+        declared: the names of the program's declared inputs.
+
+    Attributes:
+        takes: the declared inputs that it is given.
+
+    Raises:
+        TypeError: it asks for something that is not declared, or has no parameter `hook`.
+    """
+
+    def __init__(self, fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> None:
+        self.fn, self.hook = fn, hook
+        self.takes = _taken(fn, hook, declared)
+        self._listener = Listener("fwd", fn)
+
+    def __call__(self, act: Tensor, one_pass: OnePass) -> Tensor | None:
+        """What becomes of an activation; None when nothing came of it.
+
+        The function gets a copy of its own, so that nothing that holds the activation can change under it.
+        """
+        given = act.clone()
+        # torch.compile knows nothing of inference mode.
+        version = given._version if torch.compiler.is_compiling() else version_of(given)
+        one_pass.asking = True
+        try:
+            new = self.fn(given, hook=self.hook, **{name: one_pass.inputs[name] for name in self.takes})
+        finally:
+            one_pass.asking = False
+        if new is not None:
+            return checked(new, act, self._listener, self.hook)
+        # Where writing back would compute something anew, only if the function changed what it was given.
+        return given if not self.hook.view.contextual or changed_in_place(given, version) else None
+
+
+def _taken(fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> tuple[str, ...]:
+    """The declared inputs that a function's signature names.
+
+    Raises:
+        TypeError: see `Function`.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # a function of C without a signature
+        return ()
+    parameters = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        takes = tuple(declared)
+    else:
+        takes = tuple([name for name in declared if name in parameters])
+    try:
+        signature.bind(None, hook=None, **dict.fromkeys(takes))
+    except TypeError as error:
+        name = getattr(fn, "__name__", None) or repr(fn)
+        left = [x for x in list(parameters)[1:] if x not in ("hook", *takes) and _is_needed(parameters[x])]
+        what = f"declare {', '.join(left)} in inputs={{...}}" if left else "give it a second parameter named `hook`"
+        near = suggestion(left[0], declared) if left else ""
+        raise TypeError(
+            f"the function {name} at {hook.name} takes {signature}, but a program calls it as fn(activation, "
+            "hook=point) and gives it the declared inputs that it names "
+            f"({', '.join(declared) or 'none are declared'}): "
+            f"{what}.{near}"
+        ) from error
+    return takes
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL

@@ -1,0 +1,344 @@
+"""`Program`: a run with its captures and interventions as a plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.exporters import ExportedModel
+
+from adapters.paths import core_path
+from adapters.views import Kwargs
+from bridge.export.export import export_for_generation, export_program
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import suggestion
+from bridge.programs.generation import Run, generating, with_row_counts
+from bridge.programs.inputs import checked_inputs, declared_inputs
+from bridge.programs.lower import Lowered, lower
+from bridge.programs.one_pass import AnyFunction, OnePass
+from bridge.programs.taps import AttentionWatch
+from bridge.run.model_inputs import accepted_arguments, places_among_tokens
+from bridge.run.protocol import Runs
+
+
+class Program(nn.Module):
+    """A run of a model with captured activations and interventions. Made by `TransformerBridge.program`.
+
+    It is around module objects of its own that share the model's parameters: the model does not see it, and a change of
+    the parameters is seen by both. Its mode (`train`, `eval`) is its own; it begins with the model's.
+
+    Args:
+        bridge: the bridge.
+        capture: the hook points whose activations it returns.
+        interventions: hook points and functions, in turn.
+        inputs: the declared inputs by name, with an example of each.
+
+    Attributes:
+        model: the module objects.
+        captured: the names of the activations that it returns.
+        inputs: an example of each declared input, as a tensor.
+        compiled: it was made by `compile`.
+
+    Raises:
+        ValueError: a hook point that no program can have, or an input that no function takes.
+        TypeError: a function that asks for what is not declared.
+    """
+
+    def __init__(
+        self,
+        bridge: Runs,
+        capture: Sequence[HookPoint],
+        interventions: Sequence[tuple[HookPoint, AnyFunction]],
+        inputs: Mapping[str, object],
+    ) -> None:
+        super().__init__()
+        known = accepted_arguments(type(bridge.core).forward)
+        self.inputs = declared_inputs(inputs, known)
+        self._lowered: Lowered = lower(bridge, capture, interventions, tuple(self.inputs))
+        self.model = self._lowered.model
+        self._config, self._class = bridge.core.config, type(bridge.core)
+        self.captured = tuple([step.hook.name for step in self._lowered.steps if step.captured])
+        self.compiled = False
+        self.training = self.model.training
+        self._known = known
+        self._places = bridge.cfg.positions_from_mask and "position_ids" in known
+        self._caches = "use_cache" in known
+        self._max_length = bridge.cfg.n_ctx
+        self._run: Run = self.run_lowered
+        unused = [name for name in self.inputs if name not in self._lowered.taken]
+        if unused:
+            raise ValueError(
+                f"no function of the interventions takes the input {', '.join(map(repr, unused))}: a function is given "
+                "a declared input that its signature names, fn(activation, hook, vector)"
+            )
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the hook points with interventions."""
+        return tuple([step.hook.name for step in self._lowered.steps if step.changes])
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The axes of the captured activations, by name."""
+        return {step.hook.name: step.hook.point.axes for step in self._lowered.steps if step.captured}
+
+    @property
+    def core(self) -> PreTrainedModel:
+        """The Hugging Face model among the module objects, without what wraps it (PEFT)."""
+        found = self.model.get_submodule(core_path(self.model))
+        assert isinstance(found, PreTrainedModel)
+        return found
+
+    @property
+    def one_by_one(self) -> bool:
+        """Experts are computed one after the other, with numbers of rows that depend on the values."""
+        return self._lowered.one_by_one
+
+    def attention_under_way(self) -> AttentionWatch | None:
+        """What sees the attention that a tapped module is computing now, in this thread."""
+        found: AttentionWatch | None = getattr(self._lowered.here, "attention", None)
+        return found
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The Hugging Face model's configuration."""
+        return self._config
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{name}: {list(example.shape)}" for name, example in self.inputs.items())
+        changed = ", ".join(self.changed)
+        return (
+            f"{type(self).__name__} of {self._class.__name__}{' (compiled)' if self.compiled else ''}\n"
+            f"  returns  {', '.join(('logits', *self.captured))}\n"
+            f"  changes  {changed or 'nothing'}\n"
+            f"  inputs   {inputs or 'none'}"
+        )
+
+    def forward(self, input_ids: Tensor | None = None, **given: Any) -> Kwargs:
+        """Runs the model.
+
+        Args:
+            input_ids: tokens ``[batch, pos]``; in place of them, `inputs_embeds`.
+            given: the declared inputs, and anything else that the model's forward takes (`attention_mask`
+                ``[batch, pos]``, `decoder_input_ids`, `past_key_values`, `use_cache`, ...).
+
+        Returns:
+            ``"logits"`` ``[batch, pos, d_vocab]`` and each captured activation by its canonical name; with `use_cache`
+            or `past_key_values` also ``"past_key_values"``, with `labels` also ``"loss"``.
+
+        Raises:
+            TypeError: an argument that nobody knows, an input that is missing, or of a wrong kind.
+            ValueError: tokens of a wrong shape, or too many.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> def steer(activation, hook, vector):
+            ...     return activation + vector
+            >>> program = bridge.program(
+            ...     capture=["blocks.3.hook_resid_post"],
+            ...     interventions=[("blocks.1.hook_resid_post", steer)],
+            ...     inputs={"vector": torch.zeros(bridge.cfg.d_model)},
+            ... )
+            >>> outputs = program(bridge.to_tokens("Mary and John"), vector=torch.ones(bridge.cfg.d_model))
+            >>> list(outputs)
+            ['logits', 'blocks.3.hook_resid_post']
+        """
+        if torch.compiler.is_compiling():
+            inputs = {name: given.pop(name) for name in self.inputs}
+            return self.run_lowered(input_ids, inputs, given)
+        inputs = {name: given.pop(name) for name in self.inputs if name in given}
+        checked = checked_inputs(self.inputs, inputs)
+        self._check(input_ids, given)
+        if not hasattr(self._lowered.here, "one_pass"):
+            self._lowered.here.one_pass = (
+                None  # else compiled code would be made once more for each thread's first call
+            )
+        return self._run(input_ids, checked, given)
+
+    def run_lowered(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Kwargs) -> Kwargs:
+        """The run itself, which is what is compiled and exported.
+
+        Args:
+            input_ids: as for `forward`.
+            inputs: the declared inputs.
+            given: further arguments of the model.
+        """
+        arguments = self._arguments(input_ids, given)
+        here = self._lowered.here
+        outer = getattr(here, "one_pass", None)
+        one_pass = OnePass(inputs)
+        self._lowered.take_embeddings(one_pass, arguments)
+        here.one_pass = one_pass
+        try:
+            output = self.model(**arguments)
+        finally:
+            here.one_pass = outer
+            one_pass.end()
+        made: Kwargs = {"logits": output.logits if hasattr(output, "logits") else output[0]}
+        for name in self.captured:
+            if name not in one_pass.kept:
+                raise RuntimeError(f"{name} did not run")
+            made[name] = one_pass.kept[name]
+        if given.get("labels") is not None:
+            made["loss"] = output.loss
+        past = getattr(output, "past_key_values", None)
+        if past is not None and (given.get("use_cache") or given.get("past_key_values") is not None):
+            made["past_key_values"] = past
+        return made
+
+    def _arguments(self, input_ids: Tensor | None, given: Kwargs) -> Kwargs:
+        """What the model is called with, as a run of the bridge works it out."""
+        arguments = dict(given)
+        if input_ids is not None:
+            arguments["input_ids"] = input_ids
+        tokens: Tensor = given["inputs_embeds"] if input_ids is None else input_ids
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            arguments["attention_mask"] = mask = mask.long()
+            if self._places and given.get("position_ids") is None:
+                arguments["position_ids"] = places_among_tokens(mask)[:, -tokens.shape[1] :]
+        if torch.compiler.is_compiling() and self._caches and given.get("past_key_values") is None:
+            arguments.setdefault("use_cache", False)  # nobody gets it, and it would be in the graph
+        starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
+        if self.config.is_encoder_decoder and not starts & given.keys():
+            start = self.config.decoder_start_token_id
+            arguments["decoder_input_ids"] = torch.full((tokens.shape[0], 1), start, device=tokens.device)
+        return arguments
+
+    def _check(self, input_ids: Tensor | None, given: Kwargs) -> None:
+        """Refuses arguments that nobody knows, and tokens of a wrong shape."""
+        for name in given:
+            if name not in self._known:
+                raise TypeError(
+                    f"{name!r} is neither an input of the program ({', '.join(self.inputs) or 'it has none'}) nor an "
+                    f"argument of {self._class.__name__}.{suggestion(name, (*self.inputs, *self._known))}"
+                )
+        embeds = given.get("inputs_embeds")
+        if (input_ids is None) == (embeds is None) and given.get("encoder_outputs") is None:
+            raise TypeError("a program takes tokens [batch, pos] first, or inputs_embeds=..., and not both")
+        if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point()):
+            raise ValueError(
+                f"the tokens have shape {list(input_ids.shape)} and type {input_ids.dtype}; a program takes whole "
+                "numbers [batch, pos], such as bridge.to_tokens(text) gives"
+            )
+        start = self.config.decoder_start_token_id if self.config.is_encoder_decoder else 0
+        if start is None and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & given.keys():
+            raise ValueError("the model names no decoder_start_token_id; pass decoder_input_ids")
+        past = given.get("past_key_values")
+        if self._max_length is not None and past is None and input_ids is not None:
+            length = input_ids.shape[1]
+            if length > self._max_length:
+                raise ValueError(f"the tokens have {length} positions; the model has a context of {self._max_length}")
+
+    def generating(self, inputs: Mapping[str, object]) -> PreTrainedModel:
+        """What has transformers' `generate` and runs this program in each step; `bridge.generate` takes the program.
+
+        Args:
+            inputs: the declared inputs, of every step.
+
+        Raises:
+            TypeError: an input that is missing, or that was not declared, or is of another kind.
+            ValueError: the model has an encoder, or stands in another (PEFT).
+        """
+        unknown = [name for name in inputs if name not in self.inputs]
+        if unknown:
+            declared = ", ".join(self.inputs) or "none"
+            raise TypeError(f"{', '.join(unknown)} was not declared; the program has the inputs {declared}")
+        if self.core is not self.model:
+            raise ValueError(
+                "a program around a PEFT model cannot generate: merge its weights first, merge_and_unload()"
+            )
+        if not hasattr(self._lowered.here, "one_pass"):
+            self._lowered.here.one_pass = None
+        return generating(self.core, self._run, checked_inputs(self.inputs, inputs))
+
+    def compile(self, **options: Any) -> Program:  # type: ignore[override]
+        """The same program, through `torch.compile`: one graph, for any number of rows and positions.
+
+        Args:
+            options: of `torch.compile`; ``fullgraph=True`` and ``dynamic=True`` unless they say otherwise.
+
+        Returns:
+            Another program around the same module objects. Its first call compiles.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> program = bridge.program(capture=["blocks.3.hook_resid_post"]).compile(backend="eager")
+            >>> program(bridge.to_tokens("Mary and John"))["logits"].shape[:2]
+            torch.Size([1, 4])
+        """
+        other = self.__class__.__new__(self.__class__)
+        other.__dict__ = self.__dict__.copy()
+        other.__dict__["_modules"] = dict(self._modules)
+        other.compiled = True
+        made = torch.compile(other.run_lowered, **{"fullgraph": True, "dynamic": True, **options})
+        other._run = with_row_counts(made) if self.one_by_one else made
+        return other
+
+    def export(
+        self,
+        example: Tensor | Mapping[str, object],
+        format: str = "dynamo",
+        *,
+        dynamic: bool = True,
+        path: str | Path | None = None,
+        **options: Any,
+    ) -> ExportedModel:
+        """This program for another runtime, through transformers' exporters.
+
+        Args:
+            example: tokens ``[batch, pos]``, or the arguments of the model by name, as a tokenizer gives them. What it
+                has is what the exported program takes, with the declared inputs.
+            format: ``"dynamo"`` (`torch.export`), ``"onnx"``, ``"executorch"`` or ``"openvino"``.
+            dynamic: other numbers of rows and positions than the example's may be given.
+            path: a folder to save it in.
+            options: of the exporter's configuration (`OnnxConfig`, ...), such as `opset_version` or `dynamic_shapes`.
+
+        Returns:
+            transformers' `ExportedModel`: ``exported(input_ids=..., vector=...)`` runs it in its runtime and returns
+            what the program returns. `ExportedModel.from_pretrained(path)` reads it back.
+
+        Raises:
+            ImportError: the format needs something that is not installed; the error names the command.
+            TypeError, ValueError: a format that does not exist, an example that does not fit, an option that nobody
+                knows.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> program = bridge.program(capture=["blocks.3.hook_resid_post"])
+            >>> exported = program.export(bridge.to_tokens("Mary and John"), "dynamo")  # doctest: +SKIP
+        """
+        return export_program(self, example, format, dynamic, path, options)
+
+    def export_for_generation(
+        self,
+        example: Tensor | Mapping[str, object],
+        format: str = "dynamo",
+        *,
+        dynamic: bool = True,
+        path: str | Path | None = None,
+        generation_config: GenerationConfig | None = None,
+        multi_token_decode: bool = False,
+        **options: Any,
+    ) -> ExportedModel:
+        """This program for another runtime, in two parts: one for a prompt, one for a token more.
+
+        Args:
+            example: as for `export`: what the model's `generate` is given.
+            format, dynamic, path, options: as for `export`.
+            generation_config, multi_token_decode: as for transformers' `export_for_generation`.
+
+        Returns:
+            transformers' `ExportedModel`, with the components ``prefill`` and ``decode``.
+        """
+        return export_for_generation(
+            self, example, format, dynamic, path, generation_config, multi_token_decode, options
+        )

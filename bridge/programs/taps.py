@@ -1,0 +1,245 @@
+"""Places inside a forward in a program: one mode sees the torch functions that a module's own forward calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from adapters.views import Args, Call, Kwargs
+from bridge.programs.one_pass import AnyFunction, OnePass, current
+from bridge.programs.steps import Step
+from bridge.taps.attention_call import AttentionCall
+from bridge.taps.kernels import implementation_of, is_looked_up
+from bridge.taps.tap import SOFTMAXES
+
+#: The functions in which eager attention multiplies queries and keys.
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
+_CHOICES = {torch.topk, Tensor.topk}
+
+
+class LoweredTap:
+    """Stands for the forward of a shell.
+
+    Args:
+        module: the shell.
+        steps: the hook points inside its forward, by channel.
+        here: finds the pass that is under way.
+    """
+
+    def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[Step]], here: threading.local) -> None:
+        self.module, self.here = module, here
+        self.steps = {channel: tuple(points) for channel, points in steps.items()}
+        self.original = module.forward
+
+    def stand(self) -> None:
+        """Puts it in the place of the shell's forward."""
+        self.module.__dict__["forward"] = self
+
+    def show(self, channel: str, x: Tensor, call: Call, one_pass: OnePass) -> Tensor:
+        """What the points of a channel make of a tensor."""
+        for step in self.steps.get(channel, ()):
+            x = step.apply(x, call, one_pass)
+        return x
+
+    def changes(self, *channels: str) -> bool:
+        """Whether any point of these channels may change something."""
+        return any(step.changes for channel in channels for step in self.steps.get(channel, ()))
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The module's forward."""
+        raise NotImplementedError
+
+
+class LoweredAttention(LoweredTap):
+    """The attention of one module. Its channels are ``q``, ``k``, ``scores`` and ``pattern``.
+
+    Args:
+        module, steps, here: as for `LoweredTap`.
+
+    Attributes:
+        kernel_alone: only the kernel is looked at: a softmax or a product elsewhere in the module is another one.
+    """
+
+    def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[Step]], here: threading.local) -> None:
+        super().__init__(module, steps, here)
+        self.kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The module's forward."""
+        one_pass = current(self.here)
+        watch = AttentionWatch(self, Call(self.module, args, kwargs), one_pass)
+        self.here.attention = watch
+        try:
+            with watch:
+                output = self.original(*args, **kwargs)
+        finally:
+            self.here.attention = None
+        watch.check()
+        return output
+
+
+class _Watch(TorchFunctionMode):
+    """Sees the torch functions that a module calls while it runs, and not those of a user's function."""
+
+    def __init__(self, tap: LoweredTap, call: Call, one_pass: OnePass) -> None:
+        super().__init__()
+        self.tap, self.the_call, self.one_pass = tap, call, one_pass
+
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = {} if kwargs is None else kwargs
+        if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
+            x, *sizes = args
+            return x.unflatten(*sizes, **kwargs)
+        if self.one_pass.asking:
+            return func(*args, **kwargs)
+        return self.watched(func, args, kwargs)
+
+    def watched(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+        """Calls a function of the module's, or does something else in its place."""
+        raise NotImplementedError
+
+    def show(self, channel: str, x: Tensor) -> Tensor:
+        """What the points of a channel make of a tensor."""
+        return self.tap.show(channel, x, self.the_call, self.one_pass)
+
+
+class AttentionWatch(_Watch):
+    """Shows what one call of an attention module computes, as `bridge.taps.attention` does for a run."""
+
+    def __init__(self, tap: LoweredAttention, call: Call, one_pass: OnePass) -> None:
+        super().__init__(tap, call, one_pass)
+        self.products = "q" in tap.steps or "k" in tap.steps
+        self.inside = "scores" in tap.steps or "pattern" in tap.steps
+        self.kernel_alone = tap.kernel_alone
+
+    def watched(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+        """Shows what attention is computed from, and what it computes."""
+        if func is scaled_dot_product_attention:
+            return self.scaled_dot_product(*args, **kwargs)
+        if self.kernel_alone:
+            return func(*args, **kwargs)
+        if self.inside and func in SOFTMAXES:
+            self.inside = False
+            scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
+            new = self.show("scores", scores)
+            return self.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
+        if self.products and func in _PRODUCTS and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
+            query, key = self.rotated(args[0], args[1].transpose(-1, -2))
+            return func(query, key.transpose(-1, -2), **kwargs)
+        return func(*args, **kwargs)
+
+    def check(self) -> None:
+        """Looks whether everything was seen.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        if self.products or self.inside:
+            names = ", ".join(step.hook.name for steps in self.tap.steps.values() for step in steps)
+            raise RuntimeError(
+                f"{type(self.tap.module).__name__} computed no scores that could be seen, so there is nothing to show "
+                f'at {names}; load the model with attn_implementation="sdpa" or "eager"'
+            )
+
+    def scaled_dot_product(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The kernel, or what it computes in full where scores or pattern may be changed."""
+        if self.products:
+            query, key = self.rotated(query, key)
+        if self.inside:
+            self.inside = False
+            call = AttentionCall(
+                query, key, value, attn_mask, self.n_heads(query), scale=scale, causal=is_causal, dropout=dropout_p
+            )
+            scores = call.scores()
+            new = self.show("scores", scores)
+            pattern = self.show("pattern", softmax_of(new, scores, call.pattern))
+            if self.tap.changes("scores", "pattern"):
+                return call.result(pattern)
+        # By its place: an exporter puts a function of its own there, which its runtime can take.
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    def n_heads(self, query: Tensor) -> int:
+        """How many query heads there are: a point says so, since a kernel may be given them packed."""
+        for channel in ("scores", "pattern", "q"):
+            for step in self.tap.steps.get(channel, ()):
+                if step.hook.point.n_heads is not None:
+                    return step.hook.point.n_heads
+        return query.shape[1]
+
+    def rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Shows queries and keys, and returns what is made of them, with the heads as they were given."""
+        self.products = False
+        return self.with_heads("q", query), self.with_heads("k", key)
+
+    def with_heads(self, channel: str, x: Tensor) -> Tensor:
+        """What is made of queries or keys."""
+        steps = self.tap.steps.get(channel, ())
+        if not steps:
+            return x
+        n = steps[0].hook.point.n_heads or x.shape[1]
+        if x.shape[1] < n:  # the queries of one position, packed in groups
+            shown = x.reshape(x.shape[0], n, -1, x.shape[-1])
+            new = self.show(channel, shown)
+            return x if new is shown else new.reshape(x.shape)
+        if x.shape[1] > n:  # each group's keys, repeated for its queries
+            shown = x[:, :: x.shape[1] // n]
+            new = self.show(channel, shown)
+            return x if new is shown else new.repeat_interleave(x.shape[1] // n, dim=1)
+        return self.show(channel, x)
+
+
+def softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tensor]) -> Tensor:
+    """The softmax of scores. Where a user forbids everything there is no attention, rather than NaN."""
+    if scores is before:
+        return softmax(scores)
+    nothing = scores.isneginf().all(-1, keepdim=True)
+    return softmax(scores.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0)
+
+
+class LoweredRouter(LoweredTap):
+    """A router that chooses by logits. Its channels are ``logits`` and ``weights`` (see `bridge.taps.experts`)."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The module's forward."""
+        one_pass = current(self.here)
+        call = Call(self.module, args, kwargs)
+        with _ChoiceWatch(self, call, one_pass):
+            logits, chosen, indices = self.original(*args, **kwargs)
+        if "weights" in self.steps:
+            everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
+            chosen = self.show("weights", everyone, call, one_pass).gather(-1, indices)
+        return logits, chosen, indices
+
+
+class _ChoiceWatch(_Watch):
+    """Shows what the first choice of the best is made from."""
+
+    done = False
+
+    def watched(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+        """Shows what the best are chosen from."""
+        if self.done or func not in _CHOICES:
+            return func(*args, **kwargs)
+        self.done = True
+        logits, *others = args
+        return func(self.show("logits", logits), *others, **kwargs)

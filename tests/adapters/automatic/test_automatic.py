@@ -1,0 +1,112 @@
+"""`TransformerBridge` on a model whose class has no adapter: inferred, proved, said once; or refused."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from adapters import UnsupportedModelError, verify
+from adapters.automatic.declaration import infer
+from bridge import TransformerBridge
+from tests.conftest import torch_hooks
+from tests.tiny_models import tiny_model
+
+TOKENS = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def test_it_is_said_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "bridge"):
+        bridge = TransformerBridge(tiny_model("olmo2"))
+        bridge(TOKENS)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "bridge"]
+    assert said == bridge.offered().summary
+    assert said.startswith("Olmo2ForCausalLM has no adapter. One was inferred and proved on it, with")
+
+
+def test_what_is_not_offered_is_listed_with_the_reason() -> None:
+    offered = TransformerBridge(tiny_model("mamba")).offered()
+    assert offered.inferred and set(offered.not_offered) == {"blocks.0.mixer", "blocks.1.mixer"}
+    assert "not offered: blocks.0.mixer: it mixes positions without a softmax" in str(offered)
+    assert "blocks.0.hook_mixer_out" in offered.names
+
+
+def test_a_declared_model_offers_what_is_declared(embedded: TransformerBridge) -> None:
+    offered = embedded.offered()
+    assert not offered.inferred and not offered.not_offered and offered.names == tuple(embedded.hook_dict)
+
+
+def test_without_automatic_it_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no adapter for Olmo2ForCausalLM"):
+        TransformerBridge(tiny_model("olmo2"), automatic=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("deepseek_v4", r"the stream of model\.layers has the shape"), ("hrm_text", "run more than once")],
+)
+def test_where_nothing_can_be_inferred_the_reason_is_said(model_type: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"None could be inferred either: .*{reason}"):
+        TransformerBridge(tiny_model(model_type))
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    model = tiny_model("olmo").to("meta")
+    with pytest.raises(UnsupportedModelError, match="it has no weights"):
+        TransformerBridge(model)
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = tiny_model("granite").train()
+    before, state = torch_hooks(model), {name: x.clone() for name, x in model.state_dict().items()}
+    TransformerBridge(model)
+    assert model.training and torch_hooks(model) == before
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+
+
+def test_a_frozen_model_is_inferred_as_any_other() -> None:
+    model = tiny_model("olmo2")
+    found = infer(model).architecture
+    assert infer(model.requires_grad_(False)).architecture == found
+
+
+def test_a_copy_offers_the_same() -> None:
+    bridge = TransformerBridge(tiny_model("stablelm"))
+    assert list(copy.deepcopy(bridge).hook_dict) == list(bridge.hook_dict)
+
+
+def test_factors_are_found() -> None:
+    """Granite multiplies the embedding, and what each part adds."""
+    model = tiny_model("granite")
+    bridge = TransformerBridge(model)
+    assert {step.factor for step in bridge.architecture.steps()} == {model.config.residual_multiplier} == {0.3}
+    assert bridge.architecture.embed_factor == model.config.embedding_multiplier == 3.0
+    with torch.no_grad():
+        own = model(TOKENS, output_hidden_states=True).hidden_states
+        _, cache = bridge.run_with_cache(TOKENS)
+    torch.testing.assert_close(cache["hook_embed"], own[0])
+    torch.testing.assert_close(cache["resid_pre", 1], own[1])
+
+
+def test_a_wrong_norm_is_no_norm() -> None:
+    """A norm that computes something else than any known one is left out by name."""
+
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / (1 + x.abs().mean(-1, keepdim=True))
+
+    model = tiny_model("olmo")
+    model.model.layers[1].input_layernorm = Odd()
+    bridge = TransformerBridge(model)
+    assert "Odd, which is no norm that is known" in bridge.offered().not_offered["blocks.1.ln1"]
+    assert "blocks.1.ln1.hook_scale" not in bridge.hook_dict and "blocks.0.ln1.hook_scale" in bridge.hook_dict
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "falcon", "granite", "cohere", "glm4", "mpt", "starcoder2", "phi"])
+def test_inferred_adapters_verify(model_type: str) -> None:
+    report = verify(TransformerBridge(tiny_model(model_type)))
+    assert report.passed, str(report)

@@ -1,0 +1,477 @@
+"""Right declarations with one claim changed: each is the declaration of another model, or says why it is not.
+
+Run as a script it tries them all: ``python -m tests.adapters.mutations [CASE...]`` prints how many were refused for
+each family, and every one that was not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import adapters.model
+from adapters import (
+    MLP,
+    Architecture,
+    Attention,
+    Block,
+    MoE,
+    Norm,
+    Projection,
+    Stack,
+    Step,
+    UnsupportedModelError,
+    verify,
+)
+from adapters.config import ModelConfig
+from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
+from adapters.proofs.evidence import recorded
+from adapters.proofs.report import Report
+from adapters.registry import declaration_for
+from adapters.views import AlibiScores, Call, Heads, MaskedScores, View
+from bridge import TransformerBridge
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One changed claim.
+
+    Attributes:
+        name: what was changed, and where.
+        declared: the changed declaration.
+        same: why it is the declaration of the same model all the same; "" where it is not.
+    """
+
+    name: str
+    declared: Architecture
+    same: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Rolled(View):
+    """Another view's columns, moved by one along an axis."""
+
+    inner: View
+    axis: int
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return self.inner.get(x, call).roll(1, self.axis)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return self.inner.put(x, new.roll(-1, self.axis), call)
+
+
+@dataclass(frozen=True, repr=False)
+class Doubled(View):
+    """Twice what another view shows."""
+
+    inner: View
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return self.inner.get(x, call) * 2
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return self.inner.put(x, new / 2, call)
+
+
+Change = tuple[str, Any, str]
+SMALL = "it offers less of the same model"
+FIRST = "of a tuple, no element means the first"
+BATCHED = "what has a batch axis already is shown as it is"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What changes are made from.
+
+    Attributes:
+        cfg: of the model.
+        tensors: the paths of the modules that return a tensor, not a tuple.
+        dropouts: the paths of those that do nothing in evaluation mode.
+    """
+
+    cfg: ModelConfig
+    tensors: frozenset[str]
+    dropouts: frozenset[str]
+
+    def of_a_tensor(self, path: str) -> str:
+        """Why another element of what a module in a block returns is the same: it returns a tensor."""
+        tensor = any(found.endswith(f".{path}") for found in self.tensors)
+        return "it returns a tensor, of which no element is taken" if tensor else ""
+
+    def behind_a_dropout(self, path: str) -> str:
+        """Why what a module in a block returns is what entered it."""
+        return "a dropout stands between" if any(found.endswith(f".{path}") for found in self.dropouts) else ""
+
+
+def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
+    kinds: dict[str, NormKind] = {"LN": LAYER_NORM, "RMS": RMS_NORM, "RMS of 1 + weight": GEMMA_NORM, "none": NO_NORM}
+    for name, kind in kinds.items():
+        if kind != norm.kind:
+            yield f"{norm.path} is {name}", replace(norm, kind=kind)
+
+
+def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
+    """Everything that an attention claims, changed one at a time."""
+    for a, b in ("qk", "kv", "qv"):
+        yield f"{a} and {b} exchanged", replace(part, **{a: getattr(part, b), b: getattr(part, a)}), ""
+    for letter in "qkv":
+        projection: Projection = getattr(part, letter)
+        heads = facts.cfg.n_heads if letter == "q" else facts.cfg.n_kv_heads
+        view = projection.part or Heads(heads)
+        one = "there is one head" if heads == 1 else ""
+        yield (
+            f"{letter} shifted by one head",
+            replace(part, **{letter: replace(projection, part=Rolled(view, -2))}),
+            one,
+        )
+        yield (
+            f"{letter} shifted by one column",
+            replace(part, **{letter: replace(projection, part=Rolled(view, -1))}),
+            "",
+        )
+        yield f"{letter} doubled", replace(part, **{letter: replace(projection, part=Doubled(view))}), ""
+        yield f"{letter} from the output projection", replace(part, **{letter: Projection(part.o)}), ""
+        if projection.path != part.o:
+            yield f"z from {projection.path}", replace(part, o=projection.path), ""
+    yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=not part.rotary), ""
+    yield "scores not shown", replace(part, shows_scores=not part.shows_scores), SMALL if part.shows_scores else ""
+    other = MaskedScores() if isinstance(part.scores, AlibiScores) else AlibiScores()
+    yield "other scores", replace(part, scores=other), ""
+    yield "cross", replace(part, cross=not part.cross), ""
+    if part.out_key != 1:
+        yield "no element", replace(part, out_key=None if part.out_key == 0 else 0), FIRST
+    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.out or part.path)
+    if part.out:
+        yield "out of the module", replace(part, out=None), facts.behind_a_dropout(part.out)
+    if part.sinks:
+        yield "sinks left out", replace(part, sinks=None), ""
+    else:
+        yield "sinks", replace(part, sinks="sinks"), ""
+    if part.core:
+        yield "core left out", replace(part, core=""), ""
+    if part.qk_shift:
+        yield "shift left out", replace(part, qk_shift=None), ""
+    if part.position_bias:
+        yield "position bias left out", replace(part, position_bias=None), ""
+    for which in ("q_norm", "k_norm"):
+        norm = getattr(part, which)
+        if norm:
+            yield f"{which} left out", replace(part, **{which: None}), ""
+            for text, changed in _norm_changes(norm):
+                yield f"{which}: {text}", replace(part, **{which: changed}), ""
+    if part.q_norm and part.k_norm:
+        yield "q_norm and k_norm exchanged", replace(part, q_norm=part.k_norm, k_norm=part.q_norm), ""
+        for over in ("heads", "heads first", "width"):
+            if over != part.qk_norm_over:
+                yield f"norms over {over}", replace(part, qk_norm_over=over), ""
+
+
+def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
+    """Everything that an MLP claims, changed one at a time."""
+    if part.gate:
+        yield "gate and up exchanged", replace(part, gate=part.up, up=part.gate), ""
+        yield "gate left out", replace(part, gate=None), ""
+        yield "gate for up", replace(part, up=part.gate, gate=None), ""
+        yield "up is the gate", replace(part, up=part.gate), ""
+        yield "gate shifted", replace(part, gate=replace(part.gate, part=Rolled(part.gate.part or View(), -1))), ""
+    else:
+        yield "up is a gate too", replace(part, gate=part.up), ""
+    yield "up shifted", replace(part, up=replace(part.up, part=Rolled(part.up.part or View(), -1))), ""
+    yield "up doubled", replace(part, up=replace(part.up, part=Doubled(part.up.part or View()))), ""
+    yield "post before up", replace(part, down=part.up.path), ""
+    yield "out of up", replace(part, out="".join([part.path, "." if part.path else "", part.up.path])), ""
+    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.out or part.path)
+    yield "flat" if not part.flat else "not flat", replace(part, flat=not part.flat), "" if part.flat else BATCHED
+    if part.ln:
+        yield "norm left out", replace(part, ln=None), ""
+
+
+def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
+    """Everything that a mixture claims, changed one at a time."""
+    other = "logits" if part.chosen_by == "probabilities" else "probabilities"
+    yield f"chosen by {other}", replace(part, chosen_by=other), ""
+    yield "no element", replace(part, out_key=0 if part.out_key is None else None), FIRST
+    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.path)
+    if part.shared:
+        yield "shared expert left out", replace(part, shared=None), ""
+        for text, changed, same in mlp_changes(part.shared, facts):
+            yield f"shared: {text}", replace(part, shared=changed), same
+    if part.shared_gate:
+        yield "shared gate left out", replace(part, shared_gate=None), ""
+
+
+def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
+    """A step's own claims, and those of its part."""
+    part = step.part
+    inside: Iterator[Change] = iter(())
+    if isinstance(part, Attention):
+        inside = attention_changes(part, facts)
+    elif isinstance(part, MLP):
+        inside = mlp_changes(part, facts)
+    elif isinstance(part, MoE):
+        inside = mixture_changes(part, facts)
+    for text, changed, same in inside:
+        yield text, replace(step, part=changed), same
+    for which in ("pre", "post", "stream_norm"):
+        norm = getattr(step, which)
+        if norm:
+            yield f"{which} norm left out", replace(step, **{which: None}), ""
+            for text, kind in _norm_changes(norm):
+                yield f"{which}: {text}", replace(step, **{which: kind}), ""
+    if step.pre and not step.post:
+        yield "pre norm for post", replace(step, pre=None, post=step.pre), ""
+    if step.pre and step.post:
+        yield "norms exchanged", replace(step, pre=step.post, post=step.pre), ""
+    for factor in (0.5, 2.0, -1.0):
+        yield f"factor times {factor}", replace(step, factor=step.factor * factor), ""
+    if index:
+        yield "sequential for parallel" if step.parallel else "parallel", replace(step, parallel=not step.parallel), ""
+
+
+def block_changes(block: Block, facts: Facts) -> Iterator[Change]:
+    """A block with one step changed, or its steps in another order."""
+    for index, step in enumerate(block.steps):
+        for text, changed, same in step_changes(step, index, facts):
+            steps = (*block.steps[:index], changed, *block.steps[index + 1 :])
+            yield f"{type(step.part).__name__}: {text}", Block(steps), same
+    if len(block.steps) > 1:
+        first, second, *rest = block.steps
+        if not second.parallel:
+            yield "steps in another order", Block((second, first, *rest)), ""
+            if first.pre and second.pre:
+                exchanged = (replace(first, pre=second.pre), replace(second, pre=first.pre), *rest)
+                yield "norms of two steps exchanged", Block(exchanged), ""
+        for index in range(1, len(block.steps)):
+            left = block.steps[:index] + block.steps[index + 1 :]
+            yield f"step {index} left out", Block(left), ""
+
+
+def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
+    """A list of blocks with one claim changed."""
+    n = facts.cfg.n_layers
+    kinds = {None: stack.block, **stack.layers}
+    for index, block in kinds.items():
+        if index is None and len(stack.layers) >= n and all(i in stack.layers for i in range(n)):
+            continue  # no layer looks like it
+        for text, changed, same in block_changes(block, facts):
+            where = "" if index is None else f"layer {index}: "
+            new = (
+                replace(stack, block=changed)
+                if index is None
+                else replace(stack, layers={**stack.layers, index: changed})
+            )
+            yield f"{where}{text}", new, same
+    if stack.layers:
+        yield "all layers alike", replace(stack, layers={}), ""
+        yield "other layers", replace(stack, layers={n - 1 - i: block for i, block in stack.layers.items()}), ""
+    if stack.final_norm:
+        yield "final norm left out", replace(stack, final_norm=None), ""
+        for text, norm in _norm_changes(stack.final_norm):
+            yield f"final: {text}", replace(stack, final_norm=norm), ""
+    yield "other output", replace(stack, output_key=0 if stack.output_key is None else None), ""
+    yield "second output", replace(stack, output_key=1), ""
+    yield "longer output", replace(stack, output_length=stack.output_length + 1), ""
+
+
+def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutation]:
+    """Everything that a declaration claims about modules, changed one at a time."""
+    for index, stack in enumerate(declared.stacks):
+        for text, changed, same in stack_changes(stack, facts):
+            stacks = (*declared.stacks[:index], changed, *declared.stacks[index + 1 :])
+            yield Mutation(f"{stack.name}: {text}", replace(declared, stacks=stacks), same)
+    for name in ("pos_embed", "token_types", "embed_norm"):
+        if getattr(declared, name):
+            yield Mutation(f"{name} left out", replace(declared, **{name: None}))
+    if declared.embed_norm:
+        for text, norm in _norm_changes(declared.embed_norm):
+            yield Mutation(f"embedding: {text}", replace(declared, embed_norm=norm))
+    if declared.pos_embed:
+        yield Mutation("embeddings exchanged", replace(declared, embed=declared.pos_embed, pos_embed=declared.embed))
+    if declared.embeddings is not None:
+        yield Mutation("embeddings as one left out", replace(declared, embeddings=None))
+    if declared.no_layer_runs:
+        yield Mutation("layer runs", replace(declared, no_layer_runs=""))
+    else:
+        yield Mutation("no layer runs", replace(declared, no_layer_runs="who knows"), SMALL)
+
+
+#: Wrong values for the facts of `cfg`, beside those that a type has.
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "act_fn": ("relu", "gelu", "gelu_new", "silu", "quick_gelu", "tanh", "no_such_function"),
+    "normalization_type": ("LN", "RMS", "LNPre", None),
+    "positional_embedding_type": ("standard", "rotary", "alibi", "relative_positional_bias", "shortformer", "none"),
+    "attention_dir": ("causal", "bidirectional"),
+    "attn_scores_soft_cap": (-1.0, 5.0, 50.0),
+    "output_logits_soft_cap": (-1.0, 5.0, 30.0),
+    "rotary_base": (1e3, 5e5),
+    "rotary_base_local": (1e3, 5e5),
+    "rotary_dim": (2, 4, 6),
+    "window_size": (2, 5),
+    "eps": (1e-3, 1e-7),
+    "attn_types": (["local", "global"], ["global", "local"], ["local"] * 2, ["global"] * 2),
+}
+#: Fields of `ModelConfig` that say nothing about what the model computes, and why.
+NOT_CLAIMS = {
+    "model_name": "a name", "original_architecture": "a name", "tokenizer_name": "the tokenizer's",
+    "default_prepend_bos": "the tokenizer's", "tokenizer_prepends_bos": "the tokenizer's",
+    "use_attn_result": "a setting", "use_split_qkv_input": "a setting", "use_attn_in": "a setting",
+    "use_hook_mlp_in": "a setting", "ungroup_grouped_query_attention": "a setting", "positions_from_mask": "a setting",
+    "n_devices": "where it is", "seed": "how it was made", "from_checkpoint": "how it was made",
+    "checkpoint_index": "how it was made", "checkpoint_label_type": "how it was made",
+    "checkpoint_value": "how it was made", "processed": "what was done to it", "extra": "anything", "_model": "itself",
+}  # fmt: skip
+#: Activation functions that compute the same to within a millionth.
+ALIKE = ({"gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"}, {"silu", "swish"})
+
+
+def fact_changes(declared: Architecture, cfg: ModelConfig) -> Iterator[Mutation]:
+    """Every fact of `cfg`, changed one at a time."""
+    for name, value in cfg.to_dict().items():
+        if name in NOT_CLAIMS or name in ("device", "dtype", "n_params"):
+            continue
+        if name in OTHERS:
+            values: tuple[Any, ...] = OTHERS[name]
+        elif isinstance(value, bool):
+            values = (not value,)
+        elif isinstance(value, int):
+            values = (value + 1, value * 2)
+        elif isinstance(value, float):
+            values = (value * 0.5, value * 1.25)
+        else:
+            values = (3,) if value is None else ()
+        for other in values:
+            if other != value:
+                values_of = {**declared.config_values, name: other}
+                yield Mutation(
+                    f"cfg.{name} = {other!r}", replace(declared, config_values=values_of), same_fact(cfg, name, other)
+                )
+
+
+def same_fact(cfg: ModelConfig, name: str, other: object) -> str:
+    """Why a changed fact is no claim of this model; "" where it is one."""
+    rotary = cfg.positional_embedding_type == "rotary"
+    if name == "act_fn" and (cfg.attn_only or any({other, cfg.act_fn} <= alike for alike in ALIKE)):
+        return "the same function"
+    if name.startswith("rotary_") and not rotary:
+        return "nothing is rotated"
+    if name in ("rotary_base", "rotary_adjacent_pairs") and cfg.rotary_dim == 2:
+        return "one pair turns, whose speed is one"
+    if name == "rotary_base_local" and "local" not in (cfg.attn_types or ()):
+        return "no layer has a window"
+    if name == "rotary_base" and cfg.rotary_base_local is not None and set(cfg.attn_types or ()) == {"local"}:
+        return "all layers have a window"
+    if name == "final_rms" and (cfg.normalization_type or "").startswith("RMS") and not other:
+        return "all norms are RMS norms, the last as well"
+    if name in ("d_expert", "experts_per_token", "num_experts", "d_shared_expert") and getattr(cfg, name) is None:
+        return "there are no experts"
+    if name.startswith("relative_attention") and getattr(cfg, name) is None:
+        return "there is no position bias"
+    if name == "attn_scale" and not cfg.use_attn_scale:
+        return "it is not used"
+    if name == "use_attn_scale" and cfg.attn_scale == 1.0:
+        return "the scale is one"
+    if name == "use_local_attn" and not other and cfg.attn_types is None:
+        return "no layer has a window"
+    if name == "use_local_attn" and cfg.attn_types is None:
+        return "cfg says of no layer that it has a window"
+    if name == "window_size" and "local" not in (cfg.attn_types or ()):
+        return "no layer has a window"
+    if name == "attn_types" and not cfg.use_local_attn:
+        return "no layer has a window"
+    if name == "n_ctx" and cfg.positional_embedding_type not in ("standard", "shortformer"):
+        return "nothing in the model ends there"
+    if name == "decoder_start_token_id" and cfg.decoder_start_token_id is None:
+        return "it has no decoder"
+    return ""
+
+
+def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
+    """The changed declarations of a model."""
+    declared, cfg = declaration_for(model), TransformerBridge(model).cfg
+    tokens = torch.arange(3, 9)[None]
+    more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    with torch.no_grad(), recorded(model) as calls:
+        model(tokens, **more)
+    tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
+    dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
+    yield from architecture_changes(declared, Facts(cfg, tensors, dropouts))
+    yield from fact_changes(declared, cfg)
+
+
+@contextmanager
+def declared_as(architecture: Architecture) -> Iterator[None]:
+    """Whatever is wrapped has this declaration."""
+    with mock.patch.object(adapters.model, "declaration_for", return_value=architecture):
+        yield
+
+
+#: What a bridge may say of a declaration that cannot be that of the model.
+REFUSALS = (UnsupportedModelError, ValueError, TypeError, AttributeError, RuntimeError, IndexError, KeyError)
+
+
+def tried(model: PreTrainedModel, mutation: Mutation, level: str = "quick first") -> Report | Exception:
+    """What comes of a changed declaration: a report, or that it cannot be wrapped.
+
+    Args:
+        model, mutation: what is tried.
+        level: ``quick first``, or ``full`` for a report of all claims that are broken.
+    """
+    with declared_as(mutation.declared):
+        try:
+            bridge = TransformerBridge(model)
+        except REFUSALS as error:
+            return error
+        # Both levels make the same checks, in the same order: what the first refuses, the second would.
+        report = verify(bridge, level="quick") if level == "quick first" else None
+        return verify(bridge) if report is None or report.passed else report
+
+
+def main(cases: Sequence[str]) -> int:
+    from tests.adapters.test_verify_all import ALIKE as FAMILIES
+    from tests.adapters.test_verify_all import OTHER, USUAL, tiny
+
+    wrong = 0
+    totals: Counter[str] = Counter()
+    for case in [case for case in (*USUAL, *FAMILIES, *OTHER) if not cases or case in cases]:
+        model = tiny(case)
+        count: Counter[str] = Counter()
+        named: Counter[str] = Counter()
+        for mutation in mutations(model):
+            try:
+                found = tried(model, mutation)
+            except Exception as error:  # noqa: BLE001 shown, and counted as a fault of ours
+                print(f"  {case}: {mutation.name}: RAISED {type(error).__name__}: {str(error)[:200]}", flush=True)
+                count["raised"] += 1
+                continue
+            refused = isinstance(found, Exception) or not found.passed
+            if mutation.same:
+                count["same"] += 1
+                continue
+            count["refused" if refused else "accepted"] += 1
+            if not refused:
+                print(f"  {case}: {mutation.name}: ACCEPTED", flush=True)
+            named[
+                "cannot be wrapped" if isinstance(found, Exception) else found.failed[0].name if refused else "-"
+            ] += 1
+        totals += count
+        wrong += count["accepted"] + count["raised"]
+        print(f"{case:36} {dict(count)}", flush=True)
+    print("total", dict(totals))
+    return wrong
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(min(main(sys.argv[1:]), 1))

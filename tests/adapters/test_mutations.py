@@ -1,0 +1,145 @@
+"""Wrong declarations are refused, each by a claim that it breaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from adapters import Architecture, Attention, Block, Norm, verify
+from adapters.norms import LAYER_NORM
+from adapters.proofs.coverage import CLAIM as LEFT_OUT
+from adapters.proofs.facts import CLAIM as FACTS
+from adapters.proofs.feed_forward import CHOICE, GATED
+from adapters.proofs.norms import CLAIM as NORMS
+from adapters.proofs.projections import CLAIM as COLUMNS
+from adapters.proofs.scores import MASK, SCORES, VALUES
+from adapters.proofs.stream import CHAIN, ENDS, READS
+from adapters.registry import declaration_for
+from bridge import TransformerBridge
+from tests.adapters.mutations import NOT_CLAIMS, Mutation, declared_as, mutations, tried
+from tests.adapters.test_verify_all import ALIKE, OTHER, USUAL, tiny
+
+FIRES = "every hook point fires once, with its declared shape"
+MHA = "llama-mha-tied"
+
+#: The seven wrong Llamas of before, and what each is refused by.
+SEVEN = {
+    "blocks: Attention: q and k exchanged": {COLUMNS, SCORES},
+    "blocks: Attention: k and v exchanged": {COLUMNS, SCORES, VALUES},
+    "blocks: MLP: gate and up exchanged": {GATED},
+    "blocks: MLP: gate left out": {GATED, LEFT_OUT},
+    "blocks: Attention: rotary is not": {SCORES},
+    "blocks: MLP: parallel": {READS},
+    "blocks: Attention: pre norm left out": {READS, LEFT_OUT},
+}
+#: One change of each sort, and a claim that it breaks.
+EACH = {
+    ("gpt2", "blocks: Attention: q shifted by one head"): COLUMNS,
+    ("gpt2", "blocks: Attention: v doubled"): VALUES,
+    ("gpt2", "blocks: MLP: factor times 2.0"): "resid_mid + mlp_out = resid_post",
+    ("gpt2", "cfg.act_fn = 'gelu'"): GATED,
+    ("gpt2", "cfg.scale_attn_by_inverse_layer_idx = True"): SCORES,
+    ("gpt2", "pos_embed left out"): ENDS,
+    ("gpt2", "blocks: second output"): CHAIN,
+    ("gpt2", "blocks: longer output"): CHAIN,
+    ("gpt2", "cfg.tie_word_embeddings = False"): FACTS,
+    ("gpt_neo", "cfg.window_size = 5"): MASK,
+    ("gpt_neo", "cfg.use_attn_scale = True"): SCORES,
+    ("gptj", "cfg.rotary_adjacent_pairs = False"): SCORES,
+    ("gptj", "cfg.rotary_dim = 6"): SCORES,
+    ("gptj", "blocks: MLP: sequential for parallel"): "resid_mid + mlp_out = resid_post",
+    ("bloom", "blocks: Attention: other scores"): SCORES,
+    ("bert", "cfg.attention_dir = 'causal'"): MASK,
+    ("bert", "blocks: Attention: stream_norm norm left out"): LEFT_OUT,
+    ("qwen3-gqa", "blocks: Attention: q_norm left out"): LEFT_OUT,
+    ("qwen3-gqa", "blocks: Attention: q_norm and k_norm exchanged"): FIRES,
+    ("gemma2-gqa", "blocks: MLP: post: post_feedforward_layernorm is RMS"): NORMS,
+    ("gemma2-gqa", "cfg.attn_scores_soft_cap = 5.0"): SCORES,
+    ("gemma2-gqa", "cfg.output_logits_soft_cap = -1.0"): FACTS,
+    ("gemma3-gqa", "cfg.rotary_base_local = 1000.0"): SCORES,
+    ("gpt_oss-gqa", "blocks: Attention: sinks left out"): FIRES,
+    ("gpt_oss-gqa", "blocks: MoE: chosen by probabilities"): CHOICE,
+    ("mixtral-gqa", "blocks: MoE: chosen by logits"): CHOICE,
+    ("qwen2_moe-gqa", "blocks: MoE: shared gate left out"): CHOICE,
+    ("qwen2_moe-gqa", "blocks: MoE: shared: gate and up exchanged"): GATED,
+    ("t5", "cfg.relative_attention_max_distance = 256"): SCORES,
+}
+
+
+def found(case: str, name: str) -> tuple[PreTrainedModel, Mutation]:
+    model = tiny(case)
+    return model, next(mutation for mutation in mutations(model) if mutation.name == name)
+
+
+@pytest.mark.parametrize("name", SEVEN)
+def test_the_seven_wrong_llamas(name: str) -> None:
+    report = tried(*found(MHA, name), level="full")
+    assert not isinstance(report, Exception)
+    assert SEVEN[name] <= {check.name for check in report.failed}, str(report)
+
+
+@pytest.mark.parametrize(("case", "name"), EACH)
+def test_one_of_each_sort(case: str, name: str) -> None:
+    report = tried(*found(case, name), level="full" if EACH[case, name] == COLUMNS else "quick first")
+    assert not isinstance(report, Exception)
+    assert EACH[case, name] in {check.name for check in report.failed}, str(report)
+
+
+def test_every_fact_is_claimed_or_is_none() -> None:
+    """A field of cfg that nobody changes is one that nobody proves."""
+    changed: set[str] = set()
+    for case in ("t5", "gemma3-gqa", "qwen2_moe-gqa", "gpt2"):
+        names = (mutation.name for mutation in mutations(tiny(case)) if not mutation.same)
+        changed |= {name.removeprefix("cfg.").split(" ")[0] for name in names if name.startswith("cfg.")}
+    cfg = TransformerBridge(tiny("gpt2")).cfg.to_dict().keys() - {"device", "dtype", "n_params"}
+    assert cfg - NOT_CLAIMS.keys() - changed == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*USUAL, *ALIKE, *OTHER])
+def test_every_change_is_refused(case: str) -> None:
+    model = tiny(case)
+    accepted = []
+    for mutation in mutations(model):
+        if not mutation.same:
+            report = tried(model, mutation)
+            if not isinstance(report, Exception) and report.passed:
+                accepted.append(mutation.name)
+    assert not accepted
+
+
+def changed_step(model: PreTrainedModel, index: int, **fields: Any) -> Architecture:
+    declared = declaration_for(model)
+    steps = list(declared.stack.block.steps)
+    steps[index] = replace(steps[index], **fields)
+    return replace(declared, stacks=(replace(declared.stack, block=Block(tuple(steps))),))
+
+
+def test_it_says_what_was_seen() -> None:
+    model = tiny(MHA)
+    part = declaration_for(model).stack.block.steps[0].part
+    assert isinstance(part, Attention)
+    with declared_as(changed_step(model, 0, part=replace(part, q=part.k, k=part.q))):
+        (check,) = [check for check in verify(TransformerBridge(model)).failed if check.name == COLUMNS]
+    assert "blocks.0.attn.hook_q: nothing of it reaches the scores" in check.detail
+    with declared_as(changed_step(model, 1, pre=Norm("post_attention_layernorm", LAYER_NORM))):
+        (check,) = [check for check in verify(TransformerBridge(model)).failed if check.name == NORMS]
+    assert "post_attention_layernorm computes an RMS norm, and a layer norm is declared" in check.detail
+
+
+def test_initial_values_are_proved_on_a_twin() -> None:
+    """Norms of one and biases of zero are proved on a twin, and the model stays as it is."""
+    config = tiny("gpt2").config
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = type(tiny("gpt2"))(config).eval()
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    report = verify(TransformerBridge(model))
+    assert report.passed, str(report)
+    assert "a twin with the model's parameters, random numbers in" in str(report)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0] and torch.equal(parameter, before[name][1])

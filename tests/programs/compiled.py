@@ -1,0 +1,160 @@
+"""A compiled program: one graph, few recompilations, equal to the bridge's run.
+
+`test_compiled` runs these in a process of its own: what checks types in the other tests cannot be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from bridge import TransformerBridge
+from tests.adapters.test_verify_all import tiny
+from tests.programs.test_programs import batch
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def assert_same(made: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Equal up to rounding: compiled code keeps no keys and values, and a product of other strides rounds otherwise."""
+    assert list(made) == list(wanted)
+    for name in wanted:
+        torch.testing.assert_close(made[name], wanted[name], rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def halve(activation: Tensor, hook: object) -> Tensor:
+    return activation * 0.5
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt_oss-gqa", "t5"])
+def test_all_points_at_once_with_an_edit_of_each_kind(case: str):
+    bridge = TransformerBridge(tiny(case))
+    tokens, more = batch(bridge)
+    stack = "decoder.1" if case == "t5" else "blocks.1"
+    edited = [
+        f"{stack}.{name}"
+        for name in ("hook_resid_mid", "attn.hook_pattern", "attn.hook_q", "hook_v_input", "hook_mlp_out")
+    ]
+    edited = [name for name in edited if name in bridge.hook_dict]
+    program = bridge.program(
+        capture=[name for name in bridge.hook_dict if name.startswith(stack) and ".experts." not in name],
+        interventions=[(name, halve) for name in edited],
+    )
+    wanted = program(tokens, **more)
+    made = program.compile(backend="eager")(tokens, **more)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert_same(made, wanted)
+
+
+def test_other_values_and_sizes_need_no_other_code():
+    bridge = TransformerBridge(tiny("llama-gqa"))
+
+    def steer(activation: Tensor, hook: object, vector: Tensor, strength: Tensor) -> Tensor:
+        return activation + vector * strength
+
+    program = bridge.program(
+        capture=["blocks.0.attn.hook_pattern", "blocks.1.hook_resid_post"],
+        interventions=[("blocks.0.hook_resid_post", steer)],
+        inputs={"vector": torch.zeros(32), "strength": 0.0},
+    )
+    compiled = program.compile(backend="eager")
+    for i in range(100):
+        tokens, more = batch(bridge, rows=(2, 1, 3, 5, 4)[i % 5], length=(9, 6, 12, 20, 15)[i // 5 % 5], seed=i)
+        given: dict[str, Any] = {"vector": torch.randn(32), "strength": i / 10, **more}
+        made = compiled(tokens, **given)
+        if i % 9 == 0:
+            wanted = program(tokens, **given)
+            assert_same(made, wanted)
+    assert counters["stats"]["unique_graphs"] <= 3  # the first, and at most two recompilations
+
+
+@pytest.mark.slow
+def test_by_inductor():
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    tokens, more = batch(bridge)
+    program = bridge.program(
+        capture=["blocks.1.attn.hook_pattern", "blocks.1.hook_resid_post"],
+        interventions=[("blocks.0.hook_resid_mid", halve)],
+    )
+    made = program.compile()(tokens, **more)
+    assert_same(made, program(tokens, **more))
+
+
+def test_points_inside_experts():
+    bridge = TransformerBridge(tiny("mixtral-gqa"))
+    names = [f"blocks.1.mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("in", "post", "out")]
+    program = bridge.program(capture=names, interventions=[("blocks.1.mlp.experts.2.hook_post", halve)])
+    compiled = program.compile(backend="eager")
+    for seed, length in ((1, 9), (2, 6), (3, 12)):
+        tokens, _ = batch(bridge, length=length, seed=seed)
+        wanted = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.mlp.experts.2.hook_post", halve)])
+        made = compiled(tokens)
+        assert_same(made, program(tokens))
+        torch.testing.assert_close(made["logits"], wanted)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_generation_by_compiled_code():
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    vector = torch.randn(32)
+    program = bridge.program(
+        interventions=[("blocks.0.hook_resid_post", lambda act, hook, vector: act + vector)], inputs={"vector": vector}
+    ).compile(backend="eager")
+    tokens = torch.randint(3, 61, (2, 6))
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    for strength in (1.0, 0.0):
+        with bridge.hooks([("blocks.0.hook_resid_post", lambda act, hook, s=strength: act + vector * s)]):
+            wanted = bridge.generate(tokens, **options)
+        made = bridge.generate(tokens, program=program, inputs={"vector": vector * strength}, **options)
+        assert torch.equal(made, wanted)
+    assert counters["stats"]["unique_graphs"] == 2  # the prompt, and one token more
+
+
+def test_the_body_of_an_edit_is_part_of_the_code():
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    tokens, more = batch(bridge)
+
+    def body(run: Any) -> None:
+        early = run["blocks.0.hook_mlp_out"]
+        early *= 0.5
+        run["blocks.1.hook_resid_mid"] = run["blocks.1.hook_resid_mid"] + early
+        run["blocks.1.hook_resid_post"][:, -1] += early[:, 0]
+
+    edit = bridge.trace_edit(body)
+    wanted = bridge.run_with_hooks(tokens, fwd_hooks=edit, **more)
+    program = bridge.program(interventions=edit)
+    assert torch.equal(program(tokens, **more)["logits"], wanted)
+    assert torch.equal(program.compile(backend="eager")(tokens, **more)["logits"], wanted)
+    assert not torch.equal(bridge(tokens, **more), wanted)
+
+
+def test_a_body_of_several_points_draws_no_random_numbers():
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    tokens, _ = batch(bridge)
+
+    def body(run: Any) -> None:
+        noise = torch.randn(32)
+        run["blocks.0.hook_resid_post"] += noise
+        run["blocks.1.hook_resid_post"] -= noise
+
+    program = bridge.program(interventions=bridge.trace_edit(body))
+    program(tokens)
+    with pytest.raises(Exception, match="draws random numbers"):
+        program.compile(backend="eager")(tokens)

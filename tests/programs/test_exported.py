@@ -1,0 +1,72 @@
+"""What is refused before anything is traced; and the tests of exports, in a process in which nothing checks types."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.export import formats
+from tests.adapters.test_verify_all import tiny
+
+
+def test_exported_programs():
+    """torch's own format; `make export` runs all."""
+    made = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-n", "0", str(Path(__file__).with_name("exported.py")),
+            "-k", "dynamo-gpt2 or body",
+        ],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"UNCHECKED": "1"},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stdout[-6000:] + made.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("format", "command"),
+    [
+        ("onnx", r"onnx, onnxscript, onnxruntime.*pip install 'transformer-bridge\[onnx\]'"),
+        ("executorch", r"executorch.*pip install 'transformer-bridge\[executorch\]'"),
+        ("openvino", r"openvino.*pip install 'transformer-bridge\[openvino\]'"),
+    ],
+)
+def test_what_is_not_installed_is_said_with_the_command(format: str, command: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    bridge = TransformerBridge(tiny("gpt2"))
+    with pytest.raises(ImportError, match=command):
+        bridge.export(torch.tensor([[3, 4, 5]]), format)
+
+
+def test_what_cannot_be_exported_is_refused():
+    bridge = TransformerBridge(tiny("gpt2"))
+    tokens = torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="format is 'tensorrt'; it must be one of 'dynamo', 'onnx'"):
+        bridge.export(tokens, "tensorrt")
+    with pytest.raises(ValueError, match="input_ids of the example has one position"):
+        bridge.export(tokens[:, :1])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'opset'"):
+        bridge.export(tokens, opset=18)
+    with pytest.raises(ValueError, match="no weights"):
+        TransformerBridge(tiny("gpt2").to("meta")).export(tokens)
+    program = bridge.program(
+        interventions=[("blocks.0.hook_mlp_out", lambda a, hook, v: a + v)], inputs={"v": torch.zeros(32)}
+    )
+    with pytest.raises(TypeError, match="v: an example of a declared input is given where the program is made"):
+        program.export({"input_ids": tokens, "v": torch.ones(32)})
+
+
+def test_executorch_does_not_get_what_it_would_move_or_cannot_count():
+    bridge = TransformerBridge(tiny("gpt2"))
+    with pytest.raises(ValueError, match="moves the model's own parameters"):
+        formats.check_can_take(formats.FORMATS["executorch"], bridge.core, False, {"backend": "cuda"})
+    with pytest.raises(ValueError, match="points inside experts"):
+        formats.check_can_take(formats.FORMATS["executorch"], bridge.core, True, {})

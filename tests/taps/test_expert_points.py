@@ -1,0 +1,120 @@
+"""Each expert's input, activations and output: against the experts' own weights, edited, and where each is a module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.experts import expert_bias, expert_weight
+from bridge import TransformerBridge
+from tests.adapters.test_verify_all import tiny
+from tests.conftest import torch_hooks
+from tests.loading.patched_qwen2_moe import SequentialExperts
+
+TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
+CASES = ["mixtral-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa", "gpt_oss-gqa"]
+PARTS = ("in", "gate", "pre", "post", "out")
+
+
+def names(layer: int, *parts: str) -> list[str]:
+    return [f"blocks.{layer}.mlp.experts.{e}.hook_{part}" for e in range(4) for part in parts]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_experts_are_given_and_return(case: str):
+    bridge = TransformerBridge(tiny(case))
+    experts = bridge.core.model.layers[1].mlp.experts
+    seen: list[Tensor] = []
+    handle = experts.register_forward_hook(lambda module, args, output: seen.extend([*args, output]))
+    plain = bridge(TOKENS)
+    handle.remove()
+    entered, chosen, weights, left = seen
+    logits, cache = bridge.run_with_cache(TOKENS, names_filter=names(1, *PARTS))
+    torch.testing.assert_close(logits, plain)
+    total = torch.zeros_like(left)
+    for e in range(4):
+        act = {part: cache[f"blocks.1.mlp.experts.{e}.hook_{part}"] for part in PARTS}
+        rank, token = torch.where((chosen == e).T)
+        assert len(token) > 0 and torch.equal(act["in"], entered[token])
+        for part, key in (("gate", "W_gate"), ("pre", "W_in"), ("out", "W_out")):
+            made = (act["post"] if part == "out" else act["in"]) @ expert_weight(experts, e, key).T
+            made = made + expert_bias(experts, e, key) if experts.has_bias else made
+            torch.testing.assert_close(act[part], made, rtol=1e-4, atol=1e-5)
+        total.index_add_(0, token, act["out"] * weights[token, rank, None])
+    torch.testing.assert_close(total, left, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_expert_that_is_changed(case: str):
+    """Its output set to zero is its weight set to zero; its input doubled is other tokens."""
+    bridge = TransformerBridge(tiny(case))
+    name = "blocks.1.mlp.experts.2"
+    zero = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{name}.hook_out", lambda act, hook: act * 0)])
+    with torch.no_grad():
+        experts = bridge.core.model.layers[1].mlp.experts
+        kept = {key: value[2].clone() for key, value in experts.named_parameters() if key.startswith("down_proj")}
+        for key in kept:
+            experts.get_parameter(key)[2] = 0
+        wanted = bridge(TOKENS)
+        for key, value in kept.items():
+            experts.get_parameter(key)[2] = value
+    torch.testing.assert_close(zero, wanted)
+    assert not torch.allclose(zero, bridge(TOKENS))
+    doubled = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{name}.hook_in", lambda act, hook: act * 2)])
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=f"{name}.hook_gate")
+
+    def set_both(act: Tensor, hook: object) -> Tensor:
+        bias = expert_bias(experts, 2, "W_gate" if "gate" in str(hook) else "W_in") if experts.has_bias else 0
+        return (act - bias) * 2 + bias
+
+    by_hand = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{name}.hook_gate", set_both), (f"{name}.hook_pre", set_both)])
+    torch.testing.assert_close(doubled, by_hand)
+    assert len(cache[f"{name}.hook_gate"]) > 0
+    assert torch_hooks(bridge.core) == 0
+
+
+def test_an_expert_without_tokens_has_no_rows():
+    bridge = TransformerBridge(tiny("mixtral-gqa"))
+    with torch.no_grad():
+        gate = bridge.core.model.layers[0].mlp.gate
+        gate.weight.mul_(0)
+        _, cache = bridge.run_with_cache(TOKENS, names_filter=names(0, *PARTS))
+    rows = [len(cache[name]) for name in names(0, "in")]
+    assert sorted(rows) == [0, 0, 14, 14]
+    empty = rows.index(0)
+    assert cache[f"blocks.0.mlp.experts.{empty}.hook_out"].shape == (0, 32)
+    assert cache[f"blocks.0.mlp.experts.{empty}.hook_post"].shape == (0, 48)
+
+
+def test_experts_that_are_modules(tmp_path: Path):
+    """transformers' page on patches: the same points, on modules of their own."""
+    tiny("qwen2_moe-gqa").save_pretrained(tmp_path)
+    plain = TransformerBridge.boot_transformers(str(tmp_path))
+    patched = TransformerBridge.boot_transformers(
+        str(tmp_path), patches={"Qwen2MoeExperts": SequentialExperts}, weight_conversions={"qwen2_moe": []}
+    )
+    wanted, expected = plain.run_with_cache(TOKENS, names_filter=names(1, *PARTS))
+    logits, cache = patched.run_with_cache(TOKENS, names_filter=names(1, *PARTS))
+    torch.testing.assert_close(logits, wanted)
+    for name in names(1, *PARTS):
+        torch.testing.assert_close(cache[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+    for part in PARTS:
+        hooks = [(f"blocks.1.mlp.experts.1.hook_{part}", lambda act, hook: act * 0.3)]
+        torch.testing.assert_close(
+            patched.run_with_hooks(TOKENS, fwd_hooks=hooks), plain.run_with_hooks(TOKENS, fwd_hooks=hooks)
+        )
+        torch.testing.assert_close(
+            patched.program(interventions=hooks)(TOKENS)["logits"], plain.run_with_hooks(TOKENS, fwd_hooks=hooks)
+        )
+
+
+def test_nobody_pays_for_what_nobody_listens_to():
+    bridge = TransformerBridge(tiny("mixtral-gqa"))
+    assert not [name for name in bridge.run_with_cache(TOKENS)[1] if ".experts." in name]
+    assert torch_hooks(bridge.core) == 0
+    before = bridge(TOKENS)
+    bridge.run_with_cache(TOKENS, names_filter=names(0, "out"))
+    assert torch.equal(bridge(TOKENS), before)
