@@ -1,0 +1,154 @@
+"""What the layers of a recorded model say of all of it: the fields of `ModelConfig`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from adapters.architecture import Block, Part
+from adapters.attention import Attention
+from adapters.automatic import measured
+from adapters.automatic.attention import FoundAttention
+from adapters.automatic.ends import soft_cap
+from adapters.automatic.recording import ModuleCall, Recording
+from adapters.config import config_of, first, rotary_values
+from adapters.feed_forward import MLP
+from adapters.paths import token_embedding
+from adapters.views import AlibiScores
+
+
+class Facts:
+    """Collects facts, layer by layer: what most layers say is said of the model.
+
+    Args:
+        model: the model.
+        recording: of its run.
+    """
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self.model, self.recording = model, recording
+        self.counts: dict[str, Counter[object]] = {}
+        #: How far back each attention looks at most, None where it looks at the first token.
+        self.windows: list[int | None] = []
+        self.exact_rotation = False
+
+    def add(self, name: str, value: object) -> None:
+        """Something that a layer says."""
+        self.counts.setdefault(name, Counter())[value] += 1
+
+    def add_attention(self, found: FoundAttention, declared: Attention) -> None:
+        """What an attention says."""
+        self.add("n_heads", found.n_heads)
+        self.add("n_key_value_heads", len(found.found["k"][1]))
+        self.add("d_head", len(found.found["v"][1][0]))
+        scale = measured.scale(found)
+        alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
+        self.add("attn_scale", scale or alibi)
+        self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
+        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
+        self.add("attn_scores_soft_cap", measured.soft_cap(found, cap))
+        self.windows.append(measured.window(found))
+        if declared.rotary:
+            self.add("positional_embedding_type", "rotary")
+            if (rotation := measured.rotation(found)) is not None:
+                self.add("rotary_dim", rotation[0])
+                self.add("rotary_adjacent_pairs", rotation[1])
+                self.exact_rotation |= rotation[2]
+                self.add("rotary_base", measured.rotary_base(found, *rotation[:2]))
+        elif alibi is not None or isinstance(declared.scores, AlibiScores):
+            self.add("positional_embedding_type", "alibi")
+
+    def values(self, d_model: int, unembed: ModuleCall | None, not_offered: dict[str, str]) -> dict[str, object]:
+        """The fields of `ModelConfig`.
+
+        Args:
+            d_model: the width of the stream.
+            unembed: the call of the output layer.
+            not_offered: is told what cannot be said.
+        """
+        values: dict[str, object] = {"d_model": d_model, "d_mlp": None, "act_fn": None}
+        values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
+        values |= {name: counts.most_common(1)[0][0] for name, counts in self.counts.items()}
+        if values.get("positional_embedding_type") == "rotary":
+            dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
+            said = self._rotary_values()
+            values |= said
+            # Where queries are scaled beside, a run of few tokens may not show that slow columns turn.
+            if dims and (self.exact_rotation or "rotary_dim" not in said):
+                values["rotary_dim"] = max(dims)
+        values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
+        values |= self._window_values()
+        if values["d_mlp"] is None:
+            values["d_mlp"] = values.get("d_expert")
+        if values["n_key_value_heads"] == values["n_heads"]:
+            values["n_key_value_heads"] = None
+        if unembed and self.recording.logits is not None:
+            cap = soft_cap(unembed.left[0].value, self.recording.logits)
+            if cap is None:
+                not_offered["cfg.output_logits_soft_cap"] = "something unknown stands behind the output layer"
+            else:
+                values["output_logits_soft_cap"] = cap
+        return values
+
+    def _is_tied(self, unembed: ModuleCall) -> bool:
+        """One tensor is both the embedding and the unembedding."""
+        embedding = token_embedding(self.model)
+        weights = [getattr(module, "weight", None) for module in (embedding, unembed.module)]
+        return weights[0] is not None and weights[0] is weights[1]
+
+    def _window_values(self) -> dict[str, object]:
+        """Sliding windows, where the run shows that they are not those that the configuration says."""
+        config = config_of(self.model).get_text_config()
+        said = None if getattr(config, "is_heterogeneous", False) else first(config, "sliding_window")
+        if isinstance(said, int) and said < self.recording.pos and all(seen is None for seen in self.windows):
+            return {"use_local_attn": False, "window_size": None, "attn_types": None}
+        return {}
+
+    def _rotary_values(self) -> dict[str, object]:
+        """What the configuration says of the rotation that was seen, as far as it says it as transformers does."""
+        config = config_of(self.model).get_text_config()
+        if getattr(config, "is_heterogeneous", False):
+            return {}  # another one for each layer
+        parameters = getattr(config, "rope_parameters", None) or {}
+        kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
+        if "rope_theta" in parameters or (kinds and "rope_theta" in parameters.get("full_attention", {})):
+            return rotary_values(config)
+        return {}
+
+
+def all_rotated(blocks: list[Block]) -> list[Block]:
+    """Where some layers rotate queries and keys, the others show them as they are."""
+    if not any(part.rotary for block in blocks for part in block.attentions):
+        return blocks
+    return [
+        replace(block, steps=tuple(
+            replace(step, part=replace(step.part, rotary=True)) if isinstance(step.part, Attention) else step
+            for step in block.steps
+        ))
+        for block in blocks
+    ]  # fmt: skip
+
+
+def sized(block: Block, values: Mapping[str, object]) -> Block:
+    """A block whose parts say their sizes only where these are not those of the model."""
+    n_heads, d_head = values["n_heads"], values["d_head"]
+    n_kv_heads = values["n_key_value_heads"] or n_heads
+
+    def own(part: Part) -> Part:
+        if isinstance(part, MLP):
+            return replace(part, d_mlp=None if part.d_mlp == values["d_mlp"] else part.d_mlp)
+        if not isinstance(part, Attention):
+            return part
+        return replace(
+            part,
+            n_heads=None if part.n_heads == n_heads else part.n_heads,
+            n_kv_heads=None if part.n_kv_heads == n_kv_heads else part.n_kv_heads,
+            d_q=None if part.d_q == d_head else part.d_q,
+            d_k=None if part.d_k == d_head else part.d_k,
+            d_v=None if part.d_v == d_head else part.d_v,
+        )
+
+    return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
