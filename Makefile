@@ -81,6 +81,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/harvest.py
 	$(BIN)/python benchmarks/circuits.py time
 	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python benchmarks/programs.py
 
 # Tries every text architecture of transformers, and writes docs/models.md: some minutes.
 models: $(STAMP)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from weight_processing.matrices import check_tensor
+
 
 def center_unembed(
     W_U: Float[Tensor, "*rows d_vocab_out"], mean: Float[Tensor, "*rows 1"] | None = None
@@ -26,4 +28,7 @@ def center_unembed(
         >>> center_unembed(torch.tensor([[1.0, 2.0, 6.0]]))
         tensor([[-2., -1.,  3.]])
     """
+    check_tensor("W_U", W_U)
+    if mean is not None:
+        check_tensor("mean", mean)
     return W_U - (W_U.mean(-1, keepdim=True) if mean is None else mean)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from weight_processing.matrices import check_tensor
+
 
 def center_writing_weights(W: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
     """A matrix or bias that writes to the residual stream, with each row's mean taken out.
@@ -23,4 +25,5 @@ def center_writing_weights(W: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "
         >>> center_writing_weights(torch.tensor([[1.0, 2.0, 3.0]]))
         tensor([[-1.,  0.,  1.]])
     """
+    check_tensor("W", W)
     return W - W.mean(-1, keepdim=True)

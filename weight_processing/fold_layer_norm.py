@@ -5,6 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from weight_processing.matrices import check_tensor
+
 
 def fold_layer_norm(
     W: Float[Tensor, "*heads d_model out"],
@@ -39,6 +41,14 @@ def fold_layer_norm(
         >>> torch.allclose(n @ folded + bias, (n * w + b) @ W, atol=1e-6)
         True
     """
+    check_tensor("W", W)
+    if W.ndim < 2:
+        raise ValueError(f"W has shape {list(W.shape)}; it must be a matrix, [*heads, d_model, out]")
+    for name, value in (("w", w), ("b", b)):
+        if value is not None:
+            check_tensor(name, value, 1)
+            if len(value) != W.shape[-2]:
+                raise ValueError(f"{name} has shape {list(value.shape)} and W {list(W.shape)}: d_model is not the same")
     bias = None if b is None else b @ W
     folded = W.clone() if w is None else W * w.unsqueeze(-1)
     if center:

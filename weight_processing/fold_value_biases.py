@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from weight_processing.matrices import check_tensor
+
 
 def fold_value_biases(
     b_V: Float[Tensor, "kv_heads d_head"], W_O: Float[Tensor, "n_heads d_head d_model"]
@@ -29,5 +31,10 @@ def fold_value_biases(
         >>> fold_value_biases(torch.tensor([[2.0]]), torch.tensor([[[1.0, 3.0]], [[10.0, 30.0]]]))
         tensor([22., 66.])
     """
+    check_tensor("b_V", b_V, 2)
+    check_tensor("W_O", W_O, 3)
+    heads, d_head = b_V.shape
+    if not heads or W_O.shape[0] % heads or W_O.shape[1] != d_head:
+        raise ValueError(f"b_V has shape {[heads, d_head]} and W_O {list(W_O.shape)}: they are not of the same heads")
     each = b_V.repeat_interleave(W_O.shape[0] // b_V.shape[0], dim=0)
     return torch.einsum("hd,hdm->m", each, W_O)

@@ -11,6 +11,7 @@ from torch import Tensor
 from bridge.analysis.requirements import Activations, AnalysedModel, Index, layer_of, pick, require
 from bridge.analysis.residual_norms import gradients_of, is_normed_stream, norm_before, norm_of
 from bridge.hooks.act_names import act_name
+from bridge.hooks.arguments import refuse_wrong_types
 
 #: A token: its text, its id, or ids in a tensor.
 Tokens = str | int | Tensor
@@ -24,6 +25,7 @@ _LEFT_OUT = (
 class AttributionMethods(Activations):
     """The methods of `ActivationCache` that look at the residual stream through the norm that reads it."""
 
+    @refuse_wrong_types
     def stack_activation(
         self, activation_name: str, layer: int | None = -1, sublayer_type: str | None = None
     ) -> Float[Tensor, "layer ..."]:
@@ -46,6 +48,7 @@ class AttributionMethods(Activations):
         layers = range(layer_of(self.model, layer))
         return torch.stack(require(self, [act_name(activation_name, index, sublayer_type) for index in layers]))
 
+    @refuse_wrong_types
     def apply_ln_to_stack(
         self,
         residual_stack: Float[Tensor, "component *batch_pos d_model"],
@@ -86,6 +89,7 @@ class AttributionMethods(Activations):
         """
         return through_norm(self, residual_stack, layer, mlp_input, pos_slice, batch_slice, has_batch_dim, recompute_ln)
 
+    @refuse_wrong_types
     def logit_attrs(
         self,
         residual_stack: Float[Tensor, "component *batch_pos d_model"],
@@ -167,7 +171,26 @@ def through_norm(
         scale = pick(require(cache, [norm.scale_name])[0], pos_slice, -2)
         if cache.has_batch_dim:
             scale = pick(scale, batch_slice, 0)
+        _check_fits(residual_stack, scale, has_batch_dim)
         return norm.scaled(residual_stack, scale.to(residual_stack.device))
+
+
+def _check_fits(stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], has_batch_dim: bool) -> None:
+    """Refuses a stack of other rows or positions than the scale: broadcasting could take one for the other.
+
+    Raises:
+        ValueError: it is one.
+    """
+    wanted = list(scale.shape[:-1])
+    if not has_batch_dim and wanted[:1] == [1] and len(wanted) == stack.ndim - 1:
+        wanted = wanted[1:]
+    # A stream by itself, which has no components, is taken as well: HookedTransformer's own demonstration gives one.
+    if wanted not in (list(stack.shape[1:-1]), list(stack.shape[:-1])):
+        raise ValueError(
+            f"residual_stack has shape {list(stack.shape)}; with this pos_slice and batch_slice the cache has scales "
+            f"for {wanted}: the stack must be [component, {', '.join(map(str, [*wanted, 'd_model']))}], of the same "
+            "positions (give pos_slice to what made it, too)"
+        )
 
 
 def logit_attributions(
@@ -253,7 +276,7 @@ def directions_of(model: AnalysedModel, tokens: Tokens) -> Float[Tensor, "*token
         tokens = model.to_single_token(tokens)
     weight = model.W_U
     ids = torch.as_tensor(tokens, device=weight.device)
-    if ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"tokens are {ids.dtype}; they must be whole numbers, or the text of one token")
     if ids.numel() == 1:
         ids = ids.reshape(())

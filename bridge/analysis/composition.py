@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.weights.factored_matrix import FactoredMatrix, at_least_float32
 
 
@@ -25,6 +26,7 @@ class HasCircuits(Protocol):
         ...
 
 
+@refuse_wrong_types
 def composition_scores(
     left: FactoredMatrix, right: FactoredMatrix, broadcast_dims: bool = True
 ) -> Float[Tensor, "..."]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adapters.config import ModelConfig
 from bridge.analysis.runnable import RunnableModel
+from bridge.hooks.arguments import refuse_wrong_types
 
 HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]
 HEAD_NAMES: list[str] = list(get_args(HeadName))
@@ -37,6 +38,7 @@ class HeadDetectionError(ValueError, AssertionError):
     """What was asked of the head detector cannot be done. HookedTransformer's gives an `AssertionError` there."""
 
 
+@refuse_wrong_types
 def detect_head(
     model: RunnableModel,
     seq: str | Sequence[str],
@@ -117,7 +119,10 @@ def _detect(
         _, cache = model.run_with_cache(tokens, names_filter=names)
     scores = torch.full((cfg.n_layers, cfg.n_heads), -1.0, dtype=cfg.dtype)
     for layer, some in heads.items():
-        attention = cache[f"blocks.{layer}.attn.hook_pattern"]
+        name = f"blocks.{layer}.attn.hook_pattern"
+        if name not in cache:
+            raise HeadDetectionError(f"the cache does not hold {name}: leave it out, or make it with that name")
+        attention = cache[name]
         if attention.ndim == 4 and len(attention) == 1:
             attention = attention[0]
         if attention.shape[1:] != (length, length):
@@ -223,6 +228,7 @@ def get_supported_heads() -> None:
     print(f"Supported heads: {HEAD_NAMES}")
 
 
+@refuse_wrong_types
 def compute_head_attention_similarity_score(
     attention_pattern: Float[Tensor, "query key"],
     detection_pattern: Num[Tensor, "..."],

@@ -9,8 +9,10 @@ from torch import Tensor
 from adapters.norms import at_least_float32
 from bridge.analysis.residual_norms import norm_of
 from bridge.analysis.runnable import RunnableModel
+from bridge.hooks.arguments import refuse_wrong_types
 
 
+@refuse_wrong_types
 def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "layer batch pos d_vocab"]:
     """The logits that the model would give if it ended before each layer.
 
@@ -37,6 +39,7 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
     return torch.stack([bridge(cache[name], start_at_layer=n) for name in names])
 
 
+@refuse_wrong_types
 def head_contributions(
     bridge: RunnableModel,
     tokens: Int[Tensor, "batch pos"],
@@ -82,6 +85,7 @@ def head_contributions(
     return torch.einsum("blhd,bd->blh", normalized, direction.to(normalized.dtype))
 
 
+@refuse_wrong_types
 def unembed_difference(
     bridge: RunnableModel, answers: Int[Tensor, " batch"], others: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch d_model"]:

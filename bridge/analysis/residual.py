@@ -13,6 +13,7 @@ from bridge.analysis.decomposition import Group, Term, stacked, stream_at, terms
 from bridge.analysis.layer_outputs import results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Index, layer_of, pick, require
 from bridge.analysis.residual_norms import is_normed_stream
+from bridge.hooks.arguments import refuse_wrong_types
 
 Stack = Float[Tensor, "component *batch_pos d_model"] | tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]
 
@@ -41,6 +42,7 @@ class ResidualMethods(AttributionMethods):
         """Whether the position embedding is cached."""
         return "hook_pos_embed" in self
 
+    @refuse_wrong_types
     def decompose_resid(
         self,
         layer: int | None = None,
@@ -86,6 +88,7 @@ class ResidualMethods(AttributionMethods):
         terms = terms_of(self, layer, mlp_input, groups=groups, pos_slice=pos_slice)
         return self._finished(terms, layer, mlp_input, apply_ln, pos_slice, return_labels)
 
+    @refuse_wrong_types
     def accumulated_resid(
         self,
         layer: int | None = None,
@@ -161,6 +164,7 @@ class ResidualMethods(AttributionMethods):
         results = {f"blocks.{layer}.attn.hook_result": results_of_heads(self, layer) for layer in range(n)}
         self.cache_dict.update(results)
 
+    @refuse_wrong_types
     def stack_head_results(
         self,
         layer: int | None = -1,
@@ -202,6 +206,7 @@ class ResidualMethods(AttributionMethods):
         terms = terms_of(self, layer, groups=["attn"], heads=True, post_norms=post_norms, pos_slice=pos_slice)
         return self._finished(terms, layer, False, apply_ln, pos_slice, return_labels, incl_remainder)
 
+    @refuse_wrong_types
     def get_neuron_results(
         self, layer: int, neuron_slice: Index = None, pos_slice: Index = None
     ) -> Float[Tensor, "*batch_pos_neuron d_model"]:
@@ -229,6 +234,7 @@ class ResidualMethods(AttributionMethods):
         """
         return results_of_neurons(self, layer, neuron_slice, pos_slice)
 
+    @refuse_wrong_types
     def stack_neuron_results(
         self,
         layer: int | None,
@@ -275,6 +281,7 @@ class ResidualMethods(AttributionMethods):
         )
         return self._finished(terms, layer, False, apply_ln, pos_slice, return_labels, incl_remainder)
 
+    @refuse_wrong_types
     def get_full_resid_decomposition(
         self,
         layer: int | None = None,

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.requirements import AnalysedModel
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.weights.accessors import first_weight
 from bridge.weights.factored_matrix import FactoredMatrix
 
@@ -37,10 +38,12 @@ class SVDInterpreter:
         >>> likeliest = vectors[:, 0, 0].topk(3).indices  # the tokens that the strongest direction raises most
     """
 
+    @refuse_wrong_types
     def __init__(self, model: AnalysedModel) -> None:
         self.model = model
         self.cfg = model.cfg
 
+    @refuse_wrong_types
     def get_singular_vectors(
         self, vector_type: str, layer_index: int, num_vectors: int = 10, head_index: int | None = None
     ) -> Float[Tensor, "d_vocab 1 vector"]:

@@ -14,6 +14,7 @@ from adapters.views import Deferred
 from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.act_names import act_name
+from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
 
 
@@ -46,6 +47,7 @@ class ActivationCache(ResidualMethods):
         True
     """
 
+    @refuse_wrong_types
     def __init__(self, cache_dict: dict[str, Any], model: AnalysedModel, has_batch_dim: bool = True) -> None:
         self._values = cache_dict  # of tensors, and of what gives one when it is asked for (`Deferred`)
         self._model: AnalysedModel | None = model
@@ -138,6 +140,11 @@ class ActivationCache(ResidualMethods):
         return found
 
     def _canonical(self, key: str | tuple[Any, ...]) -> str:
+        if not isinstance(key, str | tuple) or not key:
+            raise TypeError(
+                f"the key is {shown(key)}; it must be a name, such as 'blocks.0.hook_resid_pre', or a short one and a "
+                "layer, such as ('resid_pre', 0)"
+            )
         if isinstance(key, tuple):
             name, layer, *part = key
             if isinstance(layer, int) and layer < 0:
@@ -177,6 +184,7 @@ class ActivationCache(ResidualMethods):
             self.has_batch_dim = False
         return self
 
+    @refuse_wrong_types
     def apply_slice_to_batch_dim(self, batch_slice: Index) -> ActivationCache:
         """A cache of some rows of the batch.
 
@@ -206,6 +214,7 @@ class ActivationCache(ResidualMethods):
         new.cache_dict, new.has_batch_dim = kept, not isinstance(index, int)
         return new
 
+    @refuse_wrong_types
     def toggle_autodiff(self, mode: bool = False) -> None:
         """Switches gradients on or off for everything that this thread does with torch (`torch.set_grad_enabled`).
 
@@ -222,6 +231,7 @@ class ActivationCache(ResidualMethods):
         """
         torch.set_grad_enabled(mode)
 
+    @refuse_wrong_types
     def to(self, device: torch.device | str, move_model: bool = False) -> ActivationCache:
         """Moves the activations, in place.
 

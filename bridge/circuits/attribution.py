@@ -14,6 +14,7 @@ from bridge.circuits.graph import Graph, Port
 from bridge.circuits.metrics import Metric
 from bridge.circuits.scores import EdgeScores
 from bridge.circuits.senders import written_in_both
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.memory import tokens_per_run
@@ -21,6 +22,7 @@ from bridge.patching.memory import tokens_per_run
 METHODS = ("gradient", "inputs", "activations")
 
 
+@refuse_wrong_types
 def edge_attribution(
     bridge: TransformerBridge,
     clean: Int[Tensor, "batch pos"],
@@ -179,6 +181,7 @@ class _Ends:
         return gather
 
 
+@refuse_wrong_types
 def mean_scores(scores: Sequence[EdgeScores], weights: Sequence[int | float] | None = None) -> EdgeScores:
     """The mean of scores from several batches.
 

@@ -16,6 +16,7 @@ from bridge.bridge import TransformerBridge
 from bridge.circuits.evaluation import Evaluation, evaluations
 from bridge.circuits.graph import Graph
 from bridge.circuits.metrics import Metric
+from bridge.hooks.arguments import refuse_wrong_types
 
 _FORMAT = "transformer-bridge circuit"
 _VERSION = 1
@@ -56,6 +57,7 @@ class Circuit:
         self.scores = torch.zeros(mask.shape, dtype=torch.float64) if scores is None else scores.double()
 
     @classmethod
+    @refuse_wrong_types
     def of_edges(cls, graph: Graph, edges: Sequence[str]) -> Circuit:
         """A circuit of named edges.
 
@@ -123,6 +125,7 @@ class Circuit:
                 return Circuit(graph, mask, self.scores)
             mask = left
 
+    @refuse_wrong_types
     def evaluate(
         self,
         bridge: TransformerBridge,
@@ -162,6 +165,7 @@ class Circuit:
         """
         return evaluations(self.graph, [self.mask], bridge, clean, corrupted, metric, ablation, reference)[0]
 
+    @refuse_wrong_types
     def save(self, path: str | Path) -> None:
         """Writes the circuit as JSON.
 
@@ -177,6 +181,7 @@ class Circuit:
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
+    @refuse_wrong_types
     def load(cls, path: str | Path) -> Circuit:
         """Reads what `save` wrote.
 
@@ -196,6 +201,8 @@ class Circuit:
             >>> Circuit.load(path).edges
             [('embed', 'logits', 0.0)]
         """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"{path} holds no circuit that `Circuit.save` wrote")

@@ -11,11 +11,13 @@ from bridge.bridge import TransformerBridge
 from bridge.circuits.evaluation import Curve, evaluations
 from bridge.circuits.metrics import Metric
 from bridge.circuits.scores import EdgeScores
+from bridge.hooks.arguments import refuse_wrong_types
 
 #: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
+@refuse_wrong_types
 def faithfulness_curve(
     scores: EdgeScores,
     bridge: TransformerBridge,

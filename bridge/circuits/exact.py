@@ -16,6 +16,7 @@ from bridge.circuits.graph import Graph, Port
 from bridge.circuits.metrics import Metric
 from bridge.circuits.scores import EdgeScores
 from bridge.circuits.senders import Written, written_in_both
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.memory import tokens_per_run
@@ -24,6 +25,7 @@ from bridge.patching.sweep import Job, Patch, Sweep
 
 
 @torch.no_grad()
+@refuse_wrong_types
 def edge_effects(
     bridge: TransformerBridge,
     clean: Int[Tensor, "batch pos"],
@@ -106,6 +108,7 @@ def _adding(change: Float[Tensor, "batch pos d_model"], which: int | None) -> Ca
 
 
 @torch.no_grad()
+@refuse_wrong_types
 def path_patching(
     bridge: TransformerBridge,
     clean: Int[Tensor, "batch pos"],

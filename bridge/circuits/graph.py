@@ -17,6 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion
 
 
@@ -123,6 +124,7 @@ class Graph:
         return first
 
     @classmethod
+    @refuse_wrong_types
     def of(cls, bridge: TransformerBridge) -> Graph:
         """The graph of a model.
 
@@ -160,6 +162,7 @@ class Graph:
         """The port of each receiver."""
         return [port for port in self.ports for _ in range(port.count)]
 
+    @refuse_wrong_types
     def sender(self, name: str) -> int:
         """The index of a sender.
 
@@ -171,6 +174,7 @@ class Graph:
         """
         return _find(name, self.senders, "sender")
 
+    @refuse_wrong_types
     def receiver(self, name: str) -> int:
         """The index of a receiver.
 
@@ -182,6 +186,7 @@ class Graph:
         """
         return _find(name, self.receivers, "receiver")
 
+    @refuse_wrong_types
     def receivers_named(self, name: str) -> list[int]:
         """The receivers of a name: one of them, or all that feed a head (``"L3H2"``).
 
@@ -195,6 +200,7 @@ class Graph:
             return self.inputs[self.senders.index(name)]
         return [self.receiver(name)]
 
+    @refuse_wrong_types
     def edge(self, name: str) -> tuple[int, int]:
         """An edge as (receiver, sender).
 

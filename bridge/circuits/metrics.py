@@ -8,10 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from bridge.hooks.arguments import refuse_wrong_types
+
 #: From logits ``[batch, pos, d_vocab]`` to one number, in a tensor that has a gradient.
 Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Tensor]
 
 
+@refuse_wrong_types
 def logit_difference(
     answers: Int[Tensor, " batch"], wrong: Int[Tensor, " batch"], position: int | Int[Tensor, " batch"] = -1
 ) -> Metric:
@@ -43,6 +46,7 @@ def logit_difference(
     return metric
 
 
+@refuse_wrong_types
 def kl_divergence(right: Float[Tensor, "batch pos d_vocab"], position: int = -1) -> Metric:
     """The Kullback-Leibler divergence of next-token distributions from the right ones, in nats, mean over the prompts.
 

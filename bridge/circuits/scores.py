@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bridge.circuits.circuit import Circuit
 from bridge.circuits.graph import Graph
+from bridge.hooks.arguments import refuse_wrong_types
 
 
 class EdgeScores:
@@ -56,6 +57,7 @@ class EdgeScores:
         """All scores, receiver by receiver."""
         return self.values[self.graph.exists]
 
+    @refuse_wrong_types
     def threshold(self, least: float) -> Circuit:
         """The edges whose score is at least this large, of either sign.
 
@@ -64,6 +66,7 @@ class EdgeScores:
         """
         return self._circuit(self.graph.exists & (self.values.abs() >= least))
 
+    @refuse_wrong_types
     def top(self, n: int, absolute: bool = True) -> Circuit:
         """The `n` edges with the largest scores.
 
@@ -80,6 +83,7 @@ class EdgeScores:
         chosen[rank.flatten().sort(descending=True, stable=True).indices[:n]] = True
         return self._circuit(chosen.view_as(rank))
 
+    @refuse_wrong_types
     def greedy(self, n: int, absolute: bool = True) -> Circuit:
         """`n` edges, each the best of those that lead into what is chosen already, from the logits backwards.
 

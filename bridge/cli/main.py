@@ -1,4 +1,4 @@
-"""The command line: ``python -m bridge demo [--report FILE.html] | hooks | verify | declare MODEL | harvest``."""
+"""The command line: ``python -m bridge demo | hooks | verify | declare | harvest | export``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge.cli.export import add_export, run_export
 from bridge.cli.harvest import add_harvest, run_harvest
 
 
@@ -101,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
     add_harvest(commands)
+    add_export(commands)
     given = parser.parse_args(arguments)
     if given.command == "harvest":
         return run_harvest(given)
@@ -137,6 +139,8 @@ def _run(given: argparse.Namespace) -> int:
         hooks(given.model)
     elif given.command == "declare":
         return 0 if declare(given.model) else 1
+    elif given.command == "export":
+        return run_export(given)
     else:
         return 0 if verify(given.model) else 1
     return 0

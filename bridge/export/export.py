@@ -37,7 +37,7 @@ def export_program(
         example, format, dynamic, path, options: as there.
     """
     found = format_of(format)
-    check_can_take(found, program.core, options)
+    check_can_take(found, program.core, program.one_by_one, options)
     exporter = found.exporter()
     arguments, shapes = example_of(example, program.inputs, dynamic)
     config = exporter.config_class(**{"dynamic": dynamic, **shapes, **options})
@@ -67,7 +67,7 @@ def export_for_generation(
         example, format, dynamic, path, generation_config, multi_token_decode, options: as there.
     """
     found = format_of(format)
-    check_can_take(found, program.core, options)
+    check_can_take(found, program.core, program.one_by_one, options)
     exporter = found.exporter()
     arguments, _ = example_of(example, {}, dynamic)
     config = exporter.config_class(**{"dynamic": dynamic, **options})

@@ -59,12 +59,13 @@ def format_of(name: str) -> Format:
     return FORMATS[name]
 
 
-def check_can_take(format: Format, core: nn.Module, options: dict[str, object]) -> None:
+def check_can_take(format: Format, core: nn.Module, one_by_one: bool, options: dict[str, object]) -> None:
     """Refuses what a format cannot take, before anything is traced.
 
     Args:
         format: the format.
         core: the Hugging Face model.
+        one_by_one: experts are computed one after the other, with numbers of rows that depend on the values.
         options: of the exporter's configuration.
 
     Raises:
@@ -73,6 +74,11 @@ def check_can_take(format: Format, core: nn.Module, options: dict[str, object]) 
     parameter = next(core.parameters())
     if parameter.device.type == "meta":
         raise ValueError("the model has no weights (load_weights=False), so there is nothing to export")
+    if one_by_one and format.name == "executorch":
+        raise ValueError(
+            "points inside experts have a row for each token that is sent there, a number that depends on the values, "
+            "which format='executorch' cannot have; format='dynamo' and format='onnx' can"
+        )
     if format.name == "executorch" and (
         options.get("backend", "xnnpack") != "xnnpack" or parameter.device.type != "cpu"
     ):

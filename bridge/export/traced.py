@@ -31,6 +31,10 @@ class Exportable(Protocol):
     def axes(self) -> dict[str, str]:
         """The axes of what it captures, by name."""
 
+    @property
+    def one_by_one(self) -> bool:
+        """Numbers of rows depend on the values."""
+
     def attention_under_way(self) -> SeesAttention | None:
         """What sees the attention that a tapped module is computing now."""
 

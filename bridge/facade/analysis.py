@@ -15,6 +15,7 @@ from bridge.analysis.requirements import Index, layer_of
 from bridge.analysis.weight_analysis import Labels
 from bridge.facade.tokens import TokenMethods
 from bridge.facade.weights import WeightMethods
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.weights.factored_matrix import FactoredMatrix
 
 
@@ -47,6 +48,7 @@ class AnalysisMethods(WeightMethods, TokenMethods):
         """
         return FactoredMatrix(self.W_Q, self.W_K.mT)
 
+    @refuse_wrong_types
     def all_composition_scores(
         self, mode: Literal["Q", "K", "V"]
     ) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
@@ -72,6 +74,7 @@ class AnalysisMethods(WeightMethods, TokenMethods):
         """
         return all_scores(self, mode)
 
+    @refuse_wrong_types
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, " d_model"]:
@@ -95,6 +98,7 @@ class AnalysisMethods(WeightMethods, TokenMethods):
         """
         return weight_analysis.accumulated_bias(self, layer, mlp_input, include_mlp_biases)
 
+    @refuse_wrong_types
     def tokens_to_residual_directions(self, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
         """The columns of the unembedding that belong to tokens.
 
@@ -139,6 +143,7 @@ class AnalysisMethods(WeightMethods, TokenMethods):
         """
         return self.all_head_labels
 
+    @refuse_wrong_types
     def get_neuron_labels(self, layer: int | None = None, neuron_slice: Index = None) -> list[str]:
         """The names of the neurons of all layers before one, in the order of `stack_neuron_results`.
 

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from bridge.facade.base import WrappedModel
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.run import tokenization
 from bridge.run.tokenization import Batch, TokenError, TokenizerFacts, Tokens
 
@@ -31,6 +32,7 @@ class TokenMethods(WrappedModel):
         if self._facts is None or self._facts.tokenizer is not self.tokenizer:
             self._facts = TokenizerFacts(self.tokenizer)
             self.cfg.tokenizer_prepends_bos = self._facts.adds_bos
+            self.cfg.tokenizer_appends_eos = self.tokenizer.eos_token_id in self._facts.ending
         return self._facts
 
     def batch_of(
@@ -98,6 +100,7 @@ class TokenMethods(WrappedModel):
         """
         return tokenization.to_string(self, tokens)
 
+    @refuse_wrong_types
     def to_str_tokens(
         self,
         input: str | Sequence[str] | Tokens,
@@ -118,6 +121,7 @@ class TokenMethods(WrappedModel):
         """
         return tokenization.to_str_tokens(self, input, prepend_bos, padding_side)
 
+    @refuse_wrong_types
     def to_single_token(self, string: str) -> int:
         """The id of a text that is one token.
 
@@ -132,13 +136,14 @@ class TokenMethods(WrappedModel):
         """
         return tokenization.to_single_token(self, string)
 
-    def to_single_str_token(self, token: int) -> str:
+    @refuse_wrong_types
+    def to_single_str_token(self, int_token: int) -> str:
         """The text of one token.
 
         Args:
-            token: its id.
+            int_token: its id.
         """
-        return tokenization.to_single_str_token(self, token)
+        return tokenization.to_single_str_token(self, int_token)
 
     def get_token_position(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bridge.facade.generation import GenerationMethods
 from bridge.facade.runs import RunMethods
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.run.protocol import Input
 from bridge.trace.edit import Body, Edit, points_asked_for
 from bridge.trace.generation import GenerationTrace
@@ -31,6 +32,7 @@ class TraceMethods(RunMethods, GenerationMethods):
             found = self.__dict__["_places"] = Places(self.hook_dict)
         return found
 
+    @refuse_wrong_types
     def trace(
         self,
         input: Input,
@@ -114,6 +116,7 @@ class TraceMethods(RunMethods, GenerationMethods):
         """
         return GenerationTrace(self, self._model_order, input, arguments)
 
+    @refuse_wrong_types
     def trace_edit(self, body: Body, *, prompt: Input | None = None, points: Sequence[str] | None = None) -> Edit:
         """Turns the body of a trace, written as a function, into hooks for `hooks`, `run_with_hooks` and `generate`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from bridge.generation.criteria import FrequencyPenalty, StopStrings
 from bridge.generation.prompt import Arguments, Generates, Prompt, prompt_of
+from bridge.hooks.arguments import check_types
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
@@ -51,6 +53,9 @@ class Options:
         """From keyword arguments, of which those that are none of ours are `more`."""
         ours = {f.name for f in fields(cls)} - {"more"}
         known = {name: value for name, value in arguments.items() if name in ours}
+        check_types("generate", known, typing.get_type_hints(cls))
+        if known.get("max_new_tokens", 1) < 1:
+            raise ValueError(f"max_new_tokens is {known['max_new_tokens']}; it must be 1 or more")
         return cls(**known, more={name: value for name, value in arguments.items() if name not in ours})
 
 

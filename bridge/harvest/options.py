@@ -16,6 +16,7 @@ from bridge.harvest.errors import HarvestError
 from bridge.harvest.fingerprint import of_value
 from bridge.harvest.packing import Tokens
 from bridge.harvest.reductions import Reduction, Rows, TopPositions
+from bridge.hooks.arguments import shown
 from bridge.hooks.listener import HookFunction
 from bridge.hooks.names import suggestion
 
@@ -94,6 +95,27 @@ def check_choice(name: str, value: object, choices: object) -> None:
     if value not in known:
         near = suggestion(value, known) if isinstance(value, str) else ""
         raise HarvestError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}.{near}")
+
+
+def check_kinds(
+    hook_points: object, interventions: object, reduce: object, prepend_bos: object, pack: object, keep_special: object
+) -> None:
+    """Refuses what is no list, mapping or truth value where `harvest` takes one.
+
+    Raises:
+        HarvestError: it is none.
+    """
+    for name, value in (("hook_points", hook_points), ("interventions", interventions)):
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            kind = (
+                "a list with at least one name" if name == "hook_points" else "a list of pairs (hook point, function)"
+            )
+            raise HarvestError(f"{name} is {shown(value)}; it must be {kind}")
+    if reduce is not None and not isinstance(reduce, Mapping):
+        raise HarvestError(f"reduce is {shown(reduce)}; it must be a mapping from hook points to reductions")
+    for name, value in (("pack", pack), ("keep_special", keep_special), ("prepend_bos", prepend_bos)):
+        if not isinstance(value, bool) and not (name == "prepend_bos" and value is None):
+            raise HarvestError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def special_id(tokenizer: Any, separator: int | str | None) -> int | None:

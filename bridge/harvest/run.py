@@ -24,6 +24,7 @@ from bridge.harvest.options import (
     Special,
     bos_id,
     check_choice,
+    check_kinds,
     check_number,
     special_id,
 )
@@ -134,7 +135,8 @@ def harvest(
     check_number("batch_size", batch_size, 1, none=True)
     if not isinstance(rows, TopPositions):
         check_choice("rows", rows, Literal["all", "mean", "last"])
-    if isinstance(hook_points, str) or not hook_points:
+    check_kinds(hook_points, interventions, reduce, prepend_bos, pack, keep_special)
+    if not hook_points:
         raise HarvestError(f"hook_points is {hook_points!r}; it must be a list with at least one name")
     if engine == "ray":
         installed()

@@ -7,7 +7,7 @@ import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -50,26 +50,41 @@ def refuse_wrong_types(function: Callable[P, T]) -> Callable[P, T]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python says it
-        for name, value in given.items():
-            hint, words = _hints(function).get(name, (object, ""))
-            if hint is not object and not _fits(value, hint):
-                raise TypeError(f"{name} is {shown(value)}; {function.__name__.strip('_')} takes {words} there")
+        hints, words = _hints(function)
+        check_types(function.__qualname__.removesuffix(".__init__"), given, hints, words)
         return function(*args, **kwargs)
 
     return checked
 
 
+def check_types(
+    function: str, given: Mapping[str, object], hints: Mapping[str, Any], words: Mapping[str, str] | None = None
+) -> None:
+    """Refuses arguments that are not what annotations say.
+
+    Args:
+        function: what it is called, for the error.
+        given: the arguments, by name; those without an annotation are not looked at.
+        hints: the annotations.
+        words: how they are written.
+
+    Raises:
+        TypeError: one is not.
+    """
+    for name, value in given.items():
+        if name in hints and not _fits(value, hints[name]):
+            wanted = (words or {}).get(name) or getattr(hints[name], "__name__", str(hints[name]))
+            raise TypeError(f"{name} is {shown(value)}; {function} takes {wanted} there")
+
+
 @functools.cache
-def _hints(function: Callable[..., object]) -> dict[str, tuple[Any, str]]:
-    """For each parameter that is looked at, its annotation, and that in words."""
-    signature = inspect.signature(function)
+def _hints(function: Callable[..., object]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The annotations of the parameters that are looked at, and how they are written."""
     known = typing.get_type_hints(function)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {
-        name: (known[name], str(parameter.annotation))
-        for name, parameter in signature.parameters.items()
-        if parameter.kind not in several and known.get(name, Any) is not Any
-    }
+    looked_at = [p for p in inspect.signature(function).parameters.values() if p.kind not in several]
+    hints = {p.name: known[p.name] for p in looked_at if p.name in known}
+    return hints, {p.name: str(p.annotation) for p in looked_at}
 
 
 def _parts(hint: Any) -> Iterator[Any]:
@@ -91,14 +106,18 @@ def _fits_part(value: object, part: Any) -> bool:
     if getattr(part, "_is_protocol", False) and not getattr(part, "_is_runtime_protocol", False):
         members = set(vars(part)) | set(getattr(part, "__annotations__", ()))
         return any(hasattr(value, name) for name in members if name[0] != "_")
+    if typing.get_origin(part) is typing.Literal:  # which of them there are, is the function's to say
+        return type(value) in {type(known) for known in typing.get_args(part)}
     if isinstance(value, bool):
-        return part is bool or (typing.get_origin(part) is typing.Literal and value in typing.get_args(part))
+        return part is bool
     if part is int or part is float:
         return isinstance(value, numbers.Integral if part is int else numbers.Real)
     origin = typing.get_origin(part)
-    if isinstance(value, str) and origin not in (None, typing.Literal):
+    if isinstance(value, str) and origin is not None:
         return False  # a sequence of strings is none
-    if hasattr(value, "__array__") and not isinstance(value, Tensor) and inspect.isclass(origin):
+    if isinstance(value, Tensor) and inspect.isclass(origin):
+        return value.ndim > 0 and issubclass(Tensor, origin)
+    if hasattr(value, "__array__") and inspect.isclass(origin):
         return issubclass(list, origin)
     return bool(is_bearable(value, part, conf=_CONF))
 

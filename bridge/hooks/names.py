@@ -58,10 +58,12 @@ class Names:
         Raises:
             UnknownHookError: there is none.
         """
-        hook = self.points.get(name)
+        hook = self.points.get(name) if isinstance(name, str) else None
         if hook is None:
-            canonical = self.aliases.get(name)
+            canonical = self.aliases.get(name) if isinstance(name, str) else None
             if canonical is None:
+                if not isinstance(name, str):
+                    raise UnknownHookError(f"{name!r} is no name of a hook point: names are strings")
                 known = (*self.points, *self.aliases)
                 hint = self._of_all_layers(name) or suggestion(name, known)
                 raise UnknownHookError(f"there is no hook point {name!r}.{hint}")

@@ -9,18 +9,21 @@ from jaxtyping import Int
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.lens.reading import Reading
 from bridge.lens.tuned import TunedLens
+from bridge.run.positions import PosSlice
 from bridge.run.protocol import Input
 
 KINDS = ("normed", "raw")
 
 
+@refuse_wrong_types
 def lens(
     bridge: TransformerBridge,
     input: Input,
     kind: str | TunedLens = "normed",
-    pos_slice: int | slice | Sequence[int] | None = None,
+    pos_slice: PosSlice = None,
     layers: Sequence[int] | None = None,
     prepend_bos: bool | None = None,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
@@ -76,7 +79,8 @@ def lens(
     )
     mask = attention_mask
     if mask is not None and pos_slice is not None:
-        mask = mask[:, [pos_slice] if isinstance(pos_slice, int) else pos_slice]
+        chosen_positions = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
+        mask = mask[:, [chosen_positions] if isinstance(chosen_positions, int) else chosen_positions]
     streams = torch.stack([cache[names[layer]] for layer in chosen])
     return Reading(streams, chosen, decode, mask, n, _d_vocab(bridge))
 

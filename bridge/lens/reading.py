@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from bridge.hooks.arguments import refuse_wrong_types
+
 #: The most logits that are held at once.
 MOST_LOGITS = 2**25
 
@@ -51,6 +53,7 @@ class Reading:
         """Such as ``0_pre``, and ``final_post``."""
         return ["final_post" if layer == self.n_layers else f"{layer}_pre" for layer in self.layers]
 
+    @refuse_wrong_types
     def logits(self, layer: int) -> Float[Tensor, "batch pos d_vocab"]:
         """The logits of one layer.
 
@@ -70,6 +73,7 @@ class Reading:
         """The logits of all layers at all positions that were read. Everything else here does without that tensor."""
         return torch.stack([self.logits(layer) for layer in self.layers])
 
+    @refuse_wrong_types
     def top(self, k: int = 5) -> Top:
         """The `k` likeliest tokens of each layer.
 
@@ -85,6 +89,7 @@ class Reading:
         tokens, probabilities = found.split(k, -1)
         return Top(tokens.long(), probabilities)
 
+    @refuse_wrong_types
     def probabilities(self, token: int) -> Float[Tensor, "layer batch pos"]:
         """The probability of one token in each layer.
 
@@ -94,6 +99,7 @@ class Reading:
         self._check(token)
         return self._gather(lambda logits: logits.softmax(-1)[..., token])
 
+    @refuse_wrong_types
     def ranks(self, token: int) -> Int[Tensor, "layer batch pos"]:
         """How many tokens are likelier than this one in each layer.
 

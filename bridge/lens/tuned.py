@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bridge.bridge import TransformerBridge
+from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.run.protocol import Input
 
 _KIND = "linear_tuned_lens"
@@ -41,8 +42,12 @@ class TunedLens(nn.Module):
         0.0
     """
 
+    @refuse_wrong_types
     def __init__(self, n_layers: int, d_model: int, bias: bool = True) -> None:
         super().__init__()
+        for name, size in (("n_layers", n_layers), ("d_model", d_model)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be 1 or more")
         self.translators = nn.ModuleList([nn.Linear(d_model, d_model, bias=bias) for _ in range(n_layers)])
         for parameter in self.translators.parameters():
             nn.init.zeros_(parameter)
@@ -66,6 +71,7 @@ class TunedLens(nn.Module):
         return stream if layer == len(self.translators) else stream + self.translators[layer](stream)
 
     @classmethod
+    @refuse_wrong_types
     def load(
         cls, folder: str | Path, bridge: TransformerBridge | None = None, check_unembedding: bool = True
     ) -> TunedLens:
@@ -81,6 +87,9 @@ class TunedLens(nn.Module):
             ValueError: it is another kind of lens, or for another model.
         """
         folder = Path(folder)
+        for name in ("config.json", "params.pt"):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"folder is {str(folder)!r}, which has no {name}")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config.get("lens_type", _KIND) != _KIND:
             raise ValueError(f"{folder} holds a lens of type {config['lens_type']!r}; only {_KIND!r} can be read")
@@ -93,6 +102,7 @@ class TunedLens(nn.Module):
             lens.to(bridge.cfg.device)
         return lens
 
+    @refuse_wrong_types
     def save(self, folder: str | Path) -> None:
         """Writes ``params.pt`` and ``config.json``.
 
@@ -104,6 +114,7 @@ class TunedLens(nn.Module):
         torch.save(self.translators.state_dict(), folder / "params.pt")
         (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
 
+    @refuse_wrong_types
     def check(self, bridge: TransformerBridge, unembedding: bool = True) -> None:
         """Refuses a model that the lens is not for.
 
@@ -128,6 +139,7 @@ class TunedLens(nn.Module):
             )
 
     @classmethod
+    @refuse_wrong_types
     def fit(
         cls,
         bridge: TransformerBridge,
@@ -142,13 +154,13 @@ class TunedLens(nn.Module):
 
         Args:
             bridge: the model, in evaluation mode.
-            batches: texts or tokens, as the bridge takes them, without padding.
+            batches: texts or tokens, as the bridge takes them. Padding of texts does not count; tokens have none.
             epochs: how many times to go through them.
             learning_rate: at the beginning.
             verbose: show a progress bar.
 
         Raises:
-            ValueError: there are no batches, or the model is in training mode.
+            ValueError: there are no batches, the model is in training mode, or the learning rate is not above zero.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -158,7 +170,11 @@ class TunedLens(nn.Module):
         """
         if bridge.training:
             raise ValueError("the model is in training mode: call bridge.eval() first")
-        every = list(batches)
+        if isinstance(batches, str) or (isinstance(batches, Tensor) and batches.ndim < 2):
+            raise TypeError(f"batches is {shown(batches)}; it must be a list of batches, each of texts or tokens")
+        if not learning_rate > 0:
+            raise ValueError(f"learning_rate is {learning_rate}; it must be above zero")
+        every = [_tokens_and_mask(bridge, batch) for batch in batches]
         if not every or epochs < 1:
             raise ValueError(f"there are {len(every)} batches and {epochs} epochs; a lens needs one of each, or more")
         n = bridge.cfg.n_layers
@@ -169,16 +185,17 @@ class TunedLens(nn.Module):
         total = epochs * len(every)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
         with tqdm(total=total, desc="tuning a lens", unit="batch", disable=not verbose) as bar, torch.enable_grad():
-            for batch in every * epochs:
+            for batch, mask in every * epochs:
                 with torch.no_grad():
-                    logits, cache = bridge.run_with_cache(batch, names_filter=names)
+                    logits, cache = bridge.run_with_cache(batch, attention_mask=mask, names_filter=names)
                 right = logits.float().log_softmax(-1)
                 loss = 0.0
                 optimizer.zero_grad()
                 for layer, name in enumerate(names):  # one layer at a time: its logits are large
                     stream = cache[name].detach()
                     found = bridge(lens(stream, layer), start_at_layer=n).float().log_softmax(-1)
-                    one = (right.exp() * (right - found)).sum(-1).mean()
+                    each = (right.exp() * (right - found)).sum(-1)  # batch pos
+                    one = each.mean() if mask is None else each[mask.bool().to(each.device)].mean()
                     _accumulate(one, list(lens.translators[layer].parameters()))
                     loss += one.item() / n
                 optimizer.step()
@@ -186,6 +203,14 @@ class TunedLens(nn.Module):
                 bar.set_postfix(divergence=f"{loss:.3f}")
                 bar.update()
         return lens.eval()
+
+
+def _tokens_and_mask(bridge: TransformerBridge, batch: Input) -> tuple[Input, Tensor | None]:
+    """A batch, and which of its positions are no padding; None: all of them."""
+    if isinstance(batch, Sequence) and batch and isinstance(batch[0], str) and not isinstance(batch, str):
+        padded = bridge.batch_of(batch)
+        return padded.tokens, padded.mask
+    return batch, None
 
 
 def _accumulate(loss: Tensor, parameters: list[nn.Parameter]) -> None:

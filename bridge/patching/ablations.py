@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from bridge.hooks.arguments import refuse_wrong_types
+
 
 class Ablated(Mapping[str, Tensor]):
     """Activations of a run as an ablation replaces them, worked out when they are asked for.
@@ -32,6 +34,7 @@ class Ablated(Mapping[str, Tensor]):
         return len(self._cache)
 
 
+@refuse_wrong_types
 def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> Ablated:
     """Activations to patch with, in the place of a clean cache, so that a sweep ablates piece by piece.
 

@@ -12,12 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
+from bridge.hooks.arguments import refuse_wrong_types
+
 #: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
 PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
 
 _ALL = slice(None)
 
 
+@refuse_wrong_types
 def layer_pos_patch_setter(corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor) -> Tensor:
     """Patches one position, for activations that are not patterns.
 
@@ -42,6 +45,7 @@ def layer_pos_patch_setter(corrupted_activation: Tensor, index: Sequence[int], c
     return _patch(corrupted_activation, clean_activation, index, (_ALL, pos))
 
 
+@refuse_wrong_types
 def layer_pos_head_vector_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
@@ -68,6 +72,7 @@ def layer_pos_head_vector_patch_setter(
     return _patch(corrupted_activation, clean_activation, index, (_ALL, pos, head))
 
 
+@refuse_wrong_types
 def layer_head_vector_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
@@ -94,6 +99,7 @@ def layer_head_vector_patch_setter(
     return _patch(corrupted_activation, clean_activation, index, (_ALL, _ALL, head))
 
 
+@refuse_wrong_types
 def layer_head_pattern_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
@@ -120,6 +126,7 @@ def layer_head_pattern_patch_setter(
     return _patch(corrupted_activation, clean_activation, index, (_ALL, head))
 
 
+@refuse_wrong_types
 def layer_head_pos_pattern_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
@@ -146,6 +153,7 @@ def layer_head_pos_pattern_patch_setter(
     return _patch(corrupted_activation, clean_activation, index, (_ALL, head, dest))
 
 
+@refuse_wrong_types
 def layer_head_dest_src_pos_pattern_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:

@@ -35,7 +35,7 @@ def shell_of(model: nn.Module) -> nn.Module:
     for path, module in model.named_modules():
         shell = module.__class__.__new__(module.__class__)
         shell.__dict__.update(module.__dict__)
-        _leave_out_forward(shell, path)
+        _take_over_forward(shell, module, path)
         shells[id(module)] = shell
     for shell in shells.values():
         fields = shell.__dict__
@@ -64,8 +64,8 @@ def written(model: nn.Module) -> tuple[nn.Module, str]:
     return model, path
 
 
-def _leave_out_forward(shell: nn.Module, path: str) -> None:
-    """Takes a tap of ours from before a forward.
+def _take_over_forward(shell: nn.Module, module: nn.Module, path: str) -> None:
+    """Takes a tap of ours from before a forward. One of the module's own (a kernel's) becomes the shell's.
 
     Raises:
         ValueError: someone else's stands there.
@@ -75,6 +75,10 @@ def _leave_out_forward(shell: nn.Module, path: str) -> None:
         forward = forward.original
     while hasattr(forward, "_torchdynamo_orig_callable"):  # what torch.compile(model.forward) left there
         forward = forward._torchdynamo_orig_callable
+    if isinstance(forward, types.MethodType) and forward.__self__ is module:
+        if forward.__func__ is not type(module).forward:
+            shell.__dict__["forward"] = types.MethodType(forward.__func__, shell)
+        return
     if forward is not None and getattr(forward, "__func__", None) is not type(shell).forward:
         raise ValueError(
             f"{path or 'the model'} ({type(shell).__name__}) has a forward of its own, {forward!r}: accelerate puts "

@@ -35,6 +35,7 @@ class LoweredTap:
     def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[Step]], here: threading.local) -> None:
         self.module, self.here = module, here
         self.steps = {channel: tuple(points) for channel, points in steps.items()}
+        self.original = module.forward
 
     def stand(self) -> None:
         """Puts it in the place of the shell's forward."""
@@ -76,7 +77,7 @@ class LoweredAttention(LoweredTap):
         self.here.attention = watch
         try:
             with watch:
-                output = type(self.module).forward(self.module, *args, **kwargs)
+                output = self.original(*args, **kwargs)
         finally:
             self.here.attention = None
         watch.check()
@@ -223,7 +224,7 @@ class LoweredRouter(LoweredTap):
         one_pass = current(self.here)
         call = Call(self.module, args, kwargs)
         with _ChoiceWatch(self, call, one_pass):
-            logits, chosen, indices = type(self.module).forward(self.module, *args, **kwargs)
+            logits, chosen, indices = self.original(*args, **kwargs)
         if "weights" in self.steps:
             everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
             chosen = self.show("weights", everyone, call, one_pass).gather(-1, indices)

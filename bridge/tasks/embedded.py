@@ -8,6 +8,7 @@ from collections import defaultdict
 from bridge.bridge import TransformerBridge
 from bridge.embedded import Prompt, prompts
 from bridge.embedded.facts import FACTS
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.tasks.encoder import Encoder
 from bridge.tasks.pairs import Pairs, Row, paired
 
@@ -15,6 +16,7 @@ from bridge.tasks.pairs import Pairs, Row, paired
 _DRAWN = 200
 
 
+@refuse_wrong_types
 def embedded_pairs(bridge: TransformerBridge, kind: str, n: int, seed: int = 0) -> Pairs:
     """Pairs of the shipped model's prompts (see `bridge.embedded.prompts`), all of one length.
 

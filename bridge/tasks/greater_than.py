@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.tasks.encoder import Encoder, Source
 from bridge.tasks.pairs import NumberPairs
 
@@ -13,6 +14,7 @@ NOUNS = ("war", "siege", "trial", "voyage", "treaty", "reign", "drought", "strik
 TEMPLATE = "The {noun} lasted from the year {century}{years} to the year {century}"
 
 
+@refuse_wrong_types
 def greater_than(source: Source, n: int, seed: int = 0, prepend_bos: bool | None = None) -> NumberPairs:
     """Prompts like "The war lasted from the year 1732 to the year 17", which a later year has to follow.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.tasks.encoder import Encoder, Source
 from bridge.tasks.pairs import Pairs, Row, paired
 
 
+@refuse_wrong_types
 def induction(source: Source, n: int, length: int = 10, seed: int = 0, prepend_bos: bool | None = None) -> Pairs:
     """Random words, and the first of them again: what followed them the first time follows them now.
 

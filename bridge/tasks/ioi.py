@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.tasks.encoder import Encoder, Source
 from bridge.tasks.pairs import Pairs, Row, paired
 
@@ -26,6 +27,7 @@ TEMPLATES = (
 )
 
 
+@refuse_wrong_types
 def ioi(source: Source, n: int, seed: int = 0, corruption: str = "swap", prepend_bos: bool | None = None) -> Pairs:
     """Prompts like "When Mary and John went to the store, John gave a drink to", whose answer is " Mary".
 

@@ -101,7 +101,9 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
                 ) from error
     for hook in experts:
         module = bridge.original_model.get_submodule(hook.point.site.path)
-        found[hook.name] = PointShape((None, width(module)), next(module.parameters()).dtype)
+        whole = str(hook.point.site.key).endswith((".in", ".out"))
+        size = bridge.cfg.d_model if whole else width(module)
+        found[hook.name] = PointShape((None, size), next(module.parameters()).dtype)
     ordered = {name: found[name] for name in bridge.wiring.points if name in found}
     return Shapes(ordered, bridge.names)
 

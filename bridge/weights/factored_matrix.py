@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Complex, Float, Num
 from torch import Tensor
 
+from bridge.hooks.arguments import refuse_wrong_types
+
 
 class FactoredMatrixError(ValueError, AssertionError):
     """The factors do not fit. HookedTransformer's gives an `AssertionError` there."""
@@ -41,6 +43,7 @@ class FactoredMatrix:
         (torch.Size([3, 5, 4]), torch.Size([3, 5, 7]), torch.Size([3, 4]))
     """
 
+    @refuse_wrong_types
     def __init__(self, A: Num[Tensor, "..."], B: Num[Tensor, "..."]) -> None:
         if A.ndim < 2 or B.ndim < 2 or A.shape[-1] != B.shape[-2]:
             raise FactoredMatrixError(
@@ -152,10 +155,12 @@ class FactoredMatrix:
         A, B = self.A[tuple(leading)], self.B[tuple(leading)]
         return FactoredMatrix(A[..., kept[0], :], B[..., :, kept[1]])
 
+    @refuse_wrong_types
     def unsqueeze(self, k: int) -> FactoredMatrix:
         """A leading axis of size 1 at place `k`."""
         return FactoredMatrix(self.A.unsqueeze(k), self.B.unsqueeze(k))
 
+    @refuse_wrong_types
     def get_corner(self, k: int = 3) -> Num[Tensor, "..."]:
         """The first `k` entries along every axis of the product."""
         leading = (slice(k),) * (self.ndim - 2)

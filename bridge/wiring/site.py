@@ -73,6 +73,8 @@ class SiteHook:
             self.points = (*self.points, point)
         else:
             self.points = tuple(sorted((*self.points, point), key=lambda p: p.order))
+        if len(self.points) > 1 and self.points[-1].view.writes_through:
+            self.listeners_changed()  # what was alone before it writes after this one
         if self._handle is None:
             self.update()
 

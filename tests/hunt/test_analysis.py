@@ -90,3 +90,21 @@ def test_biases_are_those_that_the_model_adds(adapter):
         # IA3 scales the input of `mlp.c_proj`, and not its bias.
         own = adapter in ("none", "plain", "lora_only") or (adapter == "ia3" and name == "mlp.b_out")
         assert (bias.untyped_storage().data_ptr() in stored) is own, name
+
+
+@pytest.mark.parametrize("batch", [1, 2, 9])
+def test_a_stack_of_other_positions_is_refused(bridge, tokens, batch):
+    """One row, or as many rows as positions, would be divided by scales of other positions without a word."""
+    given = tokens[:1].repeat(batch, 1)
+    _, cache = bridge.run_with_cache(given)
+    stack, last = cache.decompose_resid(), cache.decompose_resid(pos_slice=-1)
+    ids = torch.full((batch,), 5)
+    for call in (
+        lambda: cache.apply_ln_to_stack(stack, pos_slice=-1),
+        lambda: cache.logit_attrs(stack, ids, pos_slice=-1),
+        lambda: cache.logit_attrs(last, ids),
+    ):
+        with pytest.raises(ValueError, match=r"residual_stack has shape .* of the same positions"):
+            call()
+    everywhere = cache.logit_attrs(stack, ids)
+    torch.testing.assert_close(cache.logit_attrs(last, ids, pos_slice=-1), everywhere[..., -1])

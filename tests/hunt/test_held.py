@@ -1,7 +1,9 @@
 """Behaviour that a change to the code could take away unnoticed, in patching, generation, attention and processing."""
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from bridge import TransformerBridge
 from bridge.generation.stream import TextPieces
 from bridge.patching.generic import generic_activation_patch
 from bridge.patching.setters import layer_head_vector_patch_setter
+from bridge.taps.attention_call import AttentionCall
+from tests.adapters.test_verify_all import tiny as adapters_tiny
 from tests.conftest import tiny
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -78,6 +82,48 @@ def test_setters_may_do_nothing():
     )
     torch.testing.assert_close(found[:, 1::2], bridge(TOKENS)[0, -1, 5].detach().expand(3, 2))
     assert (found[:, ::2] != found[0, 1]).all()
+
+
+# Runs
+
+
+@torch.no_grad()
+def test_what_was_recorded_is_not_written_to_by_a_later_point_of_its_place():
+    """In T5 the stream between and what the MLP reads are one tensor, and an edit of the second is made in place."""
+    bridge = TransformerBridge(adapters_tiny("t5"))
+    names = ["encoder.1.hook_resid_mid", "encoder.1.hook_mlp_in"]
+    clean = bridge.run_with_cache(TOKENS, names_filter=names)[1]
+    with bridge.hooks([(names[1], lambda x, hook: x * 0.5)]):
+        for wanted in (names, names[:1]):
+            cache = bridge.run_with_cache(TOKENS, names_filter=wanted)[1]
+            assert torch.equal(cache[names[0]], clean[names[0]])
+    assert torch.equal(clean[names[0]], clean[names[1]])
+
+
+def test_a_compiled_block_is_as_it_was_after_it_was_passed_over():
+    bridge = TransformerBridge(tiny("gpt2"))
+    residual = bridge(TOKENS, stop_at_layer=1)
+    expected = bridge(residual, start_at_layer=1)
+    block = bridge.original_model.transformer.h[0]
+    block.compile(backend="eager")
+    own = block._compiled_call_impl
+    assert torch.equal(bridge(residual, start_at_layer=1), expected)
+    assert block._compiled_call_impl is own
+
+
+@pytest.mark.parametrize("name", ["blocks.1.ln1.hook_scale", "blocks.1.ln1.hook_normalized"])
+@torch.no_grad()
+def test_a_cache_of_a_norm_does_not_keep_the_stream(name):
+    """What could be computed later from larger tensors is computed in the run, unless everything is kept anyway."""
+    bridge = TransformerBridge(tiny("gpt2"))
+    alive = []
+    norm = bridge.original_model.transformer.h[1].ln_1
+    norm.register_forward_pre_hook(lambda module, args: alive.append(weakref.ref(args[0])))
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=name)
+    gc.collect()
+    assert alive[0]() is None
+    _, whole = bridge.run_with_cache(TOKENS)
+    assert torch.equal(whole[name], cache[name])
 
 
 # Generation
@@ -227,6 +273,23 @@ def test_windows_under_a_kernel_that_shows_nothing(flash_by_hand, kind, padded, 
         torch.testing.assert_close(ours[real], expected[real], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_a_query_for_which_a_hook_forbids_everything(implementation):
+    """It attends to nothing: no NaN, and what editing the pattern to zero gives."""
+    bridge = TransformerBridge(tiny("llama", implementation))
+    scores, pattern = ("blocks.1.attn.hook_attn_scores", "blocks.1.attn.hook_pattern")
+
+    def forbid(x, hook):
+        x[:, 1, 3] = 0 if hook.name == pattern else -torch.inf
+
+    with bridge.hooks([(scores, forbid)]):
+        logits, cache = bridge.run_with_cache(TOKENS, names_filter=[pattern])
+    assert not cache[pattern][:, 1, 3].any()
+    torch.testing.assert_close(cache[pattern][:, 0].sum(-1), torch.ones(2, 7))
+    torch.testing.assert_close(logits, bridge.run_with_hooks(TOKENS, fwd_hooks=[(pattern, forbid)]))
+
+
 @pytest.mark.parametrize("name", ["attn_scores", "pattern", "rot_q", "rot_k", "z"])
 def test_queries_packed_in_groups(name):
     """One query of a padded batch is given to the kernel packed by groups of heads: an edit is of each head."""
@@ -246,6 +309,16 @@ def test_queries_packed_in_groups(name):
             made.append(torch.stack(bridge.generate(TOKENS, **more)["logits"]))
         assert not torch.allclose(made[-1][1:], plain[1:], atol=1e-3)
     torch.testing.assert_close(made[0], made[1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_kernel_is_given_back_what_it_returns_itself():
+    """Packed queries come back packed, as the kernel has them."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, n, 8, generator=generator) for n in (3, 5, 5))
+    call = AttentionCall(query, key, value, None, n_heads=6)
+    result = call.result(call.pattern(call.scores()))
+    assert result.shape == query.shape
+    torch.testing.assert_close(result, torch.nn.functional.scaled_dot_product_attention(query, key, value))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.int32, torch.float16, torch.float64])
@@ -303,14 +376,15 @@ def test_norms_without_weights_when_raw_weights_are_loaded_again(kind):
     raw = copy.deepcopy(bridge.original_model.state_dict())
     called = bridge.cfg.normalization_type
     expected = bridge(TOKENS)
-    bridge.process_weights(fold_ln=True)
+    alone = {"center_writing_weights": False, "center_unembed": False, "fold_value_biases": False}
+    bridge.process_weights(fold_ln=True, **alone)
     processed = copy.deepcopy(bridge.original_model.state_dict())
     raw |= {name: torch.zeros_like(value) for name, value in processed.items() if name not in raw}
     assert (bridge.cfg.processed["fold_ln"], bridge.cfg.normalization_type) == ("done", "LNPre")
     bridge.original_model.load_state_dict(raw)
     assert (bridge.cfg.processed, bridge.cfg.normalization_type) == ({}, called)
     assert torch.equal(bridge(TOKENS), expected)
-    bridge.process_weights(fold_ln=True)
+    bridge.process_weights(fold_ln=True, **alone)
     assert (bridge.cfg.processed["fold_ln"], bridge.cfg.normalization_type) == ("done", "LNPre")
     for name, value in bridge.original_model.state_dict().items():
         torch.testing.assert_close(value, processed[name], atol=1e-6, rtol=1e-5)
@@ -337,3 +411,19 @@ def test_sums_of_several_types():
     ):
         assert terms.dtype == torch.float64
         torch.testing.assert_close(terms.sum(0), stream, atol=1e-5, rtol=1e-5)
+
+
+def test_a_name_that_a_part_does_not_have_is_no_circuit():
+    bridge = TransformerBridge(tiny("gpt2"))
+    assert bridge.blocks[0].attn.OV.shape == (4, 32, 32)
+    for part, name in ((bridge.blocks[0].attn, "VO"), (bridge.blocks[0].mlp, "OV"), (bridge.blocks[0].mlp, "QK")):
+        with pytest.raises(AttributeError, match=f"has no '{name}'"):
+            getattr(part, name)
+
+
+def test_whether_embeddings_are_cached():
+    bridge = TransformerBridge(tiny("gpt2"))
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=["hook_embed", "hook_pos_embed"])
+    assert (cache.has_embed, cache.has_pos_embed) == (True, True)
+    _, cache = bridge.run_with_cache(TOKENS, names_filter="blocks.0.hook_resid_pre")
+    assert (cache.has_embed, cache.has_pos_embed) == (False, False)

@@ -81,6 +81,40 @@ def test_inputs(embedded):
     assert lens(embedded, several).mask.sum(-1).tolist() == [embedded.to_tokens(one).shape[1] for one in several]
 
 
+@pytest.mark.parametrize("positions", [(1, 4), (None, 3), slice(2, None), [0, 3], 2, -1])
+def test_the_mask_of_some_positions(embedded, positions):
+    several = ["Later, Tom went home. The capital of France is", "The capital of France is"]
+    mask = lens(embedded, several).mask
+    reading = lens(embedded, several, pos_slice=positions)
+    at = slice(*positions) if isinstance(positions, tuple) else [positions] if isinstance(positions, int) else positions
+    assert torch.equal(reading.mask, mask[:, at])
+    assert reading.logits(0).shape[:2] == reading.mask.shape
+
+
+@torch.enable_grad()
+def test_padding_is_no_part_of_fitting(embedded):
+    """Adam's first step is the gradient's sign: against that of each text by itself, over all their tokens."""
+    texts = ["Later, Tom went home. The capital of France is", "The capital of"]
+    tuned = TunedLens.fit(embedded, [texts], learning_rate=1e-3, verbose=False)
+    n, rows = embedded.cfg.n_layers, [embedded.to_tokens(text) for text in texts]
+    count = sum(row.numel() for row in rows)
+    by_hand = TunedLens(n, embedded.cfg.d_model)
+    for row in rows:
+        with torch.no_grad():
+            logits, cache = embedded.run_with_cache(row)
+        right = logits.log_softmax(-1)
+        for layer in range(n):
+            found = embedded(by_hand(cache["resid_pre", layer], layer), start_at_layer=n).log_softmax(-1)
+            ((right.exp() * (right - found)).sum() / count).backward(
+                inputs=list(by_hand.translators[layer].parameters())
+            )
+    for ours, plain in zip(tuned.translators, by_hand.translators, strict=True):
+        for one, other in ((ours.weight, plain.weight), (ours.bias, plain.bias)):
+            clear = other.grad.abs() > 1e-6
+            assert clear.any()
+            torch.testing.assert_close(one[clear], -1e-3 * other.grad[clear].sign(), atol=1e-4, rtol=0)
+
+
 def test_top_of_one_position_holds_no_stack(bridge, tokens, monkeypatch):
     largest = []
     forward = TransformerBridge.forward

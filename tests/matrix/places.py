@@ -63,6 +63,13 @@ PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "q": ("attention.self.query", "output"), "post": ("output.dense", "input"),
         "mlp_out": ("output.dense", "output"),
     }),
+    "t5": ("decoder.block", {
+        "z": ("layer.0.SelfAttention.o", "input"), "attn_out": ("layer.0.SelfAttention.o", "output"),
+        "q": ("layer.0.SelfAttention.q", "output"), "k": ("layer.0.SelfAttention.k", "output"),
+        "v": ("layer.0.SelfAttention.v", "output"), "post": ("layer.2.DenseReluDense.wo", "input"),
+        "mlp_out": ("layer.2.DenseReluDense.wo", "output"),
+        "cross_z": ("layer.1.EncDecAttention.o", "input"), "cross_out": ("layer.1.EncDecAttention.o", "output"),
+    }),
     "gemma2-gqa": ("model.layers", GEMMA2),
     "gemma3-gqa": ("model.layers", GEMMA2),
     "mixtral-gqa": ("model.layers", MIXTURE),
@@ -79,12 +86,15 @@ PLACES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
 NAMES = {
     "resid_pre": "hook_resid_pre", "resid_post": "hook_resid_post", "z": "attn.hook_z", "q": "attn.hook_q",
     "k": "attn.hook_k", "v": "attn.hook_v", "attn_out": "hook_attn_out", "post": "mlp.hook_post",
-    "mlp_out": "hook_mlp_out",
+    "mlp_out": "hook_mlp_out", "cross_z": "cross_attn.hook_z", "cross_out": "hook_cross_attn_out",
+    "pattern": "attn.hook_pattern", "scores": "attn.hook_attn_scores",
 }  # fmt: skip
+#: What a family's blocks are called, where they are not ``blocks``.
+STACKS = {"t5": "decoder"}
 
 
-def name_of(key: str, layer: int) -> str:
-    return f"blocks.{layer}.{NAMES[key]}"
+def name_of(case: str, key: str, layer: int) -> str:
+    return f"{STACKS.get(case, 'blocks')}.{layer}.{NAMES[key]}"
 
 
 def keys_of(case: str) -> list[str]:

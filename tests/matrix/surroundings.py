@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,12 @@ from torch import Tensor, nn
 from bridge import TransformerBridge
 from bridge.run.model_inputs import accepted_arguments
 from tests.adapters.test_verify_all import tiny
+from tests.matrix.places import PLACES
 
 TOKENS = torch.randint(3, 61, (2, 6), generator=torch.Generator().manual_seed(3))
+DECODER = torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(4))
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+DICT: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
 MASKS = {"left": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]), "right": torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])}
 
 
@@ -35,6 +40,7 @@ class Setting:
         given: makes the arguments of one run of the bridge, anew each time.
         plain: makes those of the Hugging Face model.
         inside: what both runs stand in.
+        plain_model: what is run with plain torch hooks, where it is not the bridge's model.
         tolerance: how far numbers may differ that are not computed in the same way.
     """
 
@@ -43,12 +49,35 @@ class Setting:
     given: Callable[[], tuple[Tensor, dict[str, Any]]]
     plain: Callable[[], dict[str, Any]]
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    plain_model: nn.Module | None = None
     call: Callable[[Callable[[], Any]], Any] = field(default=lambda run: run())
     tolerance: float = 1e-5
 
     def run_plain(self) -> Tensor:
         with self.inside():
-            return self.call(lambda: self.bridge.original_model(**self.plain()).logits)
+            model = self.plain_model or self.bridge.original_model
+            return self.call(lambda: model(**self.plain()).logits)
+
+    def generate_plain(self) -> Tensor:
+        """The logits of a few steps of the Hugging Face model's own generation."""
+        with self.inside():
+            given = self.plain()
+            given = {name: given[name] for name in ("input_ids", "attention_mask") if name in given}
+            model: Any = self.plain_model or self.bridge.original_model
+            return self.call(lambda: torch.stack(model.generate(**given, **GREEDY, **DICT).logits))
+
+    def generate(self, hooks: list[Any]) -> Tensor:
+        """Those of the bridge's, with hooks."""
+
+        def steps() -> Tensor:
+            tokens, kwargs = self.given()
+            mask = {name: kwargs[name] for name in ("attention_mask",) if name in kwargs}
+            options = {**GREEDY, **mask, "output_logits": True, "stop_at_eos": False, "verbose": False}
+            with self.bridge.hooks(hooks):
+                return torch.stack(self.bridge.generate(tokens, **options)["logits"])
+
+        with self.inside():
+            return self.call(steps)
 
     def run(self, how: Callable[..., Any], **more: Any) -> Any:
         with self.inside():
@@ -63,8 +92,17 @@ def model_of(case: str, **more: Any) -> nn.Module:
 
 def setting(model: nn.Module, **more: Any) -> Setting:
     bridge = TransformerBridge(model)
-    fields: dict[str, Any] = {"given": lambda: (TOKENS, {}), "plain": lambda: {"input_ids": TOKENS}}
-    return Setting(bridge, bridge.core, **fields | more)
+    fields: dict[str, Any] = {"given": lambda: (TOKENS, {}), "plain": lambda: {"input_ids": TOKENS}} | more
+    return with_decoder(Setting(bridge, bridge.core, **fields))
+
+
+def with_decoder(made: Setting) -> Setting:
+    """Gives an encoder-decoder model tokens for its decoder."""
+    if made.bridge.core.config.is_encoder_decoder:
+        given, plain, decoder = made.given, made.plain, {"decoder_input_ids": DECODER}
+        made.given = lambda: (given()[0], given()[1] | decoder)
+        made.plain = lambda: plain() | decoder
+    return made
 
 
 def plain(case: str) -> Setting:
@@ -146,7 +184,7 @@ def offloaded(case: str) -> Setting:
 
 def deep_copy(case: str) -> Setting:
     bridge = copy.deepcopy(TransformerBridge(model_of(case)))
-    return Setting(bridge, bridge.core, lambda: (TOKENS, {}), lambda: {"input_ids": TOKENS})
+    return with_decoder(Setting(bridge, bridge.core, lambda: (TOKENS, {}), lambda: {"input_ids": TOKENS}))
 
 
 def frozen(case: str) -> Setting:
@@ -163,6 +201,11 @@ def checkpointed(case: str) -> Setting:
                 setattr(module, name, 0.0)
     model.activation_checkpointing_enable({"use_reentrant": False})
     return setting(model.train())
+
+
+def compiled(case: str) -> Setting:
+    model = tiny(case)
+    return setting(torch.compile(model, backend="eager"), plain_model=model)
 
 
 def other_hooks(case: str) -> Setting:
@@ -201,11 +244,31 @@ SURROUNDINGS: dict[str, Callable[[str], Setting]] = {
     "frozen": frozen,
     "checkpointed": checkpointed,
     "other-hooks": other_hooks,
+    "compiled": compiled,
 }
 
 _NO_PAST = "an encoder keeps no keys and values"
 _GROUPED = "torch's grouped multiplication, which runs the experts, has no float64"
 #: What is left out, with the reason.
-SKIPPED: dict[tuple[str, str], str] = {("bert", "past"): _NO_PAST} | {
-    (case, "float64"): _GROUPED for case in ("mixtral-gqa", "gpt_oss-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa")
+SKIPPED: dict[tuple[str, str], str] = {
+    ("bert", "past"): _NO_PAST,
+    ("t5", "past"): "its past is made by the decoder, whose first tokens are no part of what is given",
+} | {(case, "float64"): _GROUPED for case in ("mixtral-gqa", "gpt_oss-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa")}
+#: Compiling takes seconds for each family: by default it is done for these.
+COMPILED = ("gpt2", "llama-gqa", "gpt_neox", "mixtral-gqa", "t5")
+if os.environ.get("MATRIX") != "all":
+    SKIPPED |= {
+        (case, "compiled"): "compiling takes seconds: MATRIX=all does it for every family"
+        for case in PLACES
+        if case not in COMPILED
+    }
+#: Where the input of a run is also one of `generate`.
+GENERATES = (
+    "plain", "eager", "left-padded", "no-grad", "inference-mode", "float64", "bfloat16", "lora", "offloaded",
+    "deep-copy", "frozen", "another-thread", "other-hooks",
+)  # fmt: skip
+#: Families whose generation is not compared, with the reason.
+NO_GENERATION = {
+    "bert": "an encoder does not generate",
+    "t5": "transformers makes its cache for as many layers as the encoder has, and this decoder has more",
 }

@@ -1,4 +1,4 @@
-"""The matrix: (family) x (surrounding) x (operation at an activation of a layer).
+"""The matrix: (family) x (surrounding) x (operation), at activations, scores and patterns, and in generation.
 
 `MATRIX=all` in the environment runs every case; by default each (family, surrounding) takes a part of the operations,
 another part than its neighbours, so that every pair of the three is met.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.conftest import torch_hooks
 from tests.matrix.places import PLACES, keys_of, name_of, place_of, same
-from tests.matrix.surroundings import SKIPPED, SURROUNDINGS, Setting
+from tests.matrix.surroundings import GENERATES, NO_GENERATION, SKIPPED, SURROUNDINGS, Setting
 
 #: One in so many of the cases is run by default.
 SHARE = 1 if os.environ.get("MATRIX") == "all" else 12
@@ -41,6 +41,9 @@ EDITS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "one-row": second_row,
     "in-place": in_place,
 }
+#: Edits of one head inside attention, and what they are to its z: the pattern is a factor of it, and a query that may
+#: attend to nothing attends to nothing.
+INSIDE = {"pattern": 0.5, "scores": 0.0}
 OPERATIONS = ["read", "read-all", "gradient", *(f"edit-{name}" for name in EDITS), "edit-twice", "edit-gradient"]
 
 
@@ -51,6 +54,11 @@ def cases(family: str, surrounding: str) -> Iterator[tuple[str, int, str]]:
         every = [case for case in every if "gradient" not in case[2]]
     start = zlib.crc32(f"{family} {surrounding}".encode()) % SHARE
     yield from every[start::SHARE]
+    inside = [(key, layer, "inside") for key in INSIDE for layer in (0, 1)]
+    yield from inside if SHARE == 1 else [inside[start % 4]]
+    if surrounding in GENERATES and family not in NO_GENERATION:
+        whole = [(key, layer, "generate") for key in keys_of(family) for layer in (0, 1)]
+        yield from whole if SHARE == 1 else whole[start : start + (start % 3 == 0)]
 
 
 class Compared:
@@ -76,7 +84,7 @@ class Compared:
     def _read(self, key: str, layer: int, op: str) -> str:
         seen: list[Tensor] = []
         self.plainly(key, layer, lambda x: seen.append(x.detach().clone()))
-        name = name_of(key, layer)
+        name = name_of(self.family, key, layer)
         run = self.setting.bridge.run_with_cache
         logits, cache = self.setting.run(run, **{} if op == "read-all" else {"names_filter": name})
         return same(logits, self.expected, True, 0) or same(cache[name], seen[0], True, 0)
@@ -95,9 +103,48 @@ class Compared:
             return (given if new is None else new).reshape(x.shape)
 
         expected = self.plainly(key, layer, by_hand, times)
-        hooks = [(name_of(key, layer), lambda x, hook: fn(x))] * times
+        hooks = [(name_of(self.family, key, layer), lambda x, hook: fn(x))] * times
         logits = self.setting.run(self.setting.bridge.run_with_hooks, fwd_hooks=hooks)
         self.changes += not torch.equal(expected, self.expected)
+        return same(logits, expected, False, self.setting.tolerance)
+
+    def _inside(self, key: str, layer: int, op: str) -> str:
+        factor = INSIDE[key]
+        n = self.setting.bridge.cfg.n_heads
+        head = n - 1 if factor else 0
+
+        def by_hand(z: Tensor) -> Tensor:
+            new = z.clone()
+            new.unflatten(-1, (n, -1))[..., head, :] *= factor
+            return new
+
+        def ours(x: Tensor, hook: Any) -> None:
+            x[:, head] = x[:, head] * factor if factor else -torch.inf
+
+        expected = self.plainly("z", layer, by_hand)
+        run = self.setting.bridge.run_with_hooks
+        logits = self.setting.run(run, fwd_hooks=[(name_of(self.family, key, layer), ours)])
+        mask = self.setting.plain().get("attention_mask")
+        if mask is not None and not self.setting.bridge.core.config.is_encoder_decoder:
+            # A query of padding may attend to nothing before the edit either, and the model gives it what it likes.
+            expected, logits, clean = (x[mask.bool()] for x in (expected, logits, self.expected))
+            self.changes += not torch.equal(expected, clean)
+            return same(logits, expected, False, self.setting.tolerance)
+        self.changes += not torch.equal(expected, self.expected)
+        return same(logits, expected, False, self.setting.tolerance)
+
+    def _generate(self, key: str, layer: int, op: str) -> str:
+        place = place_of(self.setting.core, self.family, key, layer)
+
+        def halve(x: Tensor) -> Tensor:
+            return x * 0.5
+
+        handle = place.edit(halve)
+        try:
+            expected = self.setting.generate_plain()
+        finally:
+            handle.remove()
+        logits = self.setting.generate([(name_of(self.family, key, layer), lambda x, hook: halve(x))])
         return same(logits, expected, False, self.setting.tolerance)
 
     def _gradient(self, key: str, layer: int, op: str) -> str:
@@ -137,7 +184,7 @@ class Compared:
         begin = place_of(self.setting.core, self.family, first, 0).edit(leaf("ours"))
         try:
             run = self.setting.bridge.run_with_hooks
-            logits = self.setting.run(run, bwd_hooks=[(name_of(key, layer), ours)])
+            logits = self.setting.run(run, bwd_hooks=[(name_of(self.family, key, layer), ours)])
             (logits * weights).sum().backward()
         finally:
             begin.remove()
@@ -152,7 +199,13 @@ class Compared:
         return found or same(beginning, expected, False, self.setting.tolerance * scale)
 
 
-@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+UNCHECKED = ("compiled",)  # the checks of annotations are no code that torch compiles
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # it says what it leaves to Python
+@pytest.mark.parametrize("surrounding", [
+    pytest.param(name, marks=[pytest.mark.unchecked] if name in UNCHECKED else []) for name in SURROUNDINGS
+])  # fmt: skip
 @pytest.mark.parametrize("family", PLACES)
 def test_matrix(family: str, surrounding: str):
     if reason := SKIPPED.get((family, surrounding)):
@@ -163,7 +216,7 @@ def test_matrix(family: str, surrounding: str):
     wrong = []
     for key, layer, op in cases(family, surrounding):
         if found := compared.differs(key, layer, op):
-            wrong.append(f"{name_of(key, layer)}, {op}: {found}")
+            wrong.append(f"{name_of(family, key, layer)}, {op}: {found}")
     assert not wrong, "\n".join([f"{family}, {surrounding}:", *wrong])
     assert torch_hooks(setting.bridge.original_model) == before
     assert compared.changes  # a norm may undo one edit or the other, and not all of them
@@ -182,4 +235,6 @@ def test_how_many():
     pairs = {(surrounding, op) for _, surrounding, op in every}
     missing = {(s, op) for s in SURROUNDINGS for op in OPERATIONS} - pairs
     assert missing == {(s, op) for s in WITHOUT_GRAD for op in ("gradient", "edit-gradient")}
-    assert {(family, op) for family, _, op in every} == {(f, op) for f in PLACES for op in OPERATIONS}
+    assert {(family, op) for family, _, op in every} >= {(f, op) for f in PLACES for op in (*OPERATIONS, "inside")}
+    assert {family for family, _, op in every if op == "generate"} == set(PLACES) - set(NO_GENERATION)
+    assert {surrounding for _, surrounding, op in every if op == "generate"} == set(GENERATES)

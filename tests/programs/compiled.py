@@ -97,6 +97,36 @@ def test_by_inductor():
     assert_same(made, program(tokens, **more))
 
 
+def test_points_inside_experts():
+    bridge = TransformerBridge(tiny("mixtral-gqa"))
+    names = [f"blocks.1.mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("in", "post", "out")]
+    program = bridge.program(capture=names, interventions=[("blocks.1.mlp.experts.2.hook_post", halve)])
+    compiled = program.compile(backend="eager")
+    for seed, length in ((1, 9), (2, 6), (3, 12)):
+        tokens, _ = batch(bridge, length=length, seed=seed)
+        wanted = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.mlp.experts.2.hook_post", halve)])
+        made = compiled(tokens)
+        assert_same(made, program(tokens))
+        torch.testing.assert_close(made["logits"], wanted)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_generation_by_compiled_code():
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    vector = torch.randn(32)
+    program = bridge.program(
+        interventions=[("blocks.0.hook_resid_post", lambda act, hook, vector: act + vector)], inputs={"vector": vector}
+    ).compile(backend="eager")
+    tokens = torch.randint(3, 61, (2, 6))
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    for strength in (1.0, 0.0):
+        with bridge.hooks([("blocks.0.hook_resid_post", lambda act, hook, s=strength: act + vector * s)]):
+            wanted = bridge.generate(tokens, **options)
+        made = bridge.generate(tokens, program=program, inputs={"vector": vector * strength}, **options)
+        assert torch.equal(made, wanted)
+    assert counters["stats"]["unique_graphs"] == 2  # the prompt, and one token more
+
+
 def test_the_body_of_an_edit_is_part_of_the_code():
     bridge = TransformerBridge(tiny("llama-gqa"))
     tokens, more = batch(bridge)
@@ -128,3 +158,14 @@ def test_a_body_of_several_points_draws_no_random_numbers():
     program(tokens)
     with pytest.raises(Exception, match="draws random numbers"):
         program.compile(backend="eager")(tokens)
+
+
+def test_many_programs_in_one_process():
+    """torch compiles each code object a few times only: each program has one of its own."""
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    tokens, _ = batch(bridge)
+    for layer in range(bridge.cfg.n_layers):
+        for end in ("hook_resid_pre", "hook_resid_mid", "hook_mlp_out", "hook_attn_out", "hook_resid_post"):
+            names = [f"blocks.{layer}.{end}"]
+            program = bridge.program(capture=names, interventions=[(names, halve)])
+            assert_same(program.compile(backend="eager")(tokens), program(tokens))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import DynamicCache
 from transformers.exporters import ExportedModel
 
 from bridge import TransformerBridge
+from bridge.cli.main import main
 from bridge.export.formats import FORMATS
 from tests.adapters.test_verify_all import tiny
 
@@ -199,3 +201,49 @@ def test_a_text_is_an_example_and_the_model_is_left_as_it_was():
     assert before == {name: (p.data_ptr(), p.requires_grad) for name, p in bridge.core.named_parameters()}
     assert bridge.core.config.to_dict() == config and not bridge.core.__dict__.get("forward")
     assert torch.nn.functional.scaled_dot_product_attention.__module__ == "torch._C._nn"
+
+
+@pytest.mark.parametrize("format", [pytest.param(name, marks=needs(name)) for name in ("dynamo", "onnx")])
+def test_from_the_command_line(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bridge = TransformerBridge.boot_embedded().eval()
+    name, at = "blocks.3.hook_resid_post", "blocks.1.hook_resid_post"
+    arguments = ["export", "embedded", "--format", format, "--capture", name, "--steer", at, "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert f"outputs  logits, {name}" in capsys.readouterr().out
+    exported = ExportedModel.from_pretrained(tmp_path)
+    tokens = bridge.to_tokens(["The cat sat on the mat.", "Two of them went home again."], padding_side="right")
+    vector = torch.randn(bridge.cfg.d_model)
+    made = exported(input_ids=tokens, attention_mask=torch.ones_like(tokens), vector=vector, strength=torch.tensor(0.5))
+    with bridge.hooks([(at, lambda activation, hook: activation + 0.5 * vector)]):
+        logits, cache = bridge.run_with_cache(tokens, names_filter=name)
+    torch.testing.assert_close(made["logits"], logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(made[name], cache[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", [pytest.param(name, marks=needs(name)) for name in ("dynamo", "onnx", "openvino")])
+def test_points_inside_experts(format: str):
+    bridge = TransformerBridge(tiny("mixtral-gqa"))
+    names = [f"blocks.1.mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("in", "post", "out")]
+    exported = bridge.export(torch.randint(3, 61, (2, 7)), format, capture=names).to(**RUN.get(format, {}))
+    tokens = torch.randint(3, 61, (3, 9))
+    made = exported(input_ids=tokens)
+    logits, cache = bridge.run_with_cache(tokens, names_filter=names)
+    torch.testing.assert_close(made["logits"], logits, rtol=0, atol=1e-4)
+    for name in names:
+        torch.testing.assert_close(made[name], cache[name], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_page():
+    """The code of docs/export.md that the other tests of pages leave out, with what stands before it."""
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    blocks = re.findall(r"```(?:python|py)\n(.*?)```", page, flags=re.DOTALL)
+    compiled = [block for block in blocks if "MyAttention" not in block and '"onnx"' not in block]
+    assert any("compile(" in block for block in compiled) and len(compiled) == 3
+    exec("\n".join(compiled), {})
+
+
+@needs("onnx")
+def test_the_page_s_export(tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    blocks = re.findall(r"```(?:python|py)\n(.*?)```", page, flags=re.DOTALL)
+    exec(blocks[0] + next(block for block in blocks if '"onnx"' in block), {"folder": str(tmp_path)})

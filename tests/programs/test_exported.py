@@ -64,7 +64,9 @@ def test_what_cannot_be_exported_is_refused():
         program.export({"input_ids": tokens, "v": torch.ones(32)})
 
 
-def test_executorch_does_not_get_a_model_that_it_would_move(monkeypatch: pytest.MonkeyPatch):
+def test_executorch_does_not_get_what_it_would_move_or_cannot_count():
     bridge = TransformerBridge(tiny("gpt2"))
     with pytest.raises(ValueError, match="moves the model's own parameters"):
-        formats.check_can_take(formats.FORMATS["executorch"], bridge.core, {"backend": "cuda"})
+        formats.check_can_take(formats.FORMATS["executorch"], bridge.core, False, {"backend": "cuda"})
+    with pytest.raises(ValueError, match="points inside experts"):
+        formats.check_can_take(formats.FORMATS["executorch"], bridge.core, True, {})

@@ -302,3 +302,44 @@ def test_around_a_model_that_was_compiled():
         program = bridge.program(capture=["blocks.1.attn.hook_pattern"])
         assert torch.equal(program(tokens)["logits"], wanted)
         model.forward = torch.compile(model.forward, backend="eager")
+
+
+def test_generation_by_a_program():
+    bridge = bridge_of("llama-gqa")
+    program = bridge.program(
+        interventions=[("blocks.0.hook_resid_post", lambda act, hook, vector: act + vector)],
+        inputs={"vector": torch.zeros(32)},
+    )
+    tokens, vector = torch.randint(3, 61, (2, 6)), torch.randn(32)
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    with bridge.hooks([("blocks.0.hook_resid_post", lambda act, hook: act + vector)]):
+        wanted = bridge.generate(tokens, **options)
+    assert torch.equal(bridge.generate(tokens, program=program, inputs={"vector": vector}, **options), wanted)
+    assert not torch.equal(bridge.generate(tokens, **options), wanted)
+    with pytest.raises(TypeError, match="the program needs vector="):
+        bridge.generate(tokens, program=program, **options)
+    with pytest.raises(TypeError, match="vektor was not declared"):
+        bridge.generate(tokens, program=program, inputs={"vektor": vector}, **options)
+    with pytest.raises(ValueError, match="return_cache cannot be had with a program"):
+        bridge.generate(tokens, program=program, inputs={"vector": vector}, return_cache=True, **options)
+    with pytest.raises(ValueError, match="has an encoder"):
+        bridge_of("t5").generate(tokens, program=bridge_of("t5").program(), **options)
+
+
+def test_the_body_of_an_edit_runs_in_step():
+    bridge = bridge_of("llama-gqa")
+    tokens, more = batch(bridge)
+    ran: list[str] = []
+
+    def body(run: Any) -> None:
+        ran.append("once")
+        if run["blocks.0.hook_resid_post"].norm() > 0:
+            run["blocks.1.attn.hook_z"][:, :, 1] = 0
+        run["blocks.1.hook_resid_post"] += run["blocks.1.hook_resid_post"].mean()
+
+    edit = bridge.trace_edit(body)
+    program = bridge.program(capture=["blocks.1.hook_resid_post"], interventions=edit)
+    ran.clear()
+    made = program(tokens, **more)
+    assert ran == ["once"]
+    assert torch.equal(made["logits"], bridge.run_with_hooks(tokens, fwd_hooks=edit, **more))

@@ -1,10 +1,9 @@
-"""A right call of each public function that stands on runs; what each parameter is made wrong in is found by signature."""
+"""A right call of each public function that stands on runs; the parameters that are made wrong are in its signature."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +28,11 @@ from bridge.circuits import (
 )
 from bridge.harvest import Activations, check, harvest
 from bridge.lens import TunedLens, lens
-from bridge.tasks import embedded_pairs, greater_than, induction, ioi
+from bridge.tasks import embedded_pairs, induction, ioi
 from weight_processing import center_unembed, center_writing_weights, fold_layer_norm, fold_value_biases
+
+#: Parameters that say how much to do: a large number there is work, and no mistake.
+COUNTS = ("steps", "epochs", "n", "length", "n_layers", "d_model")
 
 
 class Call(NamedTuple):
@@ -61,8 +63,9 @@ def metric(logits: torch.Tensor) -> torch.Tensor:
 
 def traced(bridge: TransformerBridge) -> Callable[..., Any]:
     def run(
-        input: Any, capture: Any = (), attention_mask: Any = None, start_at_layer: Any = None, stop_at_layer: Any = None,
-        prepend_bos: Any = None, padding_side: Any = None, name: Any = "blocks.0.hook_resid_pre", value: Any = None,
+        input: Any, capture: Any = (), attention_mask: Any = None, start_at_layer: Any = None,
+        stop_at_layer: Any = None, prepend_bos: Any = None, padding_side: Any = None,
+        name: Any = "blocks.0.hook_resid_pre", value: Any = None,
     ) -> Any:  # fmt: skip
         options = {
             "capture": capture, "attention_mask": attention_mask, "start_at_layer": start_at_layer,
@@ -85,14 +88,14 @@ def trace_generated(bridge: TransformerBridge) -> Callable[..., Any]:
     return run
 
 
-def calls() -> list[Call]:
-    """All of them."""
+def calls(folder: Path) -> list[Call]:
+    """All of them, with what is written in a folder."""
     bridge = TransformerBridge.boot_embedded().eval()
     bridge.original_model.requires_grad_(False)
     native = TransformerBridge.boot_native(
         {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_vocab": 12, "n_ctx": 8, "act_fn": "gelu"}
     ).eval()
-    clean, corrupted = bridge.to_tokens(["Mary and John", "Mary and Mary"])[:, None]
+    clean, _ = bridge.to_tokens(["Mary and John", "Mary and Mary"])[:, None]
     with torch.no_grad():
         _, cache = bridge.run_with_cache(clean)
     stack = cache.decompose_resid()
@@ -103,8 +106,7 @@ def calls() -> list[Call]:
     found = scores.top(3)
     reading = lens(bridge, clean)
     tuned = TunedLens(1, 8)
-    folder = Path(tempfile.mkdtemp())
-    tuned.save(folder / "lens.safetensors")
+    tuned.save(folder / "lens")
     found.save(folder / "circuit.json")
     harvest(native, tokens, hook_points=["blocks.0.hook_resid_pre"], out=folder / "made", context_size=4)
     made = itertools.count()
@@ -178,10 +180,10 @@ def calls() -> list[Call]:
         Call("lens", lens, {"bridge": bridge, "input": clean}),
         *of(reading, {"logits": {"layer": 0}, "probabilities": {"token": 5}, "ranks": {"token": 5}, "top": {}}),
         Call("TunedLens", TunedLens, {"n_layers": 1, "d_model": 8}),
-        Call("TunedLens.load", TunedLens.load, {"path": folder / "lens.safetensors"}),
-        Call("TunedLens.save", tuned.save, {"path": folder / "another.safetensors"}),
+        Call("TunedLens.load", TunedLens.load, {"folder": folder / "lens"}),
+        Call("TunedLens.save", tuned.save, {"folder": folder / "another"}),
         *of(tuned, {"check": {"bridge": native}}),
-        Call("TunedLens.fit", TunedLens.fit, {"bridge": native, "tokens": tokens, "steps": 1}, ("progress",)),
+        Call("TunedLens.fit", TunedLens.fit, {"bridge": native, "batches": [tokens], "verbose": False}),
         Call("edge_attribution", edge_attribution, {**run, "steps": 1}),
         Call("edge_effects", edge_effects, {**run, "edges": [graph.edge_name(1, 0)], "verbose": False}),
         Call("path_patching", path_patching, {**run, "senders": ["embed"], "receivers": ["logits"]}),
@@ -196,10 +198,9 @@ def calls() -> list[Call]:
         Call("Graph.of", Graph.of, {"bridge": native}),
         *of(graph, {"edge": {"name": graph.edge_name(1, 0)}, "sender": {"name": "embed"},
                     "receiver": {"name": "logits"}, "receivers_named": {"name": "logits"}}),
-        Call("embedded_pairs", embedded_pairs, {"bridge": bridge, "kind": "induction", "n": 1}),
+        Call("embedded_pairs", embedded_pairs, {"bridge": bridge, "kind": "repeats", "n": 1}),
         Call("induction", induction, {"source": bridge, "n": 1, "length": 2}),
         Call("ioi", ioi, {"source": bridge, "n": 1}),
-        Call("greater_than", greater_than, {"source": bridge, "n": 1}),
         Call("trace", traced(native), {"input": tokens}),
         Call("trace_generate", trace_generated(native), {"input": tokens}),
         Call("harvest", harvested, {

@@ -17,6 +17,7 @@ from bridge.harvest.reading.statistics import Statistics, statistics_of
 from bridge.harvest.rows import ID_COLUMNS
 from bridge.harvest.shards import ShardFile
 from bridge.harvest.storage import Folder
+from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion
 
 #: Names of columns and their rows, ``[batch, ...]``.
@@ -50,6 +51,7 @@ class Activations:
         (4, torch.Size([128]))
     """
 
+    @refuse_wrong_types
     def __init__(self, path: str | os.PathLike[str], partial: bool = False) -> None:
         self.folder = Folder(path)
         manifest = self.folder.manifest()

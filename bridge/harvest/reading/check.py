@@ -11,6 +11,7 @@ import xxhash
 from bridge.harvest.errors import HarvestError
 from bridge.harvest.shards import ShardFile
 from bridge.harvest.storage import Folder, Record
+from bridge.hooks.arguments import refuse_wrong_types
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Check:
         return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
 
 
+@refuse_wrong_types
 def check(path: str | os.PathLike[str]) -> Check:
     """Reads every shard of a harvest and compares it with the manifest: size, checksum, rows.
 
