@@ -15,7 +15,7 @@ from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
-from adapters.proofs.gradients import Reached, by_position, disjoint_sets, gradients_of_scores, gradients_of_z
+from adapters.proofs.gradients import by_position, disjoint_sets, gradients_of_scores, gradients_of_z
 from adapters.views import AlibiScores, Composed, FilledScores, Heads, MaskedScores, OneHead, View
 
 #: The columns of each head, in a projection's output.
@@ -124,7 +124,7 @@ class FoundAttention:
         rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
         return rows is not None and bool(rows[:, query - 1].any())
 
-    def _carrier(self, reached: Sequence[Reached]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
+    def _carrier(self, reached: Sequence[Tensor | None]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
         """The last linear layer with columns of its own for each head; with the norm behind it that mixes heads."""
         for index in reversed(range(len(self.sources))):
             mask, call = reached[index], self.sources[index]
