@@ -225,6 +225,8 @@ class Stack:
         layers: the blocks, by index, that look different, in any way.
         final_norm: the norm after the last block.
         embed: the embedding of its own tokens, where the model has several stacks.
+        embed_factor, pos_embed, embed_norm: what that is multiplied with, what is added to it, and the norm of the sum,
+            as in `Architecture`.
         name: the canonical name: ``blocks``, or ``encoder`` and ``decoder``.
         pos: the axis of its positions.
         output_key: which element of a block's output is the residual stream (None: the output itself).
@@ -240,6 +242,9 @@ class Stack:
     pos: str = "pos"
     output_key: int | None = None
     output_length: int = 1
+    embed_factor: float = 1.0
+    pos_embed: str | None = None
+    embed_norm: Norm | None = None
 
     def block_at(self, index: int) -> Block:
         """What the block of a layer looks like."""

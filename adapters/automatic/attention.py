@@ -70,6 +70,8 @@ class FoundAttention:
         if self.z.value.ndim != 3:
             raise NotFound("what enters its output projection is not [batch, pos, (head d_head)]")
         self.query_pos, self.key_pos = scores.shape[2], scores.shape[3]
+        #: Its keys are at other positions than its queries: those of the encoder.
+        self.cross = self.key_pos not in (self.query_pos, self.query_pos + 1)
         self.sources = self._sources()
         self._trace()
 
@@ -122,7 +124,9 @@ class FoundAttention:
         live = call.left[0].live
         z = self.z_by_head[:, query]
         gradient = gradient_of(z.pow(2).sum() + z.sum(), live)
-        rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
+        lengths = (self.query_pos, self.key_pos) if self.cross else (self.query_pos,)
+        found = (by_position(gradient, self.recording.batch, n) for n in lengths if gradient is not None)
+        rows = next((each for each in found if each is not None), None)
         return rows is not None and bool(rows[:, query - 1].any())
 
     def _carrier(self, reached: Sequence[Reached]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
@@ -183,7 +187,8 @@ class FoundAttention:
             qk_norm_last=self.normed_last,
             core="" if core == owner else relative(core, owner),
             q_latent=self._latent("q"),
-            kv_latent=self._latent("k", "v"),
+            kv_latent=None if self.cross else self._latent("k", "v"),
+            cross=self.cross,
             n_heads=self.n_heads,
             n_kv_heads=len(self.found["k"][1]),
             d_q=len(self.found["q"][1][0]),
@@ -253,10 +258,14 @@ class FoundAttention:
     def _by_head(self, made: Tensor, letter: str) -> Tensor:
         """What a projection made, ``[batch, pos, head, d_head]``."""
         call, sets, _ = self.found[letter]
-        rows = by_position(made, self.recording.batch, self.query_pos)
+        rows = by_position(made, self.recording.batch, self._positions(letter))
         if rows is None:
             raise NotFound(f"{call.path} puts out the shape {tuple(made.shape)}")
         return rows[..., torch.tensor(sets, device=made.device)]
+
+    def _positions(self, letter: str) -> int:
+        """At how many positions queries (keys, values) are made."""
+        return self.key_pos if self.cross and letter != "q" else self.query_pos
 
     def _over(self, call: ModuleCall) -> Literal["heads", "heads first", "width"]:
         """What a norm of queries or keys is given."""
@@ -264,7 +273,7 @@ class FoundAttention:
         shape = call.entered.value.shape
         if len(shape) == 3:
             return "width"
-        return "heads" if shape[1] == self.query_pos else "heads first"
+        return "heads" if shape[1] in (self.query_pos, self._positions("k")) else "heads first"
 
     def _normed(self, letter: str) -> Tensor:
         """Queries or keys as they leave their norm, ``[batch, pos, head, d_head]``."""
@@ -272,7 +281,7 @@ class FoundAttention:
         norm = self._norm(letter)
         if norm is None or (self.normed_last and letter in "qk"):
             return self._by_head(call.left[0].value, letter)
-        rows = by_position(norm[1].left[0].value, self.recording.batch, self.query_pos)
+        rows = by_position(norm[1].left[0].value, self.recording.batch, self._positions(letter))
         assert rows is not None
         return rows.unflatten(-1, (len(sets), -1))
 

@@ -95,7 +95,10 @@ def sample_inputs(model: nn.Module) -> dict[str, Tensor]:
     vocabulary = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
-    return {"input_ids": tokens.to(parameter.device)}
+    tokens = tokens.to(parameter.device)
+    if getattr(config, "is_encoder_decoder", False):  # of another length, so that shapes tell the two apart
+        return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-4].contiguous()}
+    return {"input_ids": tokens}
 
 
 class _Inference:
@@ -116,36 +119,26 @@ class _Inference:
         stacks, reason = find_stacks(self.model, self.recording)
         if not stacks:
             raise NotInferable(reason)
-        (found, *others) = stacks
-        if others:
+        two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
+        if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
-        blocks = _all_rotated([self._block(found, index) for index in range(len(found.blocks))])
-        usual = Counter(map(repr, blocks)).most_common(1)[0][0]
-        block = next(each for each in blocks if repr(each) == usual)
-        layers = {i: each for i, each in enumerate(blocks) if each != block}
-        last = found.blocks[-1].end
-        final = find_final_norm(self.recording, found.outputs[-1], last)
-        if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
-            self.not_offered["ln_final"] = "no norm that is known reads the last stream"
+        (found, *others) = stacks
         embedding = find_embedding(self.model, self.recording, found.blocks[0])
         if embedding is None:
             raise NotInferable("no token embedding ran")
         self.not_offered |= embedding.missing
-        stack = Stack(
-            self.relative(found.path),
-            block,
-            layers,
-            final_norm=final and Norm(self.relative(final.path), final.kind),
-            output_key=found.outputs[0].key,
-            output_length=found.blocks[0].n_left,
-        )
-        unembed = find_unembedding(self.model, self.recording, last)
+        first_stack, final = self._stack(found, "encoder" if two else "blocks")
+        unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
+        facts = {name: Counter(counts) for name, counts in self.facts.items()}
+        declared = [first_stack, *(self._decoder(other, found) for other in others)]
+        self.facts = facts  # the configuration speaks of the first
         values = self._config_values(found, unembed)
-        stack = replace(
-            stack, block=_sized(stack.block, values), layers={i: _sized(b, values) for i, b in stack.layers.items()}
-        )
+        declared = [
+            replace(each, block=_sized(each.block, values), layers={i: _sized(b, values) for i, b in each.layers.items()})
+            for each in declared
+        ]
         architecture = Architecture(
-            stacks=(stack,),
+            stacks=tuple(declared),
             embed=self.relative(embedding.embed),
             unembed=relative(unembed.path, self.core) if unembed else "",
             pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
@@ -153,10 +146,50 @@ class _Inference:
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
-            heads=self._heads(found, final, unembed),
+            heads=() if two else self._heads(found, final, unembed),
+            no_layer_runs="its decoder needs the encoder's output" if two else "",
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
+
+    def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
+        """A list of blocks, and its final norm with its path from the model."""
+        blocks = _all_rotated([self._block(found, index, name) for index in range(len(found.blocks))])
+        usual = Counter(map(repr, blocks)).most_common(1)[0][0]
+        block = next(each for each in blocks if repr(each) == usual)
+        layers = {i: each for i, each in enumerate(blocks) if each != block}
+        final = find_final_norm(self.recording, found.outputs[-1], found.blocks[-1].end)
+        if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
+            what = "ln_final" if name == "blocks" else f"{name}_final_ln"
+            self.not_offered[what] = "no norm that is known reads the last stream"
+        stack = Stack(
+            self.relative(found.path),
+            block,
+            layers,
+            final_norm=final and Norm(self.relative(final.path), final.kind),
+            name=name,
+            output_key=found.outputs[0].key,
+            output_length=found.blocks[0].n_left,
+        )
+        return stack, final
+
+    def _decoder(self, found: FoundStack, encoder: FoundStack) -> Stack:
+        """The list of blocks that runs behind the encoder's, with the embeddings that make its first stream."""
+        stack, _ = self._stack(found, "decoder")
+        embedding = find_embedding(self.model, self.recording, found.blocks[0], since=encoder.blocks[-1].end)
+        if embedding is None:
+            self.not_offered["decoder_embed"] = "no token embedding ran between the encoder and the decoder"
+            return replace(stack, pos="decoder_pos")
+        for what, why in embedding.missing.items():
+            self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
+        return replace(
+            stack,
+            pos="decoder_pos",
+            embed=self.relative(embedding.embed),
+            embed_factor=embedding.factor,
+            pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
+            embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
+        )
 
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
@@ -188,6 +221,8 @@ class _Inference:
             # Where queries are scaled beside, a run of few tokens may not show that slow columns turn.
             if dims and (self.exact_rotation or "rotary_dim" not in said):
                 values["rotary_dim"] = max(dims)
+        if (start := getattr(config_of(self.model), "decoder_start_token_id", None)) is not None:
+            values["decoder_start_token_id"] = start
         values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
         values |= self._window_values()
         if values["d_mlp"] is None:
@@ -227,14 +262,14 @@ class _Inference:
             return rotary_values(config)
         return {}
 
-    def _block(self, stack: FoundStack, index: int) -> Block:
+    def _block(self, stack: FoundStack, index: int, name: str = "blocks") -> Block:
         """One block. What is not found out about it is noted by the name of the hook point that it costs."""
         call = stack.blocks[index]
         inside = self.recording.between(call.start, call.end)
         norms: Norms = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
         sums = Sums(call, stack.outputs[index], self.recording, list(norms))
         found = sums.find()
-        prefix = f"blocks.{index}"
+        prefix = f"{name}.{index}"
         if found is None:
             self.not_offered[f"{prefix}.hook_resid_mid"] = (
                 "what leaves the block is not what enters it and what its modules put out"

@@ -36,15 +36,18 @@ class FoundEmbedding:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall) -> FoundEmbedding | None:
+def find_embedding(
+    model: nn.Module, recording: Recording, first: ModuleCall, since: int = -1
+) -> FoundEmbedding | None:
     """What makes the stream that enters the first block; None where no token embedding ran.
 
     Args:
         model: the model.
         recording: of its run.
         first: the call of the first block.
+        since: the time from which on its embeddings run: when the stack before it has ended.
     """
-    before = [call for call in recording.calls if -1 < call.end < first.start and call.left]
+    before = [call for call in recording.calls if -1 < call.end < first.start and call.left and call.start > since]
     module = token_embedding(model)
     called = [call for call in before if call.module is module] or [
         call for call in before if isinstance(call.module, nn.Embedding)

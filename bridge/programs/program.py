@@ -207,7 +207,7 @@ class Program(nn.Module):
             arguments.setdefault("use_cache", False)  # nobody gets it, and it would be in the graph
         starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
         if self.config.is_encoder_decoder and not starts & given.keys():
-            start = self.config.decoder_start_token_id
+            start = getattr(self.config, "decoder_start_token_id", None)
             arguments["decoder_input_ids"] = torch.full((tokens.shape[0], 1), start, device=tokens.device)
         return arguments
 
@@ -227,7 +227,7 @@ class Program(nn.Module):
                 f"the tokens have shape {list(input_ids.shape)} and type {input_ids.dtype}; a program takes whole "
                 "numbers [batch, pos], such as bridge.to_tokens(text) gives"
             )
-        start = self.config.decoder_start_token_id if self.config.is_encoder_decoder else 0
+        start = getattr(self.config, "decoder_start_token_id", None) if self.config.is_encoder_decoder else 0
         if start is None and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & given.keys():
             raise ValueError("the model names no decoder_start_token_id; pass decoder_input_ids")
         past = given.get("past_key_values")
