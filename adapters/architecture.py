@@ -225,8 +225,8 @@ class Stack:
         layers: the blocks, by index, that look different, in any way.
         final_norm: the norm after the last block.
         embed: the embedding of its own tokens, where the model has several stacks.
-        embed_factor, pos_embed, embed_norm: what that is multiplied with, what is added to it, and the norm of the sum,
-            as in `Architecture`.
+        embed_factor, pos_embed: what that is multiplied with, and what is added to it, as in `Architecture`.
+        embed_norm: a norm of the token embedding, or of the sum.
         name: the canonical name: ``blocks``, or ``encoder`` and ``decoder``.
         pos: the axis of its positions.
         output_key: which element of a block's output is the residual stream (None: the output itself).

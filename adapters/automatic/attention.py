@@ -334,13 +334,33 @@ class FoundAttention:
             scores[..., 0] - scores[..., 1],
             (product[:, :, position, pair] * _SIGNS.to(product.device)).sum(-1),
         )
-        factor = float((differences * products).sum() / (products * products).sum())
-        if not bool(((differences - factor * products).abs() <= 1e-3 * differences.abs().max()).all()):
+        factor = _ratio(differences, products)
+        if factor is None:  # what is added for each place alone is the same in every row of the batch
+            factor = _ratio(differences - differences.mean(0), products - products.mean(0))
+        if factor is None:
             return None
         if not rotated:  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
             factor *= float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (self.n_heads / k.shape[2]) ** 0.5
         usual = q.shape[-1] ** 0.5
         return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
+
+    def bias(self) -> Tensor | None:
+        """What is added to the scores for each place, the same in every row, ``[head, query, key]``, zero where masked.
+
+        None where there is none, or not that alone.
+        """
+        found = self._product()
+        if found is None or len(self.softmax.pattern) < 2:
+            return None
+        product = found[0]
+        seen = (self.softmax.pattern > 0)[..., : product.shape[-1]]
+        scores = self.softmax.scores.detach().double()[..., : product.shape[-1]].where(seen, 0)
+        product = product.where(seen, 0)
+        factor = _ratio(scores - scores.mean(0), product - product.mean(0))
+        if factor is None:
+            return None
+        bias = (scores - factor * product).mean(0)
+        return bias if float(bias.abs().max()) > 100 * tolerance(self.softmax.scores) else None
 
     @property
     def is_causal(self) -> bool:
@@ -480,6 +500,12 @@ class FoundAttention:
             if parameter.shape == (self.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
                 return replace(declared, z_is="sink", z_sinks=name)
         raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
+
+
+def _ratio(made: Tensor, of: Tensor) -> float | None:
+    """The factor between two tensors; None where they are not proportional."""
+    factor = float((made * of).sum() / (of * of).sum())
+    return factor if bool(((made - factor * of).abs() <= 1e-3 * made.abs().max()).all()) else None
 
 
 def _same_numbers(x: Tensor, y: Tensor, close: float) -> bool:

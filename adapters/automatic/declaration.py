@@ -20,6 +20,7 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
+from adapters.automatic.position_bias import FoundTable, find_table
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
 from adapters.config import act_fn_name, config_of, first, rotary_values
@@ -109,7 +110,9 @@ class _Inference:
         self.facts: dict[str, Counter[object]] = {}
         #: How far back each attention looks at most, None where it looks at the first token.
         self.windows: list[int | None] = []
-        self.exact_rotation = False
+        self.exact_rotation, self.n_layers = False, 0
+        #: The table of position biases that the layers of a stack share.
+        self.table: FoundTable | None = None
 
     def fact(self, name: str, value: object) -> None:
         """Something that a layer says of the model."""
@@ -127,18 +130,17 @@ class _Inference:
         if embedding is None:
             raise NotInferable("no token embedding ran")
         self.not_offered |= embedding.missing
-        first_stack, final = self._stack(found, "encoder" if two else "blocks")
+        first_stack, last_norm = self._stack(found, "encoder" if two else "blocks")
         unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
-        facts = {name: Counter(counts) for name, counts in self.facts.items()}
-        declared = [first_stack, *(self._decoder(other, found) for other in others)]
-        self.facts = facts  # the configuration speaks of the first
+        facts, windows = {name: Counter(counts) for name, counts in self.facts.items()}, list(self.windows)
+        declared = [first_stack]
+        for other in others:
+            decoder, last_norm = self._decoder(other, found)
+            declared.append(decoder)
+        self.facts, self.windows = {**self.facts, **facts}, windows  # the configuration speaks of the first
         values = self._config_values(found, unembed)
-        declared = [
-            replace(each, block=_sized(each.block, values), layers={i: _sized(b, values) for i, b in each.layers.items()})
-            for each in declared
-        ]
         architecture = Architecture(
-            stacks=tuple(declared),
+            stacks=tuple(_all_sized(stack, values) for stack in declared),
             embed=self.relative(embedding.embed),
             unembed=relative(unembed.path, self.core) if unembed else "",
             pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
@@ -146,7 +148,7 @@ class _Inference:
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
-            heads=() if two else self._heads(found, final, unembed),
+            heads=self._heads(stacks[-1], last_norm, unembed),
             no_layer_runs="its decoder needs the encoder's output" if two else "",
             config_values=values,
         )
@@ -154,6 +156,7 @@ class _Inference:
 
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
+        self.table = None
         blocks = _all_rotated([self._block(found, index, name) for index in range(len(found.blocks))])
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
@@ -173,16 +176,16 @@ class _Inference:
         )
         return stack, final
 
-    def _decoder(self, found: FoundStack, encoder: FoundStack) -> Stack:
+    def _decoder(self, found: FoundStack, encoder: FoundStack) -> tuple[Stack, Norm | None]:
         """The list of blocks that runs behind the encoder's, with the embeddings that make its first stream."""
-        stack, _ = self._stack(found, "decoder")
+        stack, final = self._stack(found, "decoder")
         embedding = find_embedding(self.model, self.recording, found.blocks[0], since=encoder.blocks[-1].end)
         if embedding is None:
             self.not_offered["decoder_embed"] = "no token embedding ran between the encoder and the decoder"
-            return replace(stack, pos="decoder_pos")
+            return replace(stack, pos="decoder_pos"), final
         for what, why in embedding.missing.items():
             self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
-        return replace(
+        stack = replace(
             stack,
             pos="decoder_pos",
             embed=self.relative(embedding.embed),
@@ -190,6 +193,7 @@ class _Inference:
             pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
         )
+        return stack, final
 
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
@@ -212,6 +216,7 @@ class _Inference:
 
     def _config_values(self, found: FoundStack, unembed: ModuleCall | None) -> dict[str, object]:
         values: dict[str, object] = {"d_model": found.d_model, "d_mlp": None, "act_fn": None}
+        self.n_layers = len(found.blocks)
         values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.facts.items()}
         if values.get("positional_embedding_type") == "rotary":
@@ -249,6 +254,11 @@ class _Inference:
         said = None if getattr(config, "is_heterogeneous", False) else first(config, "sliding_window")
         if isinstance(said, int) and said < self.recording.pos and all(seen is None for seen in self.windows):
             return {"use_local_attn": False, "window_size": None, "attn_types": None}
+        seen = {window for window in self.windows if window is not None}
+        told = first(config_of(self.model), "sliding_window", "layer_types")
+        if len(seen) == 1 and self.n_layers == len(self.windows) and told is None:
+            types = ["global" if window is None else "local" for window in self.windows]
+            return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
         return {}
 
     def _rotary_values(self) -> dict[str, object]:
@@ -347,6 +357,13 @@ class _Inference:
                 self.fact("rotary_base", found.rotary_base(*rotation[:2]))
         elif isinstance(declared.scores, AlibiScores):
             self.fact("positional_embedding_type", "alibi")
+        elif table := find_table(found, self.table):
+            self.table = table
+            self.fact("positional_embedding_type", "relative_positional_bias")
+            self.fact("relative_attention_num_buckets", table.buckets)
+            most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
+            self.fact("relative_attention_max_distance", most)
+            declared = replace(declared, position_bias=table.path)
         return declared
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
@@ -438,6 +455,12 @@ def _sized(block: Block, values: Mapping[str, object]) -> Block:
         )
 
     return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
+
+
+def _all_sized(stack: Stack, values: Mapping[str, object]) -> Stack:
+    return replace(
+        stack, block=_sized(stack.block, values), layers={i: _sized(each, values) for i, each in stack.layers.items()}
+    )
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
