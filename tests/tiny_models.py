@@ -174,9 +174,10 @@ def tiny_model(
 
 @torch.no_grad()
 def add_noise(model: nn.Module) -> None:
-    """Random numbers on every parameter and buffer of weights, none of which stays at zero or one."""
+    """Random numbers on every parameter, none of which stays at zero or one. A table that is not trained stays."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        constant = parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
+        if parameter.is_floating_point() and (parameter.requires_grad or constant):
             parameter.add_(torch.randn_like(parameter) * 0.1)
             if not bool(torch.isfinite(parameter).all()):  # a parameter that nobody initialised
                 parameter.copy_(torch.randn_like(parameter) * 0.1)

@@ -107,6 +107,8 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
 
 def _biases(place: Place) -> list[str]:
     part = place.named.step.part
+    if isinstance(part, MLP) and part.activation:
+        return [join(place.module, part.activation)]
     return [join(place.module, part.position_bias)] if isinstance(part, Attention) and part.position_bias else []
 
 

@@ -232,6 +232,8 @@ class _Attention:
     def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
         _, queries, keys = bias.shape
         distance = (torch.arange(keys)[None] - torch.arange(queries)[:, None]).to(bias)
+        # Relative to a query, or to the first or last key: a row's constant is nothing to its softmax.
+        bias = bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]
         there = ~bias.isnan()
         slopes = (bias * distance).where(there, 0).sum((-1, -2)) / (distance**2 * there).sum((-1, -2))
         expected = slopes[:, None, None] * distance
