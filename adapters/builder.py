@@ -87,6 +87,10 @@ def _add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) 
     if stack.pos_embed:
         site = Site(join(base, stack.pos_embed), "output")
         points.add(f"{stack.name}_pos_embed.hook_out", site, WithBatchAxis(), group="extra", sources=(tokens,))
+    if stack.token_types:
+        points.add(
+            f"{stack.name}_token_type_embed.hook_out", Site(join(base, stack.token_types), "output"), group="extra"
+        )
     if stack.embed_norm:
         norm_points(
             points, f"{stack.name}_embed.ln", stack.embed_norm.kind, Site(join(base, stack.embed_norm.path), "output")

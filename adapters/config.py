@@ -82,6 +82,7 @@ class ModelConfig:
     tokenizer_name: str | None = None
     default_prepend_bos: bool = True
     tokenizer_prepends_bos: bool | None = None
+    tokenizer_appends_eos: bool | None = None
     use_attn_result: bool = False
     use_split_qkv_input: bool = False
     use_attn_in: bool = False

@@ -15,7 +15,7 @@ from adapters.automatic.norms import same_numbers, tolerance
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
-from adapters.proofs.gradients import Reached, by_position, disjoint_sets, gradients_of_scores, gradients_of_z
+from adapters.proofs.gradients import by_position, disjoint_sets, gradients_of_scores, gradients_of_z
 from adapters.views import AlibiScores, Composed, FilledScores, Heads, MaskedScores, OneHead, View
 
 #: The columns of each head, in a projection's output.
@@ -32,7 +32,7 @@ class FoundAttention:
         block: the path of its block.
 
     Attributes:
-        missing: what could not be found, by hook name.
+        missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions.
 
     Raises:
         NotFound: it cannot be declared as an attention.
@@ -69,7 +69,6 @@ class FoundAttention:
         if self.z.value.ndim != 3:
             raise NotFound("what enters its output projection is not [batch, pos, (head d_head)]")
         self.query_pos, self.key_pos = scores.shape[2], scores.shape[3]
-        #: Its keys are at other positions than its queries: those of the encoder.
         self.cross = self.key_pos not in (self.query_pos, self.query_pos + 1)
         self.sources = self._sources()
         self._trace()
@@ -123,12 +122,12 @@ class FoundAttention:
         live = call.left[0].live
         z = self.z_by_head[:, query]
         gradient = gradient_of(z.pow(2).sum() + z.sum(), live)
-        lengths = (self.query_pos, self.key_pos) if self.cross else (self.query_pos,)
-        found = (by_position(gradient, self.recording.batch, n) for n in lengths if gradient is not None)
-        rows = next((each for each in found if each is not None), None)
+        rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
+        if gradient is not None and rows is None and self.cross:
+            rows = by_position(gradient, self.recording.batch, self.key_pos)
         return rows is not None and bool(rows[:, query - 1].any())
 
-    def _carrier(self, reached: Sequence[Reached]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
+    def _carrier(self, reached: Sequence[Tensor | None]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
         """The last linear layer with columns of its own for each head; with the norm behind it that mixes heads."""
         for index in reversed(range(len(self.sources))):
             mask, call = reached[index], self.sources[index]

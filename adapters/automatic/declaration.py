@@ -181,6 +181,7 @@ class _Inference:
             embed_factor=embedding.factor,
             pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
+            token_types=embedding.token_types and self.relative(embedding.token_types),
         )
         return stack, final
 

@@ -126,7 +126,11 @@ def _argument(field: Field[Any], value: Any, indent: int, constants: Mapping[Any
     if default is not MISSING and value == default:
         return ""
     text = _written(value, indent, constants)
-    return text if field.name in ("path", "kind", "part", "steps") and default is MISSING else f"{field.name}={text}"
+    return (
+        text
+        if field.name in ("name", "path", "kind", "part", "steps") and default is MISSING
+        else f"{field.name}={text}"
+    )
 
 
 def _joined(start: str, inside: Iterable[str], end: str, indent: int) -> str:

@@ -118,7 +118,7 @@ def _speed(
     expected = torch.polar(torch.ones_like(angle), angle).to(turn.device)
     worst = float((turn / turn.abs() - expected).abs().max())
     seen = f"the angles are not those of the base {base} (by {worst:.1e})"
-    findings.holds(claim, where, worst <= max(findings.tolerance, 1e-4), seen)
+    findings.holds(claim, where, worst <= findings.angles, seen)
 
 
 def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[Tensor, " pair"] | None:

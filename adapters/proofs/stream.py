@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from adapters.architecture import Norm, Stack
@@ -189,6 +190,9 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
         tokens is not None and tokens.input is not None and tokens.input.equal(evidence.tokens),
         "it is not given the tokens",
     )
+    for stack in evidence.stacks():
+        if stack.embed:
+            _own_embeddings(evidence, findings, stack)
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
     if architecture.embeddings is not None:
@@ -214,9 +218,6 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     size = float(stream.abs().max())
     if findings.equal(ENDS, first, rest, (embed.double() * factor).to(rest.dtype), size) and factor != 1:
         findings.untold(ENDS, f"the stream begins with hook_embed times {factor:.4g}")
-    for stack in evidence.stacks():
-        if stack.embed:
-            _own_embeddings(evidence, findings, stack)
 
 
 def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> None:
@@ -231,7 +232,9 @@ def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> Non
     if norm is not None and entered is not None and positions is not None and torch.equal(entered, total):
         total = norm.result if norm.result is not None else total  # of the tokens alone
         norm = None
+    types = evidence.get(f"{stack.name}_token_type_embed.hook_out")
     total = total if positions is None else total + positions.to(total)
+    total = total if types is None else total + types.to(total)
     if norm is not None:
         findings.equal(ENDS, f"{stack.name}_embed.ln", entered, total)
         total = norm.result if norm.result is not None else total

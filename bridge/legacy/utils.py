@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE as CACHE_DIR
 from jaxtyping import Float
 from torch import Tensor
+from transformers.activations import XIELUActivation as XIELU
 
 from bridge.analysis.composition import composition_scores
 from bridge.hooks.act_names import act_name
@@ -27,7 +28,7 @@ from bridge.legacy.bos import (
 )
 from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
 from bridge.legacy.devices import get_device, warn_if_mps
-from bridge.legacy.missing import missing
+from bridge.legacy.missing import missing, not_done
 from bridge.legacy.slices import Slice, SliceInput
 from bridge.legacy.tokens import (
     get_attention_mask,
@@ -58,10 +59,12 @@ __all__ = [
     "ACTIVATION_FN_DICT",
     "CACHE_DIR",
     "USE_DEFAULT_VALUE",
+    "XIELU",
     "LocallyOverridenDefaults",
     "Slice",
     "SliceInput",
     "calc_fan_in_and_fan_out",
+    "clear_huggingface_cache",
     "composition_scores",
     "download_file_from_hf",
     "gelu_fast",
@@ -305,10 +308,14 @@ def download_file_from_hf(
     return json.loads(Path(path).read_text(encoding="utf-8")) if path.endswith(".json") else path
 
 
+clear_huggingface_cache = not_done(
+    "clear_huggingface_cache",
+    "it would delete every model of every program; `hf cache rm` deletes the one that you name",
+)
+
+
 _NOT_HERE = {
-    "clear_huggingface_cache": "it deletes every model of every program; `hf cache rm` deletes the one that you name",
     "check_structure": "it was for debugging TransformerLens",
-    "XIELU": "it is in the Hugging Face models that use it: transformers.activations.XIELUActivation",
 }
 
 
