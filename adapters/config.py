@@ -301,6 +301,8 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
 
 
 def _ties(hf: PreTrainedConfig) -> bool:
+    if hf.is_encoder_decoder and not hasattr(hf, "vocab_size"):  # of two models: the decoder's
+        hf = hf.get_text_config(decoder=True)
     return bool(first(hf, "tie_word_embeddings"))
 
 

@@ -84,6 +84,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {"num_key_value_heads": 4, "adapter_in_dim": 32},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "encoder-decoder": {"decoder_start_token_id": 1},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
@@ -189,7 +190,8 @@ def _configured(cls: type[PreTrainedConfig], fields: Mapping[str, Any]) -> PreTr
     shrunk: dict[str, Any] = {}
     for name, value in nested.items():
         try:
-            shrunk[name] = _configured(type(value), {})
+            kept = {flag: True for flag in ("is_decoder", "add_cross_attention") if getattr(value, flag, False)}
+            shrunk[name] = _configured(type(value), kept)
         except (ValueError, TypeError, AttributeError, KeyError):  # a part for images or sound that keeps its own size
             shrunk[name] = value
     if not nested:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.layouts import heads_view, relative
-from adapters.automatic.norms import tolerance
+from adapters.automatic.norms import same_numbers, tolerance
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
@@ -32,7 +32,7 @@ class FoundAttention:
         block: the path of its block.
 
     Attributes:
-        missing: what could not be found, by hook name.
+        missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions.
 
     Raises:
         NotFound: it cannot be declared as an attention.
@@ -69,6 +69,7 @@ class FoundAttention:
         if self.z.value.ndim != 3:
             raise NotFound("what enters its output projection is not [batch, pos, (head d_head)]")
         self.query_pos, self.key_pos = scores.shape[2], scores.shape[3]
+        self.cross = self.key_pos not in (self.query_pos, self.query_pos + 1)
         self.sources = self._sources()
         self._trace()
 
@@ -122,6 +123,8 @@ class FoundAttention:
         z = self.z_by_head[:, query]
         gradient = gradient_of(z.pow(2).sum() + z.sum(), live)
         rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
+        if gradient is not None and rows is None and self.cross:
+            rows = by_position(gradient, self.recording.batch, self.key_pos)
         return rows is not None and bool(rows[:, query - 1].any())
 
     def _carrier(self, reached: Sequence[Tensor | None]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
@@ -182,7 +185,8 @@ class FoundAttention:
             qk_norm_last=self.normed_last,
             core="" if core == owner else relative(core, owner),
             q_latent=self._latent("q"),
-            kv_latent=self._latent("k", "v"),
+            kv_latent=None if self.cross else self._latent("k", "v"),
+            cross=self.cross,
             n_heads=self.n_heads,
             n_kv_heads=len(self.found["k"][1]),
             d_q=len(self.found["q"][1][0]),
@@ -231,7 +235,7 @@ class FoundAttention:
                     continue
                 x = other.entered.value
                 wide = x.shape[-1] in (d_head, d_head * heads)
-                if wide and _same_numbers(x, self._by_head(made, letter), tolerance(x)):
+                if wide and same_numbers(x, self._by_head(made, letter), tolerance(x)):
                     norm = other
                     break
                 if wide and letter in "qk" and self._is_last(letter, other):
@@ -252,10 +256,14 @@ class FoundAttention:
     def _by_head(self, made: Tensor, letter: str) -> Tensor:
         """What a projection made, ``[batch, pos, head, d_head]``."""
         call, sets, _ = self.found[letter]
-        rows = by_position(made, self.recording.batch, self.query_pos)
+        rows = by_position(made, self.recording.batch, self._positions(letter))
         if rows is None:
             raise NotFound(f"{call.path} puts out the shape {tuple(made.shape)}")
         return rows[..., torch.tensor(sets, device=made.device)]
+
+    def _positions(self, letter: str) -> int:
+        """At how many positions queries (keys, values) are made."""
+        return self.key_pos if self.cross and letter != "q" else self.query_pos
 
     def _over(self, call: ModuleCall) -> Literal["heads", "heads first", "width"]:
         """What a norm of queries or keys is given."""
@@ -263,7 +271,7 @@ class FoundAttention:
         shape = call.entered.value.shape
         if len(shape) == 3:
             return "width"
-        return "heads" if shape[1] == self.query_pos else "heads first"
+        return "heads" if shape[1] in (self.query_pos, self._positions("k")) else "heads first"
 
     def normed(self, letter: str) -> Tensor:
         """Queries or keys as they leave their norm, ``[batch, pos, head, d_head]``."""
@@ -271,7 +279,7 @@ class FoundAttention:
         norm = self._norm(letter)
         if norm is None or (self.normed_last and letter in "qk"):
             return self._by_head(call.left[0].value, letter)
-        rows = by_position(norm[1].left[0].value, self.recording.batch, self.query_pos)
+        rows = by_position(norm[1].left[0].value, self.recording.batch, self._positions(letter))
         assert rows is not None
         return rows.unflatten(-1, (len(sets), -1))
 
@@ -390,11 +398,3 @@ class FoundAttention:
             if parameter.shape == (self.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
                 return replace(declared, z_is="sink", z_sinks=name)
         raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
-
-
-def _same_numbers(x: Tensor, y: Tensor, close: float) -> bool:
-    """Whether two tensors have the same numbers, in the same order or with heads and positions exchanged."""
-    if x.numel() != y.numel():
-        return False
-    options = [y, y.transpose(1, 2)] if y.ndim == 4 else [y]
-    return any(bool(((x.flatten() - each.flatten()).abs() <= close * each.abs().max()).all()) for each in options)

@@ -15,7 +15,7 @@ from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks
 from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding
-from adapters.automatic.facts import Facts, all_rotated, sized
+from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
@@ -95,7 +95,10 @@ def sample_inputs(model: nn.Module) -> dict[str, Tensor]:
     vocabulary = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
-    return {"input_ids": tokens.to(parameter.device)}
+    tokens = tokens.to(parameter.device)
+    if getattr(config, "is_encoder_decoder", False):  # of another length, so that shapes tell the two apart
+        return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-4].contiguous()}
+    return {"input_ids": tokens}
 
 
 class _Inference:
@@ -109,36 +112,24 @@ class _Inference:
         stacks, reason = find_stacks(self.model, self.recording)
         if not stacks:
             raise NotInferable(reason)
-        (found, *others) = stacks
-        if others:
+        two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
+        if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
-        blocks = all_rotated([self._block(found, index) for index in range(len(found.blocks))])
-        usual = Counter(map(repr, blocks)).most_common(1)[0][0]
-        block = next(each for each in blocks if repr(each) == usual)
-        layers = {i: each for i, each in enumerate(blocks) if each != block}
-        last = found.blocks[-1].end
-        final = find_final_norm(self.recording, found.outputs[-1], last)
-        if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
-            self.not_offered["ln_final"] = "no norm that is known reads the last stream"
+        (found, *others) = stacks
         embedding = find_embedding(self.model, self.recording, found.blocks[0])
         if embedding is None:
             raise NotInferable("no token embedding ran")
         self.not_offered |= embedding.missing
-        stack = Stack(
-            self.relative(found.path),
-            block,
-            layers,
-            final_norm=final and Norm(self.relative(final.path), final.kind),
-            output_key=found.outputs[0].key,
-            output_length=found.blocks[0].n_left,
-        )
-        unembed = find_unembedding(self.model, self.recording, last)
-        values = self.facts.values(found.d_model, unembed, self.not_offered)
-        stack = replace(
-            stack, block=sized(stack.block, values), layers={i: sized(b, values) for i, b in stack.layers.items()}
-        )
+        first_stack, last_norm = self._stack(found, "encoder" if two else "blocks")
+        unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
+        declared = [first_stack]
+        for other in others:
+            self.facts.speak_of_the_first()
+            decoder, last_norm = self._decoder(other, found)
+            declared.append(decoder)
+        values = self.facts.values(found, unembed, self.not_offered)
         architecture = Architecture(
-            stacks=(stack,),
+            stacks=tuple(all_sized(stack, values) for stack in declared),
             embed=self.relative(embedding.embed),
             unembed=relative(unembed.path, self.core) if unembed else "",
             pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
@@ -146,10 +137,53 @@ class _Inference:
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
-            heads=self._heads(found, final, unembed),
+            heads=self._heads(stacks[-1], last_norm, unembed),
+            no_layer_runs="its decoder needs the encoder's output" if two else "",
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
+
+    def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
+        """A list of blocks, and its final norm with its path from the model."""
+        self.facts.table = None
+        blocks = all_rotated([self._block(found, index, name) for index in range(len(found.blocks))])
+        usual = Counter(map(repr, blocks)).most_common(1)[0][0]
+        block = next(each for each in blocks if repr(each) == usual)
+        layers = {i: each for i, each in enumerate(blocks) if each != block}
+        final = find_final_norm(self.recording, found.outputs[-1], found.blocks[-1].end)
+        if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
+            what = "ln_final" if name == "blocks" else f"{name}_final_ln"
+            self.not_offered[what] = "no norm that is known reads the last stream"
+        stack = Stack(
+            self.relative(found.path),
+            block,
+            layers,
+            final_norm=final and Norm(self.relative(final.path), final.kind),
+            name=name,
+            output_key=found.outputs[0].key,
+            output_length=found.blocks[0].n_left,
+        )
+        return stack, final
+
+    def _decoder(self, found: FoundStack, encoder: FoundStack) -> tuple[Stack, Norm | None]:
+        """The list of blocks that runs behind the encoder's, with the embeddings that make its first stream."""
+        stack, final = self._stack(found, "decoder")
+        embedding = find_embedding(self.model, self.recording, found.blocks[0], since=encoder.blocks[-1].end)
+        if embedding is None:
+            self.not_offered["decoder_embed"] = "no token embedding ran between the encoder and the decoder"
+            return replace(stack, pos="decoder_pos"), final
+        for what, why in embedding.missing.items():
+            self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
+        stack = replace(
+            stack,
+            pos="decoder_pos",
+            embed=self.relative(embedding.embed),
+            embed_factor=embedding.factor,
+            pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
+            embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
+            token_types=embedding.token_types and self.relative(embedding.token_types),
+        )
+        return stack, final
 
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
@@ -170,14 +204,14 @@ class _Inference:
         except ValueError:
             raise NotInferable(f"{path} stands outside of its base model, {self.base}") from None
 
-    def _block(self, stack: FoundStack, index: int) -> Block:
+    def _block(self, stack: FoundStack, index: int, name: str = "blocks") -> Block:
         """One block. What is not found out about it is noted by the name of the hook point that it costs."""
         call = stack.blocks[index]
         inside = self.recording.between(call.start, call.end)
         norms: Norms = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
         sums = Sums(call, stack.outputs[index], self.recording, list(norms))
         found = sums.find()
-        prefix = f"blocks.{index}"
+        prefix = f"{name}.{index}"
         if found is None:
             self.not_offered[f"{prefix}.hook_resid_mid"] = (
                 "what leaves the block is not what enters it and what its modules put out"
@@ -238,7 +272,7 @@ class _Inference:
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = found.declare()
-        self.facts.add_attention(found, declared)
+        declared = self.facts.add_attention(found, declared)
         return declared
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:

@@ -1,11 +1,14 @@
-"""What is measured of a recorded attention: rotation, scale, soft cap, window."""
+"""What is measured of a recorded attention: rotation, scale, soft cap, window, position bias."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.automatic.attention import FoundAttention
+from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -77,8 +80,13 @@ def soft_cap(attention: FoundAttention, said: float | None) -> float:
     return said if left(capped) < 1e-5 or left(capped) < 0.1 * left(plain) else -1.0
 
 
-def scale(attention: FoundAttention) -> float | None:
-    """What the product of queries and keys is divided by; None where the scores are not that product."""
+def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
+    """What the product of queries and keys is divided by; None where the scores are not that product.
+
+    Args:
+        attention: the attention.
+        biased: what is added for each place alone, the same in every row of the batch, does not count.
+    """
     found = attention.product()
     q, k = attention.normed("q").double(), attention.normed("k").double()
     rotated = attention.rotated()
@@ -92,8 +100,10 @@ def scale(attention: FoundAttention) -> float | None:
         scores[..., 0] - scores[..., 1],
         (product[:, :, position, pair] * _SIGNS.to(product.device)).sum(-1),
     )
-    factor = float((differences * products).sum() / (products * products).sum())
-    if not bool(((differences - factor * products).abs() <= 1e-3 * differences.abs().max()).all()):
+    if biased:
+        differences, products = differences - differences.mean(0), products - products.mean(0)
+    factor = _ratio(differences, products)
+    if factor is None:
         return None
     if not rotated:  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
         factor *= (
@@ -131,3 +141,70 @@ def alibi_scale(attention: FoundAttention) -> float | None:
     usual = attention.normed("q").shape[-1] ** 0.5
     scale = 1 / (sum(factors) / len(factors))
     return usual if abs(scale / usual - 1) < 1e-3 else float(f"{scale:.4g}")
+
+
+def _ratio(made: Tensor, of: Tensor) -> float | None:
+    """The factor between two tensors; None where they are not proportional."""
+    factor = float((made * of).sum() / (of * of).sum())
+    return factor if bool(((made - factor * of).abs() <= 1e-3 * made.abs().max()).all()) else None
+
+
+def _bias(attention: FoundAttention) -> Tensor | None:
+    """What is added to the scores for each place, the same in every row, ``[head, query, key]``, zero where masked.
+
+    None where there is none, or not that alone.
+    """
+    found = attention.product()
+    if found is None or len(attention.softmax.pattern) < 2:
+        return None
+    product = found[0]
+    seen = (attention.softmax.pattern > 0)[..., : product.shape[-1]]
+    scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]].where(seen, 0)
+    product = product.where(seen, 0)
+    factor = _ratio(scores - scores.mean(0), product - product.mean(0))
+    if factor is None:
+        return None
+    bias = (scores - factor * product).mean(0)
+    return bias if float(bias.abs().max()) > 100 * tolerance(attention.softmax.scores) else None
+
+
+@dataclass(frozen=True, eq=False)
+class FoundTable:
+    """A table of position biases.
+
+    Attributes:
+        path: of the module, relative to the attention module.
+        buckets: how many distances it tells apart.
+        values: what it adds, ``[head, query, key]``.
+    """
+
+    path: str
+    buckets: int
+    values: Tensor
+
+
+def find_table(attention: FoundAttention, before: FoundTable | None) -> FoundTable | None:
+    """The table that what is added to the scores of an attention comes from; None where it has none.
+
+    Args:
+        attention: the attention.
+        before: the table of a layer before it, which it may use, too.
+    """
+    bias = _bias(attention)
+    if bias is None:
+        return None
+    seen = (attention.softmax.pattern > 0).any(0)[..., : bias.shape[-1]]
+    close = 30 * tolerance(attention.softmax.scores) * float(attention.softmax.scores.detach()[..., :1].abs().max() + 1)
+
+    def adds(values: Tensor) -> bool:
+        return values.shape == bias.shape and bool(((values - bias)[seen].abs() <= close).all())
+
+    for call in attention.recording.calls:
+        table = getattr(call.module, "weight", None)
+        if not (attention.owner.holds(call) and isinstance(call.module, nn.Embedding) and isinstance(table, Tensor)):
+            continue
+        made = call.left[0].value.double()
+        values = made.permute(2, 0, 1) if made.ndim == 3 else torch.zeros(0)
+        if adds(values):
+            return FoundTable(relative(call.path, attention.owner.path), table.shape[0], values)
+    return before if before is not None and adds(before.values) else None

@@ -71,7 +71,7 @@ class Program(nn.Module):
         self._caches = "use_cache" in known
         self._max_length = bridge.cfg.n_ctx
         self._has_decoder = bool(self._config.is_encoder_decoder)
-        self._starts_with = self._config.decoder_start_token_id if self._has_decoder else 0
+        self._starts_with = getattr(self._config, "decoder_start_token_id", None) if self._has_decoder else 0
         self._run: Run = self.run_lowered
         unused = [name for name in self.inputs if name not in self._lowered.taken]
         if unused:
@@ -212,6 +212,7 @@ class Program(nn.Module):
         starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
         if self._has_decoder and not starts & given.keys():
             start = self._starts_with
+            assert start is not None  # `_check` has seen to it
             arguments["decoder_input_ids"] = torch.full((tokens.shape[0], 1), start, device=tokens.device)
         return arguments
 
