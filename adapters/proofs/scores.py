@@ -97,7 +97,7 @@ class _Attention:
         rotated = False
         if self.part.rotary:
             turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
-            config = config_of(self.evidence.bridge.core)
+            config = config_of(self.evidence.bridge.core).get_text_config()
             turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
             if self.part.kv_latent is not None:
                 rotated = self._latent(q, k, *turned)
