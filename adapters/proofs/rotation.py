@@ -108,7 +108,7 @@ def _speed(
 ) -> None:
     """Angles are the position times a power of the base, scaled as the model's configuration says.
 
-    Positions are counted from the first: where that one is turned itself (PaliGemma begins at 1), so are all by as much.
+    Positions count from the first: where that one is turned (PaliGemma begins at 1), so are all, by as much.
     """
     pos, pairs = turn.shape
     if base is None:
