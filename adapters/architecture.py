@@ -226,6 +226,9 @@ class Stack:
         layers: the blocks, by index, that look different, in any way.
         final_norm: the norm after the last block.
         embed: the embedding of its own tokens, where the model has several stacks.
+        embed_factor, pos_embed, token_types: what that is multiplied with, and what is added to it, as in
+            `Architecture`.
+        embed_norm: a norm of the token embedding, or of the sum.
         name: the canonical name: ``blocks``, or ``encoder`` and ``decoder``.
         pos: the axis of its positions.
         output_key: which element of a block's output is the residual stream (None: the output itself).
@@ -241,6 +244,10 @@ class Stack:
     pos: str = "pos"
     output_key: int | None = None
     output_length: int = 1
+    embed_factor: float = 1.0
+    pos_embed: str | None = None
+    embed_norm: Norm | None = None
+    token_types: str | None = None
 
     def block_at(self, index: int) -> Block:
         """What the block of a layer looks like."""

@@ -32,8 +32,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         if not has_module(model, blocks):
             continue
         if stack.embed:
-            embed = Site(join(base, stack.embed), "output")
-            PointList("", -1, "", stack.pos, points).add(f"{stack.name}_embed.hook_out", embed, group="extra")
+            _add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, stack.embed, base)
         n = len(members_of(model.get_submodule(blocks)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
@@ -78,6 +77,24 @@ def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
             norm_points(points, "embed.ln", norm.kind, Site(join(base, norm.path), "output"))
         points.add("hook_full_embed", Site(join(base, architecture.embeddings), "output"))
     return points.points
+
+
+def _add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) -> None:
+    """The embeddings of a stack's own tokens."""
+    tokens = Site(join(base, embed), "output")
+    scaled = Scaled(stack.embed_factor) if stack.embed_factor != 1 else None
+    points.add(f"{stack.name}_embed.hook_out", tokens, scaled, group="extra")
+    if stack.pos_embed:
+        site = Site(join(base, stack.pos_embed), "output")
+        points.add(f"{stack.name}_pos_embed.hook_out", site, WithBatchAxis(), group="extra", sources=(tokens,))
+    if stack.token_types:
+        points.add(
+            f"{stack.name}_token_type_embed.hook_out", Site(join(base, stack.token_types), "output"), group="extra"
+        )
+    if stack.embed_norm:
+        norm_points(
+            points, f"{stack.name}_embed.ln", stack.embed_norm.kind, Site(join(base, stack.embed_norm.path), "output")
+        )
 
 
 def _add_final_norm(points: PointList, stack: Stack, base: str, norm: Norm) -> None:

@@ -82,6 +82,7 @@ class ModelConfig:
     tokenizer_name: str | None = None
     default_prepend_bos: bool = True
     tokenizer_prepends_bos: bool | None = None
+    tokenizer_appends_eos: bool | None = None
     use_attn_result: bool = False
     use_split_qkv_input: bool = False
     use_attn_in: bool = False
@@ -310,6 +311,8 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
 
 
 def _ties(hf: PreTrainedConfig) -> bool:
+    if hf.is_encoder_decoder and not hasattr(hf, "vocab_size"):  # of two models: the decoder's
+        hf = hf.get_text_config(decoder=True)
     return bool(first(hf, "tie_word_embeddings"))
 
 

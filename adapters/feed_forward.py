@@ -28,6 +28,7 @@ class MLP:
         ln: a layer norm between the activation function and `down` (SoLU), relative to `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
         d_mlp: how many neurons it has, where that is not the `d_mlp` of `ModelConfig`.
+        activation: the module that is its activation function, relative to `path`, where that has no name.
     """
 
     path: str
@@ -39,6 +40,7 @@ class MLP:
     ln: str | None = None
     flat: bool = False
     d_mlp: int | None = None
+    activation: str | None = None
 
 
 @dataclass(frozen=True)

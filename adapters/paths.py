@@ -37,7 +37,7 @@ def members_of(modules: nn.Module) -> list[nn.Module]:
 def gone(path: str) -> str:
     """What to say of a module that is not where it was when the bridge was made."""
     return (
-        f"the model has no module {path} any more, which it had when the bridge was made: make a new bridge of the "
+        f"the model has no module {path}. If it was replaced since the bridge was made, make a new bridge of the "
         "changed model, TransformerBridge(model)"
     )
 

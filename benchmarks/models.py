@@ -21,6 +21,7 @@ from adapters.architecture import Opaque
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from bridge import TransformerBridge
+from bridge.native.model import NativeModel
 from tests.tiny_models import CANNOT_BE_BUILT, Task, model_class, tiny_model, types
 from weight_processing.check import ProcessingError
 
@@ -144,7 +145,8 @@ def _processed(bridge: TransformerBridge) -> str:
 def rows(task: Task) -> Iterator[Row]:
     """The rows of a task, by type."""
     for model_type in types(task):
-        yield row(model_type, task)
+        if model_type != NativeModel.config_class.model_type:  # our own is none of transformers'
+            yield row(model_type, task)
 
 
 def table(found: list[Row]) -> str:

@@ -88,6 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {"num_key_value_heads": 4, "adapter_in_dim": 32},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "encoder-decoder": {"decoder_start_token_id": 1},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
@@ -177,9 +178,10 @@ def tiny_model(
 
 @torch.no_grad()
 def add_noise(model: nn.Module) -> None:
-    """Random numbers on every parameter and buffer of weights, none of which stays at zero or one."""
+    """Random numbers on every parameter, none of which stays at zero or one. A table that is not trained stays."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        constant = parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
+        if parameter.is_floating_point() and (parameter.requires_grad or constant):
             parameter.add_(torch.randn_like(parameter) * 0.1)
             if not bool(torch.isfinite(parameter).all()):  # a parameter that nobody initialised
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
@@ -192,7 +194,8 @@ def _configured(cls: type[PreTrainedConfig], fields: Mapping[str, Any]) -> PreTr
     shrunk: dict[str, Any] = {}
     for name, value in nested.items():
         try:
-            shrunk[name] = _configured(type(value), {})
+            kept = {flag: True for flag in ("is_decoder", "add_cross_attention") if getattr(value, flag, False)}
+            shrunk[name] = _configured(type(value), kept)
         except (ValueError, TypeError, AttributeError, KeyError):  # a part for images or sound that keeps its own size
             shrunk[name] = value
     if not nested:

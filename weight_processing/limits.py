@@ -32,7 +32,12 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
     meta = [name for name, parameter in core.named_parameters() if parameter.is_meta]
     if meta:
         return f"{len(meta)} parameters, such as {meta[0]}, have no values (device meta: not loaded, or offloaded)"
-    if getattr(core, "is_quantized", False) or getattr(core, "hf_quantizer", None) is not None:
+    quantised = getattr(core, "is_quantized", False) or getattr(core, "hf_quantizer", None) is not None
+    # Those of a GGUF file are dequantised while they are loaded, and are plain parameters.
+    dequantised = getattr(core, "quantization_method", None) == "gguf" and all(
+        type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in core.parameters()
+    )
+    if quantised and not dequantised:
         return "the weights are quantised; load the model without quantisation, or dequantise it"
     return ""
 

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.layouts import heads_view, relative
-from adapters.automatic.norms import tolerance
+from adapters.automatic.norms import same_numbers, tolerance
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
-from adapters.proofs.gradients import Reached, by_position, disjoint_sets, gradients_of_scores, gradients_of_z
-from adapters.views import AlibiScores, Composed, Heads, MaskedScores, OneHead, View
+from adapters.proofs.gradients import by_position, disjoint_sets, gradients_of_scores, gradients_of_z
+from adapters.views import AlibiScores, Composed, FilledScores, Heads, MaskedScores, OneHead, View
 
-_SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 #: The columns of each head, in a projection's output.
 Sets = tuple[tuple[int, ...], ...]
 
@@ -33,7 +32,7 @@ class FoundAttention:
         block: the path of its block.
 
     Attributes:
-        missing: what could not be found, by hook name.
+        missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions.
 
     Raises:
         NotFound: it cannot be declared as an attention.
@@ -70,6 +69,7 @@ class FoundAttention:
         if self.z.value.ndim != 3:
             raise NotFound("what enters its output projection is not [batch, pos, (head d_head)]")
         self.query_pos, self.key_pos = scores.shape[2], scores.shape[3]
+        self.cross = self.key_pos not in (self.query_pos, self.query_pos + 1)
         self.sources = self._sources()
         self._trace()
 
@@ -123,9 +123,11 @@ class FoundAttention:
         z = self.z_by_head[:, query]
         gradient = gradient_of(z.pow(2).sum() + z.sum(), live)
         rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
+        if gradient is not None and rows is None and self.cross:
+            rows = by_position(gradient, self.recording.batch, self.key_pos)
         return rows is not None and bool(rows[:, query - 1].any())
 
-    def _carrier(self, reached: Sequence[Reached]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
+    def _carrier(self, reached: Sequence[Tensor | None]) -> tuple[ModuleCall, Sets, ModuleCall | None] | None:
         """The last linear layer with columns of its own for each head; with the norm behind it that mixes heads."""
         for index in reversed(range(len(self.sources))):
             mask, call = reached[index], self.sources[index]
@@ -174,7 +176,7 @@ class FoundAttention:
             o=relative(self.part.producer.path, owner),
             out=out_path,
             out_key=seen.key,
-            rotary=self._rotated(),
+            rotary=self.rotated(),
             scores=self.scores_view(),
             sinks=self._sinks(),
             q_norm=q_norm and q_norm[0],
@@ -183,7 +185,8 @@ class FoundAttention:
             qk_norm_last=self.normed_last,
             core="" if core == owner else relative(core, owner),
             q_latent=self._latent("q"),
-            kv_latent=self._latent("k", "v"),
+            kv_latent=None if self.cross else self._latent("k", "v"),
+            cross=self.cross,
             n_heads=self.n_heads,
             n_kv_heads=len(self.found["k"][1]),
             d_q=len(self.found["q"][1][0]),
@@ -232,7 +235,7 @@ class FoundAttention:
                     continue
                 x = other.entered.value
                 wide = x.shape[-1] in (d_head, d_head * heads)
-                if wide and _same_numbers(x, self._by_head(made, letter), tolerance(x)):
+                if wide and same_numbers(x, self._by_head(made, letter), tolerance(x)):
                     norm = other
                     break
                 if wide and letter in "qk" and self._is_last(letter, other):
@@ -253,10 +256,14 @@ class FoundAttention:
     def _by_head(self, made: Tensor, letter: str) -> Tensor:
         """What a projection made, ``[batch, pos, head, d_head]``."""
         call, sets, _ = self.found[letter]
-        rows = by_position(made, self.recording.batch, self.query_pos)
+        rows = by_position(made, self.recording.batch, self._positions(letter))
         if rows is None:
             raise NotFound(f"{call.path} puts out the shape {tuple(made.shape)}")
         return rows[..., torch.tensor(sets, device=made.device)]
+
+    def _positions(self, letter: str) -> int:
+        """At how many positions queries (keys, values) are made."""
+        return self.key_pos if self.cross and letter != "q" else self.query_pos
 
     def _over(self, call: ModuleCall) -> Literal["heads", "heads first", "width"]:
         """What a norm of queries or keys is given."""
@@ -264,19 +271,19 @@ class FoundAttention:
         shape = call.entered.value.shape
         if len(shape) == 3:
             return "width"
-        return "heads" if shape[1] == self.query_pos else "heads first"
+        return "heads" if shape[1] in (self.query_pos, self._positions("k")) else "heads first"
 
-    def _normed(self, letter: str) -> Tensor:
+    def normed(self, letter: str) -> Tensor:
         """Queries or keys as they leave their norm, ``[batch, pos, head, d_head]``."""
         call, sets, _ = self.found[letter]
         norm = self._norm(letter)
         if norm is None or (self.normed_last and letter in "qk"):
             return self._by_head(call.left[0].value, letter)
-        rows = by_position(norm[1].left[0].value, self.recording.batch, self.query_pos)
+        rows = by_position(norm[1].left[0].value, self.recording.batch, self._positions(letter))
         assert rows is not None
         return rows.unflatten(-1, (len(sets), -1))
 
-    def _turned(self, letter: str) -> Tensor | None:
+    def turned(self, letter: str) -> Tensor | None:
         """Queries (keys) behind their rotation, ``[batch, head, pos, d_head]``: before the norm that comes last."""
         norm = self._norm(letter)
         if self.normed_last and norm is not None and norm[1].entered is not None:
@@ -284,12 +291,12 @@ class FoundAttention:
         factor = self.softmax.query if letter == "q" else self.softmax.key
         return None if factor is None else factor.detach()
 
-    def _rotated(self) -> bool:
+    def rotated(self) -> bool:
         """Whether queries are changed, each head's size kept, before they meet the keys."""
-        query = self._turned("q")
+        query = self.turned("q")
         if query is None:
             return False
-        before, after = self._normed("q"), query.transpose(1, 2)
+        before, after = self.normed("q"), query.transpose(1, 2)
         if before.shape != after.shape:
             return False
         close = 10 * tolerance(before)
@@ -299,111 +306,31 @@ class FoundAttention:
         sizes = after.norm(dim=-1) / before.norm(dim=-1)
         return bool(((sizes - sizes.mean()).abs() <= 100 * close * sizes.mean()).all())
 
-    def _product(self) -> tuple[Tensor, Tensor, Tensor] | None:
+    def product(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Queries times keys as they meet, and both, ``[batch, head, pos, d_head]``, keys repeated for their group."""
         query, key = self.softmax.query, self.softmax.key
         if query is None or key is None:  # in a product that is not watched: as they leave their projections
-            query, key = (self._normed(letter).transpose(1, 2) for letter in "qk")
+            query, key = (self.normed(letter).transpose(1, 2) for letter in "qk")
         query, key = query.detach().double(), key.detach().double()
         if self.n_heads % key.shape[1] or query.shape[-1] != key.shape[-1]:
             return None
         key = key.repeat_interleave(self.n_heads // key.shape[1], dim=1)
         return query @ key.transpose(-1, -2), query, key
 
-    def scale(self) -> float | None:
-        """What the product of queries and keys is divided by; None where the scores are not that product."""
-        found = self._product()
-        q, k = self._normed("q").double(), self._normed("k").double()
-        rotated = self._rotated()
-        if found is None or not (rotated or (found[1].transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
-            return None
-        product, query, key = found
-        position = min(5, self.query_pos - 1)
-        pair = [position, position - 1]
-        scores = self.softmax.scores.detach().double()[:, :, position, pair]
-        differences, products = (
-            scores[..., 0] - scores[..., 1],
-            (product[:, :, position, pair] * _SIGNS.to(product.device)).sum(-1),
-        )
-        factor = float((differences * products).sum() / (products * products).sum())
-        if not bool(((differences - factor * products).abs() <= 1e-3 * differences.abs().max()).all()):
-            return None
-        if not rotated:  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
-            factor *= float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (self.n_heads / k.shape[2]) ** 0.5
-        usual = q.shape[-1] ** 0.5
-        return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
-
     @property
     def is_causal(self) -> bool:
         """No query attends to a later key."""
         return not bool(self.softmax.pattern[..., : self.query_pos].triu(1).any())
 
-    def window(self) -> int | None:
-        """How far back it looks at most; None where the last query sees the first key."""
-        seen = (self.softmax.pattern[:, :, -1, : self.query_pos] > 0).any(0).any(0)
-        return None if bool(seen[0]) else self.query_pos - int(seen.nonzero()[0])
-
-    def rotation(self) -> tuple[int, bool, bool] | None:
-        """How many of each head's first columns are rotated, whether neighbours turn together, whether that is exact.
-
-        None where that is not what changes: other columns than the first, or in other pairs.
-        """
-        query = self._turned("q")
-        if query is None:
-            return None
-        before, after = self._normed("q").double(), query.transpose(1, 2).double()
-        if before.shape != after.shape:
-            return None
-        # What is not rotated passes as it is; a slow rotation shows in the last digits.
-        plain = torch.equal(before[:, 0], after[:, 0])
-        after = after if plain else after * float(before[:, 0].norm() / after[:, 0].norm())
-        close = 20 * tolerance(self.softmax.scores) * float(before.abs().max())
-        least = 0.0 if plain else close
-        changed = ((before - after).abs().amax((0, 1, 2)) > least).nonzero().flatten().tolist()
-        if not changed:
-            return None
-        for dim in range(changed[-1] + 1 + (changed[-1] + 1) % 2, before.shape[-1] + 1, 2):
-            for adjacent in (False, True):
-                pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
-                sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
-                if bool(((sizes[0] - sizes[1]).abs() <= 2 * close).all()):
-                    return dim, adjacent, plain
-        return None
-
-    def rotary_base(self, dim: int, adjacent: bool) -> float | None:
-        """The base of the angles, from how far the second pair of columns turns from the first position to the next."""
-        query = self._turned("q")
-        if query is None or dim < 4:
-            return None
-        x, y = self._normed("q").double()[:, 1], query.transpose(1, 2).double()[:, 1]
-        first, second = (2, 3) if adjacent else (1, 1 + dim // 2)
-        turned = torch.atan2(
-            x[..., first] * y[..., second] - x[..., second] * y[..., first],
-            x[..., first] * y[..., first] + x[..., second] * y[..., second],
-        ).abs()
-        angle = float(turned.median())
-        if angle <= 0 or bool(((turned - angle).abs() > 1e-3 * angle).any()):
-            return None
-        return float(f"{angle ** (-dim / 2):.4g}")
-
-    def soft_cap(self, said: float | None) -> float:
-        """The soft cap of the scores: the one that the configuration says, where the scores are so; -1 where not."""
-        found = self._product()
-        if not said or found is None:
-            return -1.0
-        scores, product = self.softmax.scores.detach().double()[..., : found[0].shape[-1]], found[0]
-        seen = (self.softmax.pattern[..., : product.shape[-1]] > 0) & (scores.abs() < said)
-        capped, plain, product = said * (scores[seen] / said).atanh(), scores[seen], product[seen]
-
-        def left(x: Tensor) -> float:
-            return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
-
-        return said if left(capped) < 1e-5 or left(capped) < 0.1 * left(plain) else -1.0
-
     def scores_view(self) -> View:
         """How the scores are seen: `AlibiScores` where the module is given what is added to them for each key."""
+        scores, pattern = self.softmax.scores.detach(), self.softmax.pattern
+        hidden, seen = scores[pattern == 0], scores[pattern > 0]
+        filler = float(hidden.max()) if hidden.numel() else float("-inf")
+        if not self._sinks() and -1e30 < filler < min(-1e3, 10 * float(seen.min())):
+            return FilledScores(filler / 2)
         alibi, pattern = self.owner.given.get("alibi"), self.softmax.pattern
-        found = self._product() if alibi is not None else None
+        found = self.product() if alibi is not None else None
         if alibi is None or found is None or alibi.shape != (len(pattern) * self.n_heads, 1, self.key_pos):
             return MaskedScores()
         seen = pattern > 0
@@ -436,7 +363,7 @@ class FoundAttention:
         """
         norm = self._norm("v")
         declared = replace(declared, v_norm=norm and norm[0])
-        v = self._normed("v").double()
+        v = self.normed("v").double()
         pattern = self.softmax.pattern[..., : v.shape[1]].double()
         mixed = torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(self.n_heads // v.shape[2], dim=2))
         z = self.z_by_head.detach().double()
@@ -471,11 +398,3 @@ class FoundAttention:
             if parameter.shape == (self.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
                 return replace(declared, z_is="sink", z_sinks=name)
         raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
-
-
-def _same_numbers(x: Tensor, y: Tensor, close: float) -> bool:
-    """Whether two tensors have the same numbers, in the same order or with heads and positions exchanged."""
-    if x.numel() != y.numel():
-        return False
-    options = [y, y.transpose(1, 2)] if y.ndim == 4 else [y]
-    return any(bool(((x.flatten() - each.flatten()).abs() <= close * each.abs().max()).all()) for each in options)

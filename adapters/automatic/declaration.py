@@ -14,7 +14,8 @@ from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks
-from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding, soft_cap
+from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding
+from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
@@ -22,13 +23,12 @@ from adapters.automatic.norms import norm_kind
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
-from adapters.config import act_fn_name, config_of, first, rotary_values
-from adapters.feed_forward import MLP, MoE
+from adapters.config import act_fn_name, config_of, first
+from adapters.feed_forward import MoE
 from adapters.mixers.part import Mixer, axes_of, functions_of
 from adapters.norms import Norm
-from adapters.paths import base_path, core_path, token_embedding
+from adapters.paths import base_path, core_path
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
-from adapters.views import AlibiScores
 
 
 class NotInferable(Exception):
@@ -96,7 +96,10 @@ def sample_inputs(model: nn.Module) -> dict[str, Tensor]:
     vocabulary = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
-    return {"input_ids": tokens.to(parameter.device)}
+    tokens = tokens.to(parameter.device)
+    if getattr(config, "is_encoder_decoder", False):  # of another length, so that shapes tell the two apart
+        return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-4].contiguous()}
+    return {"input_ids": tokens}
 
 
 class _Inference:
@@ -104,49 +107,30 @@ class _Inference:
         self.model, self.recording = model, recording
         self.base, self.core = base_path(model), core_path(model)
         self.not_offered: dict[str, str] = {}
-        self.facts: dict[str, Counter[object]] = {}
-        #: How far back each attention looks at most, None where it looks at the first token.
-        self.windows: list[int | None] = []
-        self.exact_rotation = False
-
-    def fact(self, name: str, value: object) -> None:
-        """Something that a layer says of the model."""
-        self.facts.setdefault(name, Counter())[value] += 1
+        self.facts = Facts(model, recording)
 
     def run(self) -> Inferred:
         stacks, reason = find_stacks(self.model, self.recording)
         if not stacks:
             raise NotInferable(reason)
-        (found, *others) = stacks
-        if others:
+        two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
+        if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
-        blocks = _all_rotated([self._block(found, index) for index in range(found.length)])
-        usual = Counter(map(repr, blocks)).most_common(1)[0][0]
-        block = next(each for each in blocks if repr(each) == usual)
-        layers = {i: each for i, each in enumerate(blocks) if each != block}
-        last = found.blocks[-1].end
-        final = find_final_norm(self.recording, found.outputs[-1], last)
-        if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
-            self.not_offered["ln_final"] = "no norm that is known reads the last stream"
+        (found, *others) = stacks
         embedding = find_embedding(self.model, self.recording, found.blocks[0])
         if embedding is None:
             raise NotInferable("no token embedding ran")
         self.not_offered |= embedding.missing
-        stack = Stack(
-            self.relative(found.path),
-            block,
-            layers,
-            final_norm=final and Norm(self.relative(final.path), final.kind),
-            output_key=found.outputs[0].key,
-            output_length=found.blocks[0].n_left,
-        )
-        unembed = find_unembedding(self.model, self.recording, last)
-        values = self._config_values(found, unembed)
-        stack = replace(
-            stack, block=_sized(stack.block, values), layers={i: _sized(b, values) for i, b in stack.layers.items()}
-        )
+        first_stack, last_norm = self._stack(found, "encoder" if two else "blocks")
+        unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
+        declared = [first_stack]
+        for other in others:
+            self.facts.speak_of_the_first()
+            decoder, last_norm = self._decoder(other, found)
+            declared.append(decoder)
+        values = self.facts.values(found, unembed, self.not_offered)
         architecture = Architecture(
-            stacks=(stack,),
+            stacks=tuple(all_sized(stack, values) for stack in declared),
             embed=self.relative(embedding.embed),
             unembed=relative(unembed.path, self.core) if unembed else "",
             pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
@@ -154,10 +138,53 @@ class _Inference:
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
-            heads=self._heads(found, final, unembed),
+            heads=self._heads(stacks[-1], last_norm, unembed),
+            no_layer_runs="its decoder needs the encoder's output" if two else "",
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
+
+    def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
+        """A list of blocks, and its final norm with its path from the model."""
+        self.facts.table = None
+        blocks = all_rotated([self._block(found, index, name) for index in range(found.length)])
+        usual = Counter(map(repr, blocks)).most_common(1)[0][0]
+        block = next(each for each in blocks if repr(each) == usual)
+        layers = {i: each for i, each in enumerate(blocks) if each != block}
+        final = find_final_norm(self.recording, found.outputs[-1], found.blocks[-1].end)
+        if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
+            what = "ln_final" if name == "blocks" else f"{name}_final_ln"
+            self.not_offered[what] = "no norm that is known reads the last stream"
+        stack = Stack(
+            self.relative(found.path),
+            block,
+            layers,
+            final_norm=final and Norm(self.relative(final.path), final.kind),
+            name=name,
+            output_key=found.outputs[0].key,
+            output_length=found.blocks[0].n_left,
+        )
+        return stack, final
+
+    def _decoder(self, found: FoundStack, encoder: FoundStack) -> tuple[Stack, Norm | None]:
+        """The list of blocks that runs behind the encoder's, with the embeddings that make its first stream."""
+        stack, final = self._stack(found, "decoder")
+        embedding = find_embedding(self.model, self.recording, found.blocks[0], since=encoder.blocks[-1].end)
+        if embedding is None:
+            self.not_offered["decoder_embed"] = "no token embedding ran between the encoder and the decoder"
+            return replace(stack, pos="decoder_pos"), final
+        for what, why in embedding.missing.items():
+            self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
+        stack = replace(
+            stack,
+            pos="decoder_pos",
+            embed=self.relative(embedding.embed),
+            embed_factor=embedding.factor,
+            pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
+            embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
+            token_types=embedding.token_types and self.relative(embedding.token_types),
+        )
+        return stack, final
 
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
@@ -178,60 +205,10 @@ class _Inference:
         except ValueError:
             raise NotInferable(f"{path} stands outside of its base model, {self.base}") from None
 
-    def _config_values(self, found: FoundStack, unembed: ModuleCall | None) -> dict[str, object]:
-        values: dict[str, object] = {"d_model": found.d_model, "d_mlp": None, "act_fn": None}
-        values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
-        values |= {name: counts.most_common(1)[0][0] for name, counts in self.facts.items()}
-        if values.get("positional_embedding_type") == "rotary":
-            dims = [dim for dim in self.facts.get("rotary_dim", {}) if isinstance(dim, int)]
-            said = self._rotary_values()
-            values |= said
-            # Where queries are scaled beside, a run of few tokens may not show that slow columns turn.
-            if dims and (self.exact_rotation or "rotary_dim" not in said):
-                values["rotary_dim"] = max(dims)
-        values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
-        values |= self._window_values()
-        if values["d_mlp"] is None:
-            values["d_mlp"] = values.get("d_expert")
-        if values["n_key_value_heads"] == values["n_heads"]:
-            values["n_key_value_heads"] = None
-        if unembed and self.recording.logits is not None:
-            cap = soft_cap(unembed.left[0].value, self.recording.logits)
-            if cap is None:
-                self.not_offered["cfg.output_logits_soft_cap"] = "something unknown stands behind the output layer"
-            else:
-                values["output_logits_soft_cap"] = cap
-        return values
-
-    def _is_tied(self, unembed: ModuleCall) -> bool:
-        """One tensor is both the embedding and the unembedding."""
-        embedding = token_embedding(self.model)
-        weights = [getattr(module, "weight", None) for module in (embedding, unembed.module)]
-        return weights[0] is not None and weights[0] is weights[1]
-
-    def _window_values(self) -> dict[str, object]:
-        """Sliding windows, where the run shows that they are not those that the configuration says."""
-        config = config_of(self.model).get_text_config()
-        said = None if getattr(config, "is_heterogeneous", False) else first(config, "sliding_window")
-        if isinstance(said, int) and said < self.recording.pos and all(seen is None for seen in self.windows):
-            return {"use_local_attn": False, "window_size": None, "attn_types": None}
-        return {}
-
-    def _rotary_values(self) -> dict[str, object]:
-        """What the configuration says of the rotation that was seen, as far as it says it as transformers does."""
-        config = config_of(self.model).get_text_config()
-        if getattr(config, "is_heterogeneous", False):
-            return {}  # another one for each layer
-        parameters = getattr(config, "rope_parameters", None) or {}
-        kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
-        if "rope_theta" in parameters or (kinds and "rope_theta" in parameters.get("full_attention", {})):
-            return rotary_values(config)
-        return {}
-
-    def _block(self, stack: FoundStack, index: int) -> Block:
+    def _block(self, stack: FoundStack, index: int, name: str = "blocks") -> Block:
         """One block. What is not found out about it is noted by the name of the hook point that it costs."""
         if index not in stack.indices:
-            self.not_offered[f"blocks.{index}"] = "it does not run with text alone"
+            self.not_offered[f"{name}.{index}"] = "it does not run with text alone"
             return Block(())
         place = stack.indices.index(index)
         call = stack.blocks[place]
@@ -239,7 +216,7 @@ class _Inference:
         norms: Norms = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
         sums = Sums(call, stack.outputs[place], self.recording, list(norms))
         found = sums.find()
-        prefix = f"blocks.{index}"
+        prefix = f"{name}.{index}"
         if found is None:
             self.not_offered[f"{prefix}.hook_resid_mid"] = (
                 "what leaves the block is not what enters it and what its modules put out"
@@ -300,34 +277,18 @@ class _Inference:
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = found.declare()
-        self.fact("n_heads", found.n_heads)
-        self.fact("n_key_value_heads", len(found.found["k"][1]))
-        self.fact("d_head", len(found.found["v"][1][0]))
-        self.fact("attn_scale", found.scale())
-        self.fact("attention_dir", "causal" if found.is_causal else "bidirectional")
-        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
-        self.fact("attn_scores_soft_cap", found.soft_cap(cap))
-        self.windows.append(found.window())
-        if declared.rotary:
-            self.fact("positional_embedding_type", "rotary")
-            if (rotation := found.rotation()) is not None:
-                self.fact("rotary_dim", rotation[0])
-                self.fact("rotary_adjacent_pairs", rotation[1])
-                self.exact_rotation |= rotation[2]
-                self.fact("rotary_base", found.rotary_base(*rotation[:2]))
-        elif isinstance(declared.scores, AlibiScores):
-            self.fact("positional_embedding_type", "alibi")
+        declared = self.facts.add_attention(found, declared)
         return declared
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts)
         declared = found.declare()
         for name in ("num_experts", "experts_per_token", "d_expert"):
-            self.fact(name, getattr(found, name))
-        self.fact("gated_mlp", True)
-        self.fact("d_shared_expert", found.d_shared)
+            self.facts.add(name, getattr(found, name))
+        self.facts.add("gated_mlp", True)
+        self.facts.add("d_shared_expert", found.d_shared)
         if found.act_fn:
-            self.fact("act_fn", act_fn_name(found.act_fn))
+            self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
     def _mlp(self, part: FoundPart, block: str) -> Part:
@@ -335,8 +296,8 @@ class _Inference:
         said = first(config.get_text_config(), "hidden_act", "hidden_activation", "activation_function")
         found = FoundMLP(part, block, said if isinstance(said, str) else None)
         declared = found.declare()
-        self.fact("d_mlp", found.d_mlp)
-        self.fact("act_fn", act_fn_name(found.act_fn))
+        self.facts.add("d_mlp", found.d_mlp)
+        self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
     def _modules_of(self, owner: ModuleCall) -> tuple[tuple[str, str], ...]:
@@ -373,41 +334,6 @@ class _Inference:
                 note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
             return Mixer(path, out_path, seen.key, modules, functions)
         return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key)
-
-
-def _all_rotated(blocks: list[Block]) -> list[Block]:
-    """Where some layers rotate queries and keys, the others show them as they are."""
-    if not any(part.rotary for block in blocks for part in block.attentions):
-        return blocks
-    return [
-        replace(block, steps=tuple(
-            replace(step, part=replace(step.part, rotary=True)) if isinstance(step.part, Attention) else step
-            for step in block.steps
-        ))
-        for block in blocks
-    ]  # fmt: skip
-
-
-def _sized(block: Block, values: Mapping[str, object]) -> Block:
-    """A block whose parts say their sizes only where these are not those of the model."""
-    n_heads, d_head = values["n_heads"], values["d_head"]
-    n_kv_heads = values["n_key_value_heads"] or n_heads
-
-    def own(part: Part) -> Part:
-        if isinstance(part, MLP):
-            return replace(part, d_mlp=None if part.d_mlp == values["d_mlp"] else part.d_mlp)
-        if not isinstance(part, Attention):
-            return part
-        return replace(
-            part,
-            n_heads=None if part.n_heads == n_heads else part.n_heads,
-            n_kv_heads=None if part.n_kv_heads == n_kv_heads else part.n_kv_heads,
-            d_q=None if part.d_q == d_head else part.d_q,
-            d_k=None if part.d_k == d_head else part.d_k,
-            d_v=None if part.d_v == d_head else part.d_v,
-        )
-
-    return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:

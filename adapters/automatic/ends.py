@@ -36,15 +36,16 @@ class FoundEmbedding:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall) -> FoundEmbedding | None:
+def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, since: int = -1) -> FoundEmbedding | None:
     """What makes the stream that enters the first block; None where no token embedding ran.
 
     Args:
         model: the model.
         recording: of its run.
         first: the call of the first block.
+        since: the time from which on its embeddings run: when the stack before it has ended.
     """
-    before = [call for call in recording.calls if -1 < call.end < first.start and call.left]
+    before = [call for call in recording.calls if -1 < call.end < first.start and call.left and call.start > since]
     module = token_embedding(model)
     called = [call for call in before if call.module is module] or [
         call for call in before if isinstance(call.module, nn.Embedding)
@@ -76,6 +77,15 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall) ->
         found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
         return found
     found.factor = weights[0]
+    if weights[0] == 0:  # what is added is a norm of it
+        for index, (call, _) in enumerate(others, 1):
+            kind = norm_kind(call) if call.entered and call.entered.mark == called[0].left[0].mark else None
+            if kind is not None and weights[index] == 1 and found.norm is None:
+                found.norm, found.factor, weights[index] = Norm(call.path, kind), 1.0, 0.0
+        if weights[0] == 0 and found.norm is None:
+            found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
+            found.factor = 1.0
+            return found
     for (call, x), weight in zip(others, weights[1:], strict=True):
         if weight == 0:
             continue

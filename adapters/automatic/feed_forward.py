@@ -109,6 +109,7 @@ class FoundMLP:
         else:
             raise NotFound("neither of its two projections enters the product as it is")
         self.act_fn = self._activation(gate, up)
+        activation = None if self.act_fn else self._activation_module(gate, up)
         owner = self.part.owner.path if self.part.owner else self.block
         out, seen = self.part.out
         if self.part.owner is None and gate and gate[0].path != up[0].path:
@@ -122,6 +123,7 @@ class FoundMLP:
             out_key=seen.key,
             flat=self.post.value.ndim == 2,
             d_mlp=self.d_mlp,
+            activation=activation,
         )
 
     def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
@@ -131,6 +133,20 @@ class FoundMLP:
             if bool(((self.post.value == 0) == (value <= 0)).all()):
                 return gate, up
         raise NotFound("which of its two projections is the gate cannot be told")
+
+    def _activation_module(self, gate: Found | None, up: Found) -> str | None:
+        """The module that computes the activation function."""
+        owner = self.part.owner
+        call, index = gate or up
+        before, post = call.left[0].value[..., list(index)], self.post.value
+        other = up[0].left[0].value[..., list(up[1])] if gate else 1.0
+        for each in self.part.inside if owner else ():
+            made = each.left[0].value if each.left and each.entered and each.is_leaf else None
+            if made is None or each.entered is None or not torch.equal(each.entered.value, before):
+                continue
+            if owner and bool(((made * other - post).abs() <= tolerance(post) * post.abs().max()).all()):
+                return relative(each.path, owner.path)
+        return None
 
     def _activation(self, gate: Found | None, up: Found) -> str | None:
         """The name of the activation function."""

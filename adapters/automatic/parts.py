@@ -23,6 +23,7 @@ class FoundPart:
         producer: the innermost call that puts it out.
         pre, post: the norms that it reads and writes through, with their paths from the model.
         calls: of modules without parts of their own that multiply with a matrix, in order, without `producer`.
+        inside: all calls that ran inside of the owner.
         softmaxes: that ran inside.
         reads: the stream that it reads.
         start: the time from which it runs.
@@ -39,6 +40,7 @@ class FoundPart:
     reads: Value
     start: int
     missing: dict[str, str] = field(default_factory=dict)
+    inside: list[ModuleCall] = field(default_factory=list)
 
 
 class Parts:
@@ -83,6 +85,7 @@ class Parts:
         softmaxes = [s for s in self.recording.softmaxes if start < s.time < producer.end]
         owner = self._owner(producer, linear, softmaxes, start)
         part = FoundPart(owner, out, producer, None, post, linear, softmaxes, total.before, start)
+        part.inside = [call for call in self.inside if owner is not None and owner.holds(call) and call is not owner]
         self._find_reading(part, total)
         return part
 

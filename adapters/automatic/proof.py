@@ -32,9 +32,10 @@ class Proof:
 
     def __init__(self, bridge: Bridge) -> None:
         self.bridge = bridge
-        self.tokens = sample_inputs(bridge.core)["input_ids"]
+        self.inputs = sample_inputs(bridge.core)
+        self.tokens = self.inputs.pop("input_ids")
         self.not_offered: dict[str, str] = {}
-        self.no_layer_runs = ""
+        self.no_layer_runs = bridge.no_layer_runs
 
     def run(self) -> Proof:
         """Tries everything. The model's mode is evaluation meanwhile."""
@@ -52,7 +53,9 @@ class Proof:
         return self
 
     def _logits(self, hooks: Sequence[NamedHook], tokens: Tensor | None = None) -> Tensor:
-        return self.bridge.run_with_hooks(self.tokens if tokens is None else tokens, fwd_hooks=list(hooks))
+        tokens = self.tokens if tokens is None else tokens
+        more = {name: x[:1].expand(len(tokens), -1) if len(x) != len(tokens) else x for name, x in self.inputs.items()}
+        return self.bridge.run_with_hooks(tokens, fwd_hooks=list(hooks), **more)
 
     def _point(self, name: str) -> Point:
         return self.bridge.hook_dict[name].point
@@ -61,6 +64,8 @@ class Proof:
         """How long an axis is, None where the model does not say."""
         batch, pos = self.tokens.shape
         known = {"batch": batch, "pos": pos, "key_pos": pos, "n_key_value_heads": self.bridge.cfg.n_kv_heads}
+        if (decoder := self.inputs.get("decoder_input_ids")) is not None:
+            known |= {"decoder_pos": decoder.shape[1], "decoder_key_pos": decoder.shape[1]}
         known["n_experts"] = self.bridge.cfg.num_experts or 0
         if axis.isdigit():
             return int(axis)
@@ -102,7 +107,7 @@ class Proof:
             ):
                 failed[name] = f"its shape is {shapes[0]}, not [{' '.join(axes)}]"
         if not failed:  # what a cache keeps is what was there
-            self.bridge.run_with_cache(self.tokens, names_filter=names)
+            self.bridge.run_with_cache(self.tokens, names_filter=names, **self.inputs)
         return failed
 
     def _written_back(self, names: list[str]) -> dict[str, str]:

@@ -245,6 +245,8 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     watch = _Watch(recording)
     embedding = token_embedding(model)
     handles = []
+    modules: list[nn.Module] = []
+    again = False
     watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
 
     def enters(path: str, name: str | None) -> Callable[..., None]:
@@ -277,12 +279,15 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
         return given
 
     try:
-        for path, module in _modules(model):
+        for path, module in list(_modules(model)):
+            modules.append(module)
             name = _first_parameter(module)
             handles.append(module.register_forward_pre_hook(enters(path, name), with_kwargs=True))
             handles.append(module.register_forward_hook(leaves))
         with torch.enable_grad(), watch:
             output = _elements(model(**inputs))
+        if any(module is not before for (_, module), before in zip(_modules(model), modules, strict=False)):
+            again = True  # it exchanged modules for others as it ran (BigBird), which are there from now on
         for call, which, x, version in watched:
             if x._version != version:
                 call.changed = (*call.changed, which)
@@ -290,7 +295,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     finally:
         for handle in handles:
             handle.remove()
-    return recording
+    return record(model, inputs) if again else recording
 
 
 def _first_parameter(module: nn.Module) -> str | None:

@@ -12,8 +12,10 @@ from adapters.architecture import Architecture
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, OPAQUE_NORM, RMS_NORM, NormKind
 
 #: The kinds of norms that have a name.
-_KINDS = {LAYER_NORM: "LAYER_NORM", RMS_NORM: "RMS_NORM", GEMMA_NORM: "GEMMA_NORM", NO_NORM: "NO_NORM"}
-_KINDS[OPAQUE_NORM] = "OPAQUE_NORM"
+_KINDS = {
+    LAYER_NORM: "LAYER_NORM", RMS_NORM: "RMS_NORM", GEMMA_NORM: "GEMMA_NORM", NO_NORM: "NO_NORM",
+    OPAQUE_NORM: "OPAQUE_NORM",
+}  # fmt: skip
 #: Where the names in a declaration come from.
 _MODULES = {
     "adapters.architecture": ("Architecture", "Block", "Head", "Opaque", "Stack", "Step"),
@@ -23,8 +25,8 @@ _MODULES = {
     "adapters.norms": ("Norm", "NormKind", *_KINDS.values()),
     "adapters.registry": ("register",),
     "adapters.views": (
-        "AlibiScores", "Composed", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead", "columns", "gathered",
-        "interleaved",
+        "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead", "columns",
+        "gathered", "interleaved",
     ),
 }  # fmt: skip
 _WIDTH = 110
@@ -124,7 +126,11 @@ def _argument(field: Field[Any], value: Any, indent: int, constants: Mapping[Any
     if default is not MISSING and value == default:
         return ""
     text = _written(value, indent, constants)
-    return text if field.name in ("path", "kind", "part", "steps") and default is MISSING else f"{field.name}={text}"
+    return (
+        text
+        if field.name in ("name", "path", "kind", "part", "steps") and default is MISSING
+        else f"{field.name}={text}"
+    )
 
 
 def _joined(start: str, inside: Iterable[str], end: str, indent: int) -> str:

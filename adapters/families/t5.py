@@ -47,6 +47,6 @@ def t5(config: PreTrainedConfig) -> Architecture:
             "attn_scale": 1.0,
             "relative_attention_num_buckets": config.relative_attention_num_buckets,
             "relative_attention_max_distance": config.relative_attention_max_distance,
-            "decoder_start_token_id": config.decoder_start_token_id,
+            "decoder_start_token_id": getattr(config, "decoder_start_token_id", None),
         },
     )

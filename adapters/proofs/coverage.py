@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def _plain_run(evidence: Evidence) -> tuple[Calls, dict[str, int]]:
             handles.append(module.register_forward_pre_hook(enter(path)))
             handles.append(module.register_forward_hook(leave))
         with torch.no_grad(), recorded(model) as calls, counted:
-            model(input_ids=evidence.tokens, **evidence.more)
+            evidence.bridge.core(input_ids=evidence.tokens, **evidence.more)  # not what compiles it
     finally:
         for handle in handles:
             handle.remove()
@@ -86,8 +86,10 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
         latents = {path for place in places for path in _before_latents(place, calls)}
         claimed = (sites | latents | {bias for place in places for bias in _biases(place)}) - blocks_own
         opaque = [path for place in places for path in _opaque(place)]
+        claimed_whole = {path for place in places for path in _roles(place)}
         for path, found in calls.items():
-            if not path.startswith(f"{block}."):
+            # What a layer is made of (LoRA, packed weights) is claimed with the layer.
+            if not path.startswith(f"{block}.") or any(path.startswith(f"{role}.") for role in claimed_whole):
                 continue
             inside = any(path == part or path.startswith(f"{part}.") for part in opaque)
             computes = _computes(found[0].module, found[0].input, found[0].result)
@@ -107,7 +109,21 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
 
 def _biases(place: Place) -> list[str]:
     part = place.named.step.part
+    if isinstance(part, MLP) and part.activation:
+        return [join(place.module, part.activation)]
     return [join(place.module, part.position_bias)] if isinstance(part, Attention) and part.position_bias else []
+
+
+def _roles(place: Place) -> Iterator[str]:
+    """The layers and norms that have a part of their own to play."""
+    step, part = place.named.step, place.named.step.part
+    if isinstance(part, Attention):
+        norms = [norm.path for norm in (part.q_norm, part.k_norm) if norm]
+        yield from (join(place.module, path) for path in (part.q.path, part.k.path, part.v.path, part.o, *norms))
+    elif isinstance(part, MLP):
+        paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln or "")
+        yield from (join(place.module, path) for path in paths if path)
+    yield from (join(place.path, norm.path) for norm in (step.pre, step.post, step.stream_norm) if norm)
 
 
 def _opaque(place: Place) -> list[str]:

@@ -37,7 +37,7 @@ def prove_facts(evidence: Evidence, findings: Findings) -> None:
 
 def _last(evidence: Evidence, end: str, axis: int = -1) -> set[int]:
     """The sizes of an axis of all activations whose names end so."""
-    return {x.shape[axis] for name, x in evidence.activations.items() if name.endswith(end)}
+    return {x.shape[axis] for name, x in evidence.activations.items() if name.endswith(end) and ".mixer." not in name}
 
 
 def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
@@ -86,7 +86,11 @@ def _tied(evidence: Evidence, table: Tensor | None) -> bool:
     if not has_module(model, path):
         return evidence.bridge.cfg.tie_word_embeddings
     weight = getattr(model.get_submodule(path), "weight", None)
-    return table is not None and weight is table
+    tables = [table]
+    for stack in evidence.stacks():
+        if stack.embed:
+            tables.append(getattr(model.get_submodule(join(evidence.base, stack.embed)), "weight", None))
+    return any(each is not None and weight is each for each in tables)
 
 
 def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:

@@ -58,7 +58,7 @@ def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
     for place in evidence.places():
         part = place.named.step.part
         if isinstance(part, MLP):
-            _mlp(evidence, findings, place.part, part)
+            _mlp(evidence, findings, place.part, part, place.module)
         elif isinstance(part, MoE):
             if part.shared:
                 _mlp(evidence, findings, f"{place.part}shared_expert.", part.shared)
@@ -66,11 +66,16 @@ def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
             _Mixture(evidence, findings, place, part, place.named.step).prove()
 
 
-def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP) -> None:
+def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module: str = "") -> None:
     pre, linear = evidence.get(f"{prefix}hook_pre"), evidence.get(f"{prefix}hook_pre_linear")
     post = evidence.get(f"{prefix}{'hook_mid' if part.ln else 'hook_post'}")
     if pre is None or post is None or (part.gate is None) != (linear is None):
         findings.holds(GATED, f"{prefix}hook_post", False, "its layers did not all run")
+        return
+    if part.activation is not None:
+        function = evidence.bridge.original_model.get_submodule(join(module, part.activation))
+        made = function.forward(pre)
+        findings.equal(GATED, f"{prefix}hook_post", post, made if linear is None else made * linear)
         return
     _post(evidence, findings, f"{prefix}hook_post", pre, linear, post)
 

@@ -75,10 +75,11 @@ class Findings:
 
     Args:
         tolerance: what two results of the same sum may differ by, relative to the largest number in it.
+        angles: what the angles of a rotation may differ by: a model in half precision may have rounded its speeds.
     """
 
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance
+    def __init__(self, tolerance: float, angles: float = 1e-4) -> None:
+        self.tolerance, self.angles = tolerance, angles
         self._claims: dict[str, _Claim] = {}
 
     def claim(self, name: str) -> None:

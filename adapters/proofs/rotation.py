@@ -108,7 +108,7 @@ def _speed(
 ) -> None:
     """Angles are the position times a power of the base, scaled as the model's configuration says.
 
-    Positions count from the first: where that one is turned (PaliGemma begins at 1), so are all, by as much.
+    Positions are counted from the first: where that one is turned (PaliGemma begins at 1), so are all by as much.
     """
     pos, pairs = turn.shape
     if base is None:
@@ -122,7 +122,7 @@ def _speed(
     turn = turn / turn.abs()
     worst = float((turn * turn[:1].conj() - expected).abs().max())
     seen = f"the angles are not those of the base {base} (by {worst:.1e})"
-    findings.holds(claim, where, worst <= max(findings.tolerance, 1e-4), seen)
+    findings.holds(claim, where, worst <= findings.angles, seen)
 
 
 def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[Tensor, " pair"] | None:

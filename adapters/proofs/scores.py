@@ -47,7 +47,8 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
         if part.rotary:
             rotates.append((place.stack.name, rotated))
     cfg = evidence.bridge.cfg
-    if any(isinstance(place.named.step.part, Attention) for place in evidence.places()):
+    attends = any(isinstance(place.named.step.part, Attention) for place in evidence.places())
+    if attends and "attention_mask" not in evidence.more:
         if cfg.positional_embedding_type == "relative_positional_bias":
             findings.holds(SCORES, "position bias", bool(biases), "cfg says that there is one, and no table of it ran")
         kind = cfg.positional_embedding_type
@@ -77,6 +78,7 @@ class _Attention:
         self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
         self.cfg = evidence.bridge.cfg
         types = self.cfg.attn_types
+        self.padded = "attention_mask" in evidence.more
         self.local = bool(types and self.cfg.use_local_attn and types[place.layer] == "local")
 
     def get(self, name: str) -> Tensor | None:
@@ -99,7 +101,7 @@ class _Attention:
             turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
             if self.part.kv_latent is not None:
                 rotated = self._latent(q, k, *turned)
-            else:
+            elif not self.padded:  # positions are counted in another way in each row of the batch
                 rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned)
             q, k = turned_q, turned_k
         assert q is not None and k is not None
@@ -110,7 +112,8 @@ class _Attention:
         self._scores(q, k, scores, biases)
         self._pattern(scores, pattern)
         self._values(v, pattern, z)
-        self._mask(pattern)
+        if not self.padded:
+            self._mask(pattern)
         return rotated
 
     def _normed_last(self, *normed: Heads | None) -> tuple[Tensor | None, Tensor | None]:
@@ -217,6 +220,8 @@ class _Attention:
         seen = scores.isfinite()
         bias = torch.where(seen, scores.double() - made, torch.nan)
         kind = cfg.positional_embedding_type
+        if self.padded and kind == "alibi":
+            return  # the model counts the places of each row from its first token
         if kind not in ("alibi", "relative_positional_bias"):
             self.findings.equal(SCORES, at, scores.where(seen, 0), made.where(seen, 0.0).to(scores.dtype), size)
             return
@@ -232,6 +237,8 @@ class _Attention:
     def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
         _, queries, keys = bias.shape
         distance = (torch.arange(keys)[None] - torch.arange(queries)[:, None]).to(bias)
+        # Relative to a query, or to the first or last key: a row's constant is nothing to its softmax.
+        bias = bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]
         there = ~bias.isnan()
         slopes = (bias * distance).where(there, 0).sum((-1, -2)) / (distance**2 * there).sum((-1, -2))
         expected = slopes[:, None, None] * distance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from adapters.architecture import Norm, Stack
@@ -189,6 +190,9 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
         tokens is not None and tokens.input is not None and tokens.input.equal(evidence.tokens),
         "it is not given the tokens",
     )
+    for stack in evidence.stacks():
+        if stack.embed:
+            _own_embeddings(evidence, findings, stack)
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
     if architecture.embeddings is not None:
@@ -214,10 +218,27 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     size = float(stream.abs().max())
     if findings.equal(ENDS, first, rest, (embed.double() * factor).to(rest.dtype), size) and factor != 1:
         findings.untold(ENDS, f"the stream begins with hook_embed times {factor:.4g}")
-    for stack in evidence.stacks():
-        if stack.embed:
-            begun = evidence.get(f"{stack.name}.0.hook_resid_pre")
-            findings.equal(ENDS, stack.name, begun, evidence.get(f"{stack.name}_embed.hook_out"))
+
+
+def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> None:
+    """The first stream of a stack with tokens of its own."""
+    total, positions = evidence.get(f"{stack.name}_embed.hook_out"), evidence.get(f"{stack.name}_pos_embed.hook_out")
+    begun = evidence.get(f"{stack.name}.0.hook_resid_pre")
+    if total is None or begun is None or (positions is None) != (stack.pos_embed is None):
+        findings.holds(ENDS, stack.name, False, "its embeddings or its first block did not run")
+        return
+    norm = evidence.call(evidence.base, stack.embed_norm.path) if stack.embed_norm else None
+    entered = norm.input if norm else None
+    if norm is not None and entered is not None and positions is not None and torch.equal(entered, total):
+        total = norm.result if norm.result is not None else total  # of the tokens alone
+        norm = None
+    types = evidence.get(f"{stack.name}_token_type_embed.hook_out")
+    total = total if positions is None else total + positions.to(total)
+    total = total if types is None else total + types.to(total)
+    if norm is not None:
+        findings.equal(ENDS, f"{stack.name}_embed.ln", entered, total)
+        total = norm.result if norm.result is not None else total
+    findings.equal(ENDS, stack.name, begun, total, float(begun.abs().max()))
 
 
 def _sum_of_embeddings(evidence: Evidence, findings: Findings, norm: Norm | None) -> None:

@@ -6,7 +6,7 @@ site tensor). `call` describes the module call in progress; most views ignore it
 
 from adapters.views.base import Args, Branch, Call, Deferred, Derived, Kwargs, View, WriteThrough, split
 from adapters.views.heads import Heads, HeadsFirst, HeadsOfBatch, OneHead, Selected, columns, gathered, interleaved
-from adapters.views.scores import AlibiScores, MaskedScores, SinkPattern, SinkScores
+from adapters.views.scores import AlibiScores, FilledScores, MaskedScores, SinkPattern, SinkScores
 from adapters.views.stream import Composed, Copied, FlatRows, Scaled, WithBatchAxis
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Copied",
     "Deferred",
     "Derived",
+    "FilledScores",
     "FlatRows",
     "Heads",
     "HeadsFirst",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -19,9 +21,9 @@ class MaskedScores(View):
     identity = False
     deferrable = True
 
-    @staticmethod
-    def masked(x: Tensor) -> Tensor:
-        return x < torch.finfo(x.dtype).min / 2
+    def masked(self, x: Tensor) -> Tensor:
+        # Some models scale the filler, too. In float16 there is not much room for that.
+        return x < torch.finfo(x.dtype).min / (2 if x.dtype == torch.float16 else 1e8)
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.masked_fill(self.masked(x), float("-inf"))
@@ -29,6 +31,16 @@ class MaskedScores(View):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         nothing_allowed = self.masked(x).all(-1, keepdim=True)
         return torch.where(nothing_allowed & new.isneginf(), x, new)
+
+
+@dataclass(frozen=True)
+class FilledScores(MaskedScores):
+    """Scores of a model whose filler is not very large: what is `below` this number is none."""
+
+    below: float
+
+    def masked(self, x: Tensor) -> Tensor:
+        return x < self.below
 
 
 class AlibiScores(MaskedScores):

@@ -149,6 +149,10 @@ class WrappedModel(nn.Module):
         self.original_model.to(*args, **kwargs)
         return self
 
+    def mps(self) -> Self:
+        """Moves the model to Apple's GPU."""
+        return self.to("mps")
+
     def train(self, mode: bool = True) -> Self:
         """Sets the model's mode."""
         self.original_model.train(mode)

@@ -13,7 +13,7 @@ from bridge.facade.tokens import TokenMethods
 from bridge.facade.weights import WeightMethods
 from bridge.generation.generate import generate, hf_generate
 from bridge.generation.options import Options
-from bridge.generation.stream import stream
+from bridge.generation.stream import in_pieces, stream
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import NamesFilter
 from bridge.programs.program import Program
@@ -141,13 +141,29 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             None if program is None else program.generating(inputs or {}),
         )
 
-    def hf_generate(self, input: Input = "", prepend_bos: bool | None = None, **kwargs: Any) -> Any:
+    def hf_generate(
+        self,
+        input: Input = "",
+        prepend_bos: bool | None = None,
+        *,
+        return_type: str | None = None,
+        stop_at_eos: bool = True,
+        use_past_kv_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """The model's own `generate`, with its own arguments and return values; hooks act on every step.
 
         Args:
             input: text, texts, tokens or embeddings, as for `generate`; texts are padded in front.
             prepend_bos: start texts with BOS.
+            return_type: None: what the model's `generate` returns; ``"tokens"``, or ``"str"`` (or ``"input"``, as for
+                `generate`) for its sequences as text.
+            stop_at_eos: False goes on after the end of a text.
+            use_past_kv_cache: ``use_cache`` of `generate`; None: the model's own.
             kwargs: passed on as they are.
+
+        Raises:
+            ValueError: an unknown return type.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -155,9 +171,15 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             >>> bridge.hf_generate("Mary and", max_new_tokens=3, do_sample=False).shape
             torch.Size([1, 6])
         """
-        return hf_generate(self, input, prepend_bos, kwargs)
+        if not stop_at_eos:
+            kwargs["eos_token_id"] = None
+        if use_past_kv_cache is not None:
+            kwargs["use_cache"] = use_past_kv_cache
+        return hf_generate(self, input, prepend_bos, kwargs, return_type)
 
-    def generate_stream(self, input: Input = "", **arguments: Any) -> Iterator[Any]:
+    def generate_stream(
+        self, input: Input = "", *, max_tokens_per_yield: int | None = None, **arguments: Any
+    ) -> Iterator[Any]:
         """Yields a continuation piece by piece, the prompt first.
 
         The pieces join to exactly what `generate` returns: strings (a list of strings, one for each row, for a list of
@@ -166,6 +188,8 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
 
         Args:
             input: as for `generate`.
+            max_tokens_per_yield: so many tokens in a piece, fewer in the last one (those without a
+                text do not count); None: pieces as they come.
             arguments: as for `generate`, without `return_cache`, `return_input_tokens` and `output_logits`.
 
         Raises:
@@ -179,4 +203,4 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             >>> "".join(pieces) == bridge.generate("Mary and", max_new_tokens=3, do_sample=False, verbose=False)
             True
         """
-        return stream(self, input, dict(arguments))
+        return in_pieces(stream(self, input, dict(arguments)), max_tokens_per_yield)

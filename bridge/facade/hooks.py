@@ -45,11 +45,13 @@ class HookMethods(WrappedModel):
     def add_hook(
         self,
         name: NamesFilter | HookPoint,
-        hook: HookFunction,
+        hook: HookFunction | None = None,
         dir: str = "fwd",
         is_permanent: bool = False,
         level: int | None = None,
         prepend: bool = False,
+        *,
+        hook_fn: HookFunction | None = None,
     ) -> list[Handle]:
         """Adds a function to hook points, for all runs, of any thread, until it is removed.
 
@@ -57,6 +59,7 @@ class HookMethods(WrappedModel):
             name: a name, an alias, a list of them, or a function of the name.
             hook: called as ``hook(activation, hook=point)``.
             dir, is_permanent, level, prepend: as for `HookPoint.add_hook`.
+            hook_fn: another name of `hook`.
 
         Returns:
             A handle for each hook point, with `remove()`.
@@ -64,16 +67,32 @@ class HookMethods(WrappedModel):
         Raises:
             UnknownHookError: a name that no hook point has.
             ValueError: a filter that matches nothing.
+            TypeError: not one function.
         """
+        if (hook is None) == (hook_fn is None):
+            raise TypeError("add_hook takes one function: as `hook`, or as `hook_fn`")
+        function = hook_fn if hook is None else hook
+        assert function is not None
         handles: list[Handle] = []
         try:
             for point in self.select_hooks(name):
-                handles.append(point.add_hook(hook, dir, is_permanent, level, prepend))
+                handles.append(point.add_hook(function, dir, is_permanent, level, prepend))
         except (TypeError, ValueError):
             for handle in handles:
                 handle.remove()
             raise
         return handles
+
+    def get_hook_point(self, hook_name: str) -> HookPoint:
+        """The hook point of a name or an alias.
+
+        Args:
+            hook_name: such as ``blocks.0.attn.hook_q``.
+
+        Raises:
+            UnknownHookError: there is none.
+        """
+        return self.names.find(hook_name)
 
     def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFunction, dir: str = "fwd") -> list[Handle]:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
@@ -160,18 +179,18 @@ class HookMethods(WrappedModel):
             self.add_hook(name, fn, "bwd")
         return cache
 
-    def set_use_attn_result(self, use: bool) -> None:
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Whether an unfiltered cache holds `attn.hook_result`."""
-        self.cfg.use_attn_result = use
+        self.cfg.use_attn_result = use_attn_result
 
-    def set_use_split_qkv_input(self, use: bool) -> None:
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
         """Whether an unfiltered cache holds `hook_q_input`, `hook_k_input` and `hook_v_input`."""
-        self.cfg.use_split_qkv_input = use
+        self.cfg.use_split_qkv_input = use_split_qkv_input
 
-    def set_use_attn_in(self, use: bool) -> None:
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
         """Whether an unfiltered cache holds `hook_attn_in`."""
-        self.cfg.use_attn_in = use
+        self.cfg.use_attn_in = use_attn_in
 
-    def set_use_hook_mlp_in(self, use: bool) -> None:
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Whether an unfiltered cache holds `hook_mlp_in`."""
-        self.cfg.use_hook_mlp_in = use
+        self.cfg.use_hook_mlp_in = use_hook_mlp_in

@@ -22,7 +22,7 @@ class LoadingMethods(ProcessingMethods):
     @classmethod
     def boot_transformers(
         cls,
-        name_or_path: str,
+        model_name: str,
         *,
         hf_model: nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -46,11 +46,15 @@ class LoadingMethods(ProcessingMethods):
         token: str | bool | None = None,
         patches: Patches | None = None,
         weight_conversions: WeightConversions | None = None,
+        gguf_file: str | None = None,
+        quantization_config: object = None,
+        progress: bool = False,
+        **from_pretrained: object,
     ) -> Self:
         """Loads a model from the hub or a folder.
 
         Args:
-            name_or_path: a hub name, or a folder (which needs no network).
+            model_name: a hub name, or a folder (which needs no network).
             hf_model: use this model rather than load one.
             tokenizer: use this tokenizer rather than load one.
             hf_config_overrides: fields of the Hugging Face configuration to change.
@@ -70,10 +74,17 @@ class LoadingMethods(ProcessingMethods):
                 load alone (``{"LlamaAttention": MyAttention}``), as `transformers.monkey_patching` has them.
             weight_conversions: where a patch changes the layout of weights, by model type or class name a list of
                 transformers' `WeightConverter` and `WeightRenaming`.
+            gguf_file: a GGUF file of the repository, whose weights are dequantised.
+            quantization_config: how to quantise the weights while they are loaded, as for `from_pretrained`.
+            progress: show the bars of loading.
+            from_pretrained: what else the class's `from_pretrained` takes.
+
+        Of a checkpoint of Gemma 3 with images, the text model is loaded.
 
         Raises:
             TypeError: a patch that is no class of modules.
             ValueError: arguments that exclude each other, or a checkpoint that does not exist.
+            TypeError: an argument that nobody knows.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -82,7 +93,7 @@ class LoadingMethods(ProcessingMethods):
             4
         """
         loaded = load(
-            name_or_path,
+            model_name,
             hf_model=hf_model,
             tokenizer=tokenizer,
             hf_config_overrides=hf_config_overrides,
@@ -105,6 +116,10 @@ class LoadingMethods(ProcessingMethods):
             token=token,
             patches=patches,
             weight_conversions=weight_conversions,
+            gguf_file=gguf_file,
+            quantization_config=quantization_config,
+            progress=progress,
+            from_pretrained=from_pretrained,
         )
         bridge = cls(loaded.model, loaded.tokenizer)
         if hf_model is None:
@@ -115,13 +130,19 @@ class LoadingMethods(ProcessingMethods):
 
     @classmethod
     def boot_native(
-        cls, config: NativeConfig | Mapping[str, object], tokenizer: PreTrainedTokenizerBase | None = None
+        cls,
+        config: NativeConfig | Mapping[str, object],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        model_name: str | None = None,
     ) -> Self:
         """A small transformer with random weights, for studies of toy models.
 
         Args:
             config: a `NativeConfig`, or its fields.
             tokenizer: for text input; None: the one that the configuration's `tokenizer_name` names, if it does.
+            device, dtype, model_name: in place of the configuration's.
 
         Raises:
             TypeError: a field that does not exist, or that is missing, or whose value has the wrong type.
@@ -135,7 +156,7 @@ class LoadingMethods(ProcessingMethods):
             >>> bridge([[1, 2, 3]]).shape
             torch.Size([1, 3, 10])
         """
-        return cls(*make_native(config, tokenizer))
+        return cls(*make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
 
     @classmethod
     def boot_embedded(cls) -> Self:

@@ -20,6 +20,7 @@ class ProcessingMethods(WeightMethods):
         fold_value_biases: Choice = ON,
         refactor_factored_attn_matrices: Choice = OFF,
         check: bool | Literal["each"] = True,
+        verbose: bool = False,
     ) -> None:
         """Makes the weights easier to read, without changing log probabilities. The model's parameters are written to.
 
@@ -34,6 +35,7 @@ class ProcessingMethods(WeightMethods):
             fold_value_biases: fold the values' biases into the attention's output bias.
             refactor_factored_attn_matrices: give the matrices of each head orthogonal columns.
             check: compare the log probabilities of random tokens before and after; ``"each"``: after each transform.
+            verbose: print what was done, and what was left out and why.
 
         Raises:
             ProcessingError: a transform asked for by name is not for this model; or the log probabilities differ.
@@ -53,6 +55,8 @@ class ProcessingMethods(WeightMethods):
             "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
         }
         process(self, given, check, without_hooks)
+        if verbose:
+            print("\n".join(f"{name}: {state}" for name, state in self.cfg.processed.items()))
 
     def enable_compatibility_mode(
         self,

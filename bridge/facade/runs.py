@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.cache.activation_cache import ActivationCache
@@ -16,6 +17,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.run.forward import run_model
 from bridge.run.hooked import check_specs, clear_all_contexts, hooked, points_of_run, runs_some_layers
+from bridge.run.loss import lm_loss
 from bridge.run.positions import PosSlice
 from bridge.run.protocol import HookSpec, Input
 from bridge.run.recorder import Recorder, watching
@@ -23,6 +25,23 @@ from bridge.run.recorder import Recorder, watching
 
 class RunMethods(HookMethods, TokenMethods):
     """The methods of a bridge that run its model."""
+
+    def loss_fn(
+        self,
+        logits: Float[Tensor, "batch pos d_vocab"],
+        tokens: Int[Tensor, "batch pos"],
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        per_token: bool = False,
+    ) -> Float[Tensor, "..."]:
+        """The loss of predicting each next token.
+
+        Args:
+            logits: what the model predicts.
+            tokens: what stands there.
+            attention_mask: 0 for padding, whose loss does not count.
+            per_token: ``[batch, pos-1]`` in place of the mean.
+        """
+        return lm_loss(logits, tokens.to(logits.device), attention_mask, per_token)
 
     def forward(
         self,

@@ -32,6 +32,7 @@ class TokenMethods(WrappedModel):
         if self._facts is None or self._facts.tokenizer is not self.tokenizer:
             self._facts = TokenizerFacts(self.tokenizer)
             self.cfg.tokenizer_prepends_bos = self._facts.adds_bos
+            self.cfg.tokenizer_appends_eos = self.tokenizer.eos_token_id in self._facts.ending
         return self._facts
 
     def batch_of(
@@ -136,13 +137,13 @@ class TokenMethods(WrappedModel):
         return tokenization.to_single_token(self, string)
 
     @refuse_wrong_types
-    def to_single_str_token(self, token: int) -> str:
+    def to_single_str_token(self, int_token: int) -> str:
         """The text of one token.
 
         Args:
-            token: its id.
+            int_token: its id.
         """
-        return tokenization.to_single_str_token(self, token)
+        return tokenization.to_single_str_token(self, int_token)
 
     def get_token_position(
         self,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from bridge.facade.base import WrappedModel
-from bridge.weights.accessors import first_weight, stacked_weight
+from bridge.weights.accessors import first_weight, stacked_weight, stacked_where
 
 
 class WeightMethods(WrappedModel):
@@ -32,6 +32,32 @@ class WeightMethods(WrappedModel):
     def tl_parameters(self) -> dict[str, Tensor]:
         """HookedTransformer's state dict, as a dictionary."""
         return dict(self.tl_named_parameters())
+
+    @property
+    def n_params_total(self) -> int:
+        """The number of parameters, embeddings included, shared ones once."""
+        return self.cfg.n_params
+
+    def stack_params_for(
+        self, submodule: str, attr_path: str, reshape_fn: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[list[int], Float[Tensor, "layer ..."]]:
+        """One weight of those blocks that have a part, and which blocks they are.
+
+        Args:
+            submodule: the part, such as ``mlp``.
+            attr_path: the weight, such as ``mlp.W_in``.
+            reshape_fn: is done to each weight.
+
+        Raises:
+            ValueError: no block has it.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> layers, weights = TransformerBridge.boot_embedded().stack_params_for("attn", "attn.W_O")
+            >>> layers, weights.shape[0]
+            ([0, 1, 2, 3], 4)
+        """
+        return stacked_where(self._tree, self.cfg, submodule, attr_path, reshape_fn)
 
     def _stack(self, part: str, name: str) -> Tensor:
         return stacked_weight(self._tree, self.cfg, part, name)

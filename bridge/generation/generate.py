@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import StoppingCriteriaList
 from transformers.utils import ModelOutput
@@ -82,21 +82,35 @@ def generate(bridge: Generates, input: Input, options: Options, program: nn.Modu
     return (result, *extras) if extras else result
 
 
-def hf_generate(bridge: Generates, input: Input, prepend_bos: bool | None, arguments: dict[str, Any]) -> Any:
+def hf_generate(
+    bridge: Generates,
+    input: Input,
+    prepend_bos: bool | None,
+    arguments: dict[str, Any],
+    return_type: str | None = None,
+) -> Any:
     """The model's own `generate`; see `TransformerBridge.hf_generate`.
 
     Args:
         bridge: the bridge.
         input, prepend_bos: as there.
         arguments: of the model's `generate`.
+        return_type: as there.
     """
+    if return_type not in (None, "tokens", "str", "input"):
+        raise ValueError(f"return_type is {return_type!r}; it must be None, 'tokens', 'str' or 'input'")
     check_generates(bridge)
     prompt = prompt_of(bridge, input, prepend_bos, None, arguments.pop("attention_mask", None))
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
     generation = Generation()
     with generating(bridge, generation, prompt):
         arguments["stopping_criteria"] = [*criteria, Steps(tqdm(disable=True), generation)]
-        return run_generate(bridge, prompt, arguments)
+        made = run_generate(bridge, prompt, arguments)
+    sequences = made if isinstance(made, Tensor) else made.sequences
+    if return_type == "str" or (return_type == "input" and prompt.kind != "tokens"):
+        copies = max(1, len(sequences) // max(1, len(prompt.padding)))
+        return texts_of(bridge, rows_of(bridge, prompt, sequences, copies), prompt)
+    return made if return_type is None else sequences
 
 
 def run_generate(bridge: Generates, prompt: Prompt, arguments: dict[str, Any], program: nn.Module | None = None) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from bridge.generation.prompt import Generates, Prompt, check_return_type, decod
 from bridge.hooks.context import Generation
 from bridge.run.protocol import Input
 
+#: Of a stream: the prompt, or what comes next.
+Piece = Tensor | str | list[str]
 _END = object()
 
 
@@ -166,3 +169,32 @@ def _pieces(bridge: Generates, streamer: QueueStreamer, prompt: Prompt, as_text:
 def _skips(prompt: Prompt, rows: int) -> list[int]:
     copies = rows // len(prompt.padding)
     return [prompt.padding[i // copies] for i in range(rows)]
+
+
+def in_pieces(pieces: Iterator[Piece], n: int | None) -> Iterator[Piece]:
+    """A stream whose pieces are joined, `n` at a time. The prompt stays alone.
+
+    Args:
+        pieces: of text, of texts, or of tokens.
+        n: None leaves them as they are.
+
+    Raises:
+        ValueError: `n` is not positive.
+    """
+    if n is None:
+        return pieces
+    if n < 1:
+        raise ValueError(f"max_tokens_per_yield is {n}; it must be at least 1")
+    return _joined(pieces, n)
+
+
+def _joined(pieces: Iterator[Piece], n: int) -> Iterator[Piece]:
+    with closing(pieces):  # type: ignore[type-var]  # a generator
+        yield from itertools.islice(pieces, 1)
+        while some := list(itertools.islice(pieces, n)):
+            if isinstance(some[0], Tensor):
+                yield torch.cat([piece for piece in some if isinstance(piece, Tensor)], dim=-1)
+            elif isinstance(some[0], str):
+                yield "".join([piece for piece in some if isinstance(piece, str)])
+            else:
+                yield ["".join(row) for row in zip(*some, strict=True)]

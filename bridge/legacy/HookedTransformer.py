@@ -61,7 +61,10 @@ Loss = SingleLoss | LossPerToken
 
 Side = Literal["left", "right"]
 #: Fields of a configuration that say nothing of the weights, and that the model's keeps.
-_KEPT = {"init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed"}
+_KEPT = {
+    "init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed",
+    "ungroup_grouped_query_attention",
+}  # fmt: skip
 #: The data sets of HookedTransformer that are like what models were trained on.
 _LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
@@ -111,12 +114,12 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
     ) -> None:
         model, found, where = self._make(cfg, tokenizer, move_to_device)
         super().__init__(model)
+        self.intended_device = where
+        self.dataset: Any = None
         if isinstance(cfg, HookedTransformerConfig | Mapping):
             given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
             for name in _KEPT & given.keys():
                 setattr(self.cfg, name, given[name])
-        self.intended_device = where
-        self.dataset: Any = None
         if tokenizer is not None:
             self.set_tokenizer(tokenizer, default_padding_side)
         elif found is not None:
@@ -207,7 +210,9 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         if first_n_layers is not None:
             bridge._keep_layers(first_n_layers)
         cfg = bridge.cfg
-        if n_ctx is not None:
+        if n_ctx is None:
+            loading.cap_context(cfg)
+        else:
             context_fields(bridge.core.config, n_ctx)  # an `hf_model` may have fewer positions
             cfg.n_ctx = n_ctx
         if bridge.tokenizer is not None:
@@ -345,28 +350,6 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""
         return fill_missing_keys(self, state_dict)
-
-    # As in any bridge, by HookedTransformer's names of their arguments.
-
-    def to_single_str_token(self, int_token: int) -> str:
-        """The text of one token."""
-        return super().to_single_str_token(int_token)
-
-    def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Whether an unfiltered cache holds `attn.hook_result`."""
-        super().set_use_attn_result(use_attn_result)
-
-    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
-        """Whether an unfiltered cache holds `hook_q_input`, `hook_k_input` and `hook_v_input`."""
-        super().set_use_split_qkv_input(use_split_qkv_input)
-
-    def set_use_attn_in(self, use_attn_in: bool) -> None:
-        """Whether an unfiltered cache holds `hook_attn_in`."""
-        super().set_use_attn_in(use_attn_in)
-
-    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Whether an unfiltered cache holds `hook_mlp_in`."""
-        super().set_use_hook_mlp_in(use_hook_mlp_in)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_HERE:

@@ -13,6 +13,8 @@ from bridge.legacy.parts import BUFFERS, Part
 class CanBeUsedAsMLP(Part):
     """What stands where a block has its MLP. `W_gate` is None without a gate."""
 
+    at, fields = "blocks.0.mlp", {"attn_only": False}
+
     def __getattr__(self, attribute: str) -> Any:
         if attribute == "W_gate" and not self.cfg.gated_mlp and "W_gate" not in self._modules:
             return None
@@ -33,6 +35,8 @@ class GatedMLP(CanBeUsedAsMLP):
 
 class MoE(CanBeUsedAsMLP):
     """A mixture of experts."""
+
+    at = ""
 
 
 class AbstractAttention(Part):

@@ -16,12 +16,13 @@ from bridge.hooks.names import suggestion
 from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, HUB, get_official_model_name
+from bridge.loading.boot import text_model
 from bridge.run.tokenization import TokenError
 
-#: What `from_pretrained` passes on, besides its own arguments.
+#: What `from_pretrained` passes on, besides its own arguments and those of Hugging Face's.
 _PASSED_ON = (
     "revision", "trust_remote_code", "attn_implementation", "model_class", "cache_dir", "force_download",
-    "local_files_only", "token",
+    "local_files_only", "token", "gguf_file", "quantization_config", "progress",
 )  # fmt: skip
 #: What a model may be made from.
 Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
@@ -59,10 +60,6 @@ class LoadedAsBefore(TransformerBridge):
         """Moves the model to the CPU."""
         return self.to(torch.device("cpu"))
 
-    def mps(self) -> Any:
-        """Moves the model to Apple's GPU."""
-        return self.to(torch.device("mps"))
-
     @classmethod
     def _load(
         cls,
@@ -82,18 +79,15 @@ class LoadedAsBefore(TransformerBridge):
         kind = as_type(passed_on.pop("torch_dtype", dtype))
         passed_on.pop("low_cpu_mem_usage", None)  # as transformers always loads now
         for name in passed_on:
-            if name not in _PASSED_ON:
-                raise TypeError(
-                    f"{name!r} is no argument of from_pretrained.{suggestion(name, _PASSED_ON)} For a model that is "
-                    "loaded in another way, load it with transformers and pass it as hf_model."
-                )
+            if hint := suggestion(name, _PASSED_ON) if name not in _PASSED_ON else "":
+                raise TypeError(f"{name!r} is no argument of from_pretrained.{hint}")
         official = get_official_model_name(model_name)
         target = None if not move_to_device or n_devices > 1 else torch.device(device or get_device())
         loading["n_devices"] = n_devices if n_devices > 1 else None
         if hf_model is None:
             loading["dtype"] = kind
         else:
-            loading |= {"hf_model": _copied(hf_model, processing, kind, target), "n_ctx": None}
+            loading |= {"hf_model": _copied(text_model(hf_model), processing, kind, target), "n_ctx": None}
         bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
         if target is not None and hf_model is None:
             bridge.original_model.to(target)
@@ -190,7 +184,7 @@ class UnprocessedAsBefore(LoadedAsBefore):
         Raises:
             ValueError: a field has a value for which the model has no place.
         """
-        if config.d_vocab_out != config.d_vocab:
+        if config.d_vocab_out not in (config.d_vocab, -1, 0):
             raise ValueError(f"d_vocab_out is {config.d_vocab_out}; {cls.__name__} has as many as d_vocab")
         for name, allowed in fixed.items():
             if getattr(config, name) != allowed:

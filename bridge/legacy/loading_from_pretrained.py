@@ -95,6 +95,8 @@ def get_pretrained_model_config(
     facts = bridge.cfg
     facts.model_name = name.rstrip("/").rpartition("/")[2]
     facts.tokenizer_name = name
+    if n_ctx is None:
+        cap_context(facts)
     if fold_ln and facts.normalization_type in ("LN", "RMS"):
         facts.normalization_type += "Pre"
     if first_n_layers is not None:
@@ -108,6 +110,20 @@ def get_pretrained_model_config(
 def starts_with_bos(cfg: ModelConfig, wanted: bool | None) -> bool:
     """Whether HookedTransformer starts a model's texts with BOS, unless told otherwise."""
     return cfg.original_architecture not in _WITHOUT_BOS if wanted is None else wanted
+
+
+#: The longest contexts that HookedTransformer gives models, by what their names or architectures begin with.
+_CAPS = {
+    "Llama-3.1": 2048, "Llama-3.2": 2048, "Llama-3.3": 2048, "MistralForCausalLM": 2048, "BloomForCausalLM": 2048,
+    "QWenLMHeadModel": 2048, "Qwen2ForCausalLM": 2048, "Qwen3ForCausalLM": 2048, "Gemma3ForCausalLM": 8192,
+}  # fmt: skip
+
+
+def cap_context(cfg: ModelConfig) -> None:
+    """Limits a model's context as HookedTransformer does, which kept an attention mask of this size."""
+    for start, most in _CAPS.items():
+        if cfg.model_name.startswith(start) or cfg.original_architecture == start:
+            cfg.n_ctx = most if cfg.n_ctx is None else min(cfg.n_ctx, most)
 
 
 def get_num_params_of_pretrained(model_name: str) -> int:

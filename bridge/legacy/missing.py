@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 from bridge.hooks.names import suggestion
 
@@ -24,3 +25,18 @@ def missing(module: str, name: str, instead: Mapping[str, str], known: Iterable[
     if name in instead:
         return AttributeError(f"{module} has no {name}: {instead[name]}. See docs/migration.md")
     return AttributeError(f"module {module!r} has no attribute {name!r}.{suggestion(name, list(known))}")
+
+
+def not_done(name: str, why: str) -> Callable[..., Any]:
+    """A function that can be imported, and says why it is not done when it is called.
+
+    Args:
+        name: its name.
+        why: and what to do in its place.
+    """
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(f"{name} is not done here: {why}. See docs/migration.md")
+
+    refuse.__name__ = name
+    return refuse

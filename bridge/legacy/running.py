@@ -19,7 +19,6 @@ from bridge.legacy.slices import Slice
 from bridge.legacy.tokens import (
     get_attention_mask,
     get_offset_position_ids,
-    lm_cross_entropy_loss,
     position_embeddings,
 )
 from bridge.run.checks import as_tokens
@@ -232,23 +231,6 @@ class RunsAsBefore(TransformerBridge):
             on = set(self.select_hooks(None))
             points = [point for point in points if point in on] or points
         return points_that_run(self, points, forward_kwargs)
-
-    def loss_fn(
-        self,
-        logits: Float[Tensor, "batch pos d_vocab"],
-        tokens: Int[Tensor, "batch pos"],
-        attention_mask: Int[Tensor, "batch pos"] | None = None,
-        per_token: bool = False,
-    ) -> Float[Tensor, "..."]:
-        """The loss of predicting each next token.
-
-        Args:
-            logits: what the model predicts.
-            tokens: what stands there.
-            attention_mask: 0 for padding, whose loss does not count.
-            per_token: ``[batch, pos-1]`` in place of the mean.
-        """
-        return lm_cross_entropy_loss(logits, tokens.to(logits.device), attention_mask, per_token)
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None) -> Any:
         """The text of each token: `TransformerBridge.to_str_tokens`, which may be given an array, too."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE as CACHE_DIR
 from jaxtyping import Float
 from torch import Tensor
+from transformers.activations import XIELUActivation as XIELU
 
 from bridge.analysis.composition import composition_scores
 from bridge.hooks.act_names import act_name
@@ -27,7 +27,7 @@ from bridge.legacy.bos import (
 )
 from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
 from bridge.legacy.devices import get_device, warn_if_mps
-from bridge.legacy.missing import missing
+from bridge.legacy.missing import missing, not_done
 from bridge.legacy.slices import Slice, SliceInput
 from bridge.legacy.tokens import (
     get_attention_mask,
@@ -58,10 +58,12 @@ __all__ = [
     "ACTIVATION_FN_DICT",
     "CACHE_DIR",
     "USE_DEFAULT_VALUE",
+    "XIELU",
     "LocallyOverridenDefaults",
     "Slice",
     "SliceInput",
     "calc_fan_in_and_fan_out",
+    "clear_huggingface_cache",
     "composition_scores",
     "download_file_from_hf",
     "gelu_fast",
@@ -109,12 +111,8 @@ test_prompt = report_on_prompt
 #: Stands for "what the model's configuration says".
 USE_DEFAULT_VALUE = None
 
-_IN_ONE = re.compile(r"([a-z_]+?)(\d+)([a-z]\w*)?")
-_OLD = {"key": "k", "query": "q", "value": "v", "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post"}
-_PARTS = {"attention": "attn", "block": "b", "blocks": "b"}
 
-
-def get_act_name(name: str, layer: int | str | None = None, layer_type: str | None = None) -> str:
+def get_act_name(name: str, layer: SupportsIndex | str | None = None, layer_type: str | None = None) -> str:
     """The full name of a hook point from its short one.
 
     Args:
@@ -127,11 +125,7 @@ def get_act_name(name: str, layer: int | str | None = None, layer_type: str | No
         >>> get_act_name("k", 6), get_act_name("pre5"), get_act_name("normalized", 27, "ln2"), get_act_name("scale4ln1")
         ('blocks.6.attn.hook_k', 'blocks.5.mlp.hook_pre', 'blocks.27.ln2.hook_normalized', 'blocks.4.ln1.hook_scale')
     """
-    if ("." in name or name.startswith("hook_")) and layer is None and layer_type is None:
-        return name
-    if match := _IN_ONE.fullmatch(name):
-        name, layer, layer_type = match[1], match[2], match[3]
-    return act_name(_OLD.get(name, name), layer, _PARTS.get(layer_type or "", layer_type))
+    return act_name(name, layer, layer_type)
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
@@ -305,10 +299,14 @@ def download_file_from_hf(
     return json.loads(Path(path).read_text(encoding="utf-8")) if path.endswith(".json") else path
 
 
+clear_huggingface_cache = not_done(
+    "clear_huggingface_cache",
+    "it would delete every model of every program; `hf cache rm` deletes the one that you name",
+)
+
+
 _NOT_HERE = {
-    "clear_huggingface_cache": "it deletes every model of every program; `hf cache rm` deletes the one that you name",
     "check_structure": "it was for debugging TransformerLens",
-    "XIELU": "it is in the Hugging Face models that use it: transformers.activations.XIELUActivation",
 }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -21,10 +22,6 @@ from bridge.native import NativeConfig, NativeModel
 DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 #: How much each device, or the CPU, may hold, likewise.
 MaxMemory = Mapping[int | str, int | str] | None
-
-
-#: Weights of fewer bytes than this are loaded in about a second.
-SMALL = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,10 @@ def load(
     token: str | bool | None = None,
     patches: Patches | None = None,
     weight_conversions: WeightConversions | None = None,
+    gguf_file: str | None = None,
+    quantization_config: object = None,
+    progress: bool = False,
+    from_pretrained: Mapping[str, object] | None = None,
 ) -> Loaded:
     """A model from the hub or a folder; see `TransformerBridge.boot_transformers`.
 
@@ -77,6 +78,7 @@ def load(
         device_map, n_devices, max_memory, n_ctx, revision, checkpoint_index, checkpoint_value: as there.
         attn_implementation, cache_dir, force_download, local_files_only, token: as there.
         patches, weight_conversions: as there.
+        gguf_file, quantization_config, progress, from_pretrained: as there.
 
     Raises:
         ValueError: arguments that exclude each other, or a checkpoint that does not exist.
@@ -87,6 +89,7 @@ def load(
             "n_devices": n_devices, "max_memory": max_memory, "n_ctx": n_ctx, "model_class": model_class,
             "attn_implementation": attn_implementation, "checkpoint_index": checkpoint_index,
             "checkpoint_value": checkpoint_value, "patches": patches, "weight_conversions": weight_conversions,
+            "gguf_file": gguf_file, "quantization_config": quantization_config, **(from_pretrained or {}),
         }  # fmt: skip
         clash = [name for name, value in given.items() if value is not None] + ["load_weights"] * (not load_weights)
         if clash:
@@ -100,9 +103,13 @@ def load(
     where["trust_remote_code"] = trust_remote_code
     if checkpoint or revision:
         where["revision"] = checkpoint.revision if checkpoint else revision
+    if gguf_file is not None:
+        where["gguf_file"] = gguf_file
     if hf_model is None:
         config = AutoConfig.from_pretrained(repository, **where)
-        _override(config, dict(hf_config_overrides or {}) | context_fields(config, n_ctx))
+        _override(config, hf_config_overrides or {})
+        text = config.get_text_config() if hasattr(config, "vision_config") else config
+        _override(text, context_fields(text, n_ctx))
         loader = model_class or _class_for(config)
         if max_memory is not None and device_map is None and n_devices is None:
             raise ValueError("max_memory says how to spread a model: it needs device_map or n_devices")
@@ -117,16 +124,18 @@ def load(
             kwargs |= {"device_map": "balanced", "max_memory": max_memory or _first_devices(n_devices)}
         elif device_map is not None:
             kwargs |= {"device_map": device_map} | ({"max_memory": max_memory} if max_memory else {})
-        for name, value in (("dtype", dtype), ("attn_implementation", attn_implementation)):
-            if value is not None:
-                kwargs[name] = value
-        with _bar_where_it_takes_a_while(repository), patched(patches, weight_conversions, loader, config):
+        given = {"dtype": dtype, "attn_implementation": attn_implementation, "quantization_config": quantization_config}
+        kwargs |= {name: value for name, value in (given | dict(from_pretrained or {})).items() if value is not None}
+        with _bars(progress), patched(patches, weight_conversions, loader, config):
             hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
             keep_recording(hf_model, patches)
+        if model_class is None:
+            hf_model = text_model(hf_model)
     if device is not None:
         hf_model.to(device)
     if tokenizer is None:
-        tokenizer = _tokenizer(repository, where)
+        with _bars(progress):
+            tokenizer = _tokenizer(repository, where)
     facts: dict[str, str | int | bool] = {"model_name": name_or_path}
     if n_ctx is not None:
         facts["n_ctx"] = n_ctx
@@ -143,17 +152,38 @@ def load(
 
 
 def make_native(
-    config: NativeConfig | Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+    config: NativeConfig | Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, **changes: object
 ) -> tuple[NativeModel, PreTrainedTokenizerBase | None]:
     """A small transformer with random weights, and its tokenizer; see `TransformerBridge.boot_native`.
 
     Args:
         config, tokenizer: as there.
+        changes: fields in place of the configuration's; None leaves one as it is.
     """
-    native = config if isinstance(config, NativeConfig) else NativeConfig(**config)
+    native = copy.copy(config) if isinstance(config, NativeConfig) else NativeConfig(**config)
+    for name, value in changes.items():
+        if value is not None:
+            setattr(native, name, str(value) if name == "device" else value)
     if tokenizer is None and native.tokenizer_name is not None:
         tokenizer = AutoTokenizer.from_pretrained(native.tokenizer_name)
     return NativeModel(native), tokenizer
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    """The language model of a Gemma 3 that also reads images, which shares its modules; any other model as it is.
+
+    Args:
+        model: a loaded model.
+    """
+    if type(model).__name__ != "Gemma3ForConditionalGeneration":
+        return model
+    whole = cast(transformers.Gemma3ForConditionalGeneration, model)
+    with torch.device("meta"):
+        text = transformers.Gemma3ForCausalLM(cast(transformers.Gemma3TextConfig, whole.config.text_config))
+    text.model, text.lm_head = whole.model.language_model, whole.lm_head
+    text.generation_config = whole.generation_config
+    text.config.name_or_path = whole.config.name_or_path
+    return text.train(whole.training)  # type: ignore[no-any-return]
 
 
 def _override(config: PreTrainedConfig, changes: Mapping[str, object]) -> None:
@@ -226,15 +256,11 @@ def _first_devices(n: int) -> dict[int, int]:
 
 
 @contextmanager
-def _bar_where_it_takes_a_while(repository: str) -> Iterator[None]:
-    """Leaves transformers' progress bar out where a folder's weights are small, so that it would only flash up."""
+def _bars(wanted: bool) -> Iterator[None]:
+    """Loads without progress bars, unless they are asked for."""
     from transformers.utils import logging
 
-    small = False
-    if os.path.isdir(repository) and logging.is_progress_bar_enabled():
-        files = [entry for entry in os.scandir(repository) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
-        small = sum(entry.stat().st_size for entry in files) < SMALL
-    if not small:
+    if wanted or not logging.is_progress_bar_enabled():
         yield
         return
     logging.disable_progress_bar()

@@ -17,6 +17,7 @@ from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
+from bridge.patching.compiled import compiled_sweep
 from bridge.patching.measured import measure
 from bridge.patching.setters import PatchSetter
 from bridge.patching.steps import Step
@@ -42,6 +43,7 @@ def generic_activation_patch(
     *,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
     patches_per_run: int | Literal["auto"] = "auto",
+    compiled: bool | Mapping[str, object] = False,
     verbose: bool = True,
 ) -> Any:
     """Patches one piece of the clean run after another into the corrupted run, and measures each.
@@ -68,6 +70,9 @@ def generic_activation_patch(
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
         patches_per_run: how many patches to run as one batch; ``"auto"``: as many as a quarter of the device's free
             memory holds, and as make runs faster. Each is still given to the setter and the metric alone.
+        compiled: run all patches through one compiled program (`TransformerBridge.program`), or the options that
+            `torch.compile` is to have for it. It computes all layers of each patch: it pays for small models with many
+            patches, where most of the time is between the layers. Compiling takes some seconds.
         verbose: show a progress bar.
 
     Returns:
@@ -100,6 +105,7 @@ def generic_activation_patch(
         raise ValueError(f'patches_per_run is {patches_per_run}; it must be 1 or more, or "auto"')
     tokens = as_tokens(corrupted_tokens).to(model.cfg.device)
     sizes: list[int] | None = None
+    there: list[int] = []
     if index_df is None:
         if index_axis_names is None:
             raise ValueError("give index_axis_names, or a data frame of indices as index_df")
@@ -111,22 +117,20 @@ def generic_activation_patch(
         if index_axis_names is not None:
             raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
         rows, frame = [[int(i) for i in row] for row in index_df.itertuples(index=False, name=None)], index_df
-    if index_df is None:
-        tried = [row[0] in there for row in rows]
-    else:
-        tried = [True] * len(rows)
+    tried = [index_df is not None or row[0] in there for row in rows]
     chosen = [row for row, has in zip(rows, tried, strict=True) if has]
     steps = _steps(model, clean_cache, activation_name, chosen, patch_setter)
+
+    def metric(logits: Tensor) -> float:
+        return _number(patching_metric(logits))
+
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
-        results = measure(
-            model,
-            tokens,
-            steps,
-            lambda logits: _number(patching_metric(logits)),
-            attention_mask,
-            patches_per_run,
-            bar.update,
-        )
+        if compiled is False:
+            results = measure(model, tokens, steps, metric, attention_mask, patches_per_run, bar.update)
+        else:
+            together = None if patches_per_run == "auto" else patches_per_run
+            options = compiled if isinstance(compiled, Mapping) else {}
+            results = compiled_sweep(model, tokens, steps, metric, attention_mask, together, options, bar.update)
     measured = torch.full((len(rows),), math.nan, dtype=torch.float32, device=model.cfg.device)
     measured[torch.tensor(tried, device=measured.device)] = torch.tensor(results).to(measured)
     if sizes is not None:

@@ -43,7 +43,7 @@ Args:
     corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``.
     clean_cache: the activations of the clean run, with their batch axis.
     patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
-    options: `index_df`, `return_index_df`, `attention_mask`, `patches_per_run` and `verbose` of
+    options: `index_df`, `return_index_df`, `attention_mask`, `patches_per_run`, `compiled` and `verbose` of
         `generic_activation_patch`.
 
 Returns:

@@ -224,7 +224,7 @@ def _decoder_tokens(bridge: Runs, kwargs: dict[str, Any]) -> Tensor | None:
     if {"labels", "decoder_inputs_embeds", "encoder_outputs"} & set(kwargs) and "decoder_input_ids" not in kwargs:
         return None
     if "decoder_input_ids" not in kwargs:
-        start = bridge.core.config.decoder_start_token_id
+        start = getattr(bridge.core.config, "decoder_start_token_id", None)
         if start is None:
             raise ValueError(f"{bridge.cfg.model_name} names no decoder_start_token_id; pass decoder_input_ids")
         given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -38,6 +40,33 @@ def stacked_weight(tree: Tree, cfg: ModelConfig, part: str, name: str) -> Float[
     if len(tensors) < len(found):
         raise AttributeError(f"{cfg.model_name} has several {name} in each block: see tl_named_parameters()")
     return torch.stack(tensors)
+
+
+def stacked_where(
+    tree: Tree, cfg: ModelConfig, part: str, path: str, reshape: Callable[[Tensor], Tensor] | None
+) -> tuple[list[int], Float[Tensor, "layer ..."]]:
+    """One weight of those blocks that have a part, and which blocks they are.
+
+    Args:
+        tree, cfg: as for `stacked_weight`.
+        part: of a block, such as ``mlp``.
+        path: of the weight from the block, such as ``mlp.W_in``.
+        reshape: is done to each weight; None: nothing.
+
+    Raises:
+        ValueError: no block has it.
+    """
+    getters, found = tree.weights().getters, dict[int, Tensor]()
+    at, _, name = path.rpartition(".")
+    for i in range(cfg.n_layers):
+        if any(key.startswith(f"blocks.{i}.{part}.") for key in getters):
+            weight = tree.get(f"blocks.{i}.{at}" if at else f"blocks.{i}", name)
+            if not isinstance(weight, Tensor):
+                raise ValueError(f"blocks.{i}.{path} is no weight")
+            found[i] = weight if reshape is None else reshape(weight)
+    if not found:
+        raise ValueError(f"no block of {cfg.model_name} has {part!r}")
+    return list(found), torch.stack(list(found.values()))
 
 
 def first_weight(weights: Weights, *names: str) -> Float[Tensor, "..."]:

@@ -71,7 +71,8 @@ class ReadingPlan:
 
     Attributes:
         points: the hook points.
-        others: those that are read as by any listener: inside of a forward, or with the help of another site.
+        others: those that are read as by any listener: inside of a forward, with the help of another site, or where a
+            module of the user's calls them.
     """
 
     def __init__(self, points: Sequence[HookPoint], sites: Mapping[HookPoint, SiteHook | None]) -> None:

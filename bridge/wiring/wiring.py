@@ -91,6 +91,7 @@ class Wiring:
         self.points[hook.name] = hook
         self._homes[hook] = SiteHook(hook.point.site)
         self._by_block.clear()
+        self._plans.clear()
 
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.

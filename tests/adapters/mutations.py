@@ -99,11 +99,13 @@ class Facts:
         cfg: of the model.
         tensors: the paths of the modules that return a tensor, not a tuple.
         dropouts: the paths of those that do nothing in evaluation mode.
+        bare_norms: norms have no weights.
     """
 
     cfg: ModelConfig
     tensors: frozenset[str]
     dropouts: frozenset[str]
+    bare_norms: bool
 
     def of_a_tensor(self, path: str) -> str:
         """Why another element of what a module in a block returns is the same: it returns a tensor."""
@@ -207,7 +209,8 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     if part.shared:
         yield "shared expert left out", replace(part, shared=None), ""
         for text, changed, same in mlp_changes(part.shared, facts):
-            yield f"shared: {text}", replace(part, shared=changed), same
+            unread = "what a shared expert returns is what its module returns" if text == "out of up" else ""
+            yield f"shared: {text}", replace(part, shared=changed), same or unread
     if part.shared_gate:
         yield "shared gate left out", replace(part, shared_gate=None), ""
 
@@ -336,8 +339,9 @@ NOT_CLAIMS = {
 ALIKE = ({"gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"}, {"silu", "swish"})
 
 
-def fact_changes(declared: Architecture, cfg: ModelConfig) -> Iterator[Mutation]:
+def fact_changes(declared: Architecture, facts: Facts) -> Iterator[Mutation]:
     """Every fact of `cfg`, changed one at a time."""
+    cfg = facts.cfg
     for name, value in cfg.to_dict().items():
         if name in NOT_CLAIMS or name in ("device", "dtype", "n_params"):
             continue
@@ -355,12 +359,15 @@ def fact_changes(declared: Architecture, cfg: ModelConfig) -> Iterator[Mutation]
             if other != value:
                 values_of = {**declared.config_values, name: other}
                 yield Mutation(
-                    f"cfg.{name} = {other!r}", replace(declared, config_values=values_of), same_fact(cfg, name, other)
+                    f"cfg.{name} = {other!r}", replace(declared, config_values=values_of), same_fact(facts, name, other)
                 )
 
 
-def same_fact(cfg: ModelConfig, name: str, other: object) -> str:
+def same_fact(facts: Facts, name: str, other: object) -> str:
     """Why a changed fact is no claim of this model; "" where it is one."""
+    cfg = facts.cfg
+    if name == "normalization_type" and facts.bare_norms and other == f"{cfg.normalization_type}Pre":
+        return "the norms have no weights, which is what it says"
     rotary = cfg.positional_embedding_type == "rotary"
     if name == "act_fn" and (cfg.attn_only or any({other, cfg.act_fn} <= alike for alike in ALIKE)):
         return "the same function"
@@ -406,8 +413,11 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
         model(tokens, **more)
     tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
-    yield from architecture_changes(declared, Facts(cfg, tensors, dropouts))
-    yield from fact_changes(declared, cfg)
+    norms = [path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)]
+    bare = all(m.weight is None for path, m in model.named_modules() if any(path.endswith(f".{n}") for n in norms))
+    facts = Facts(cfg, tensors, dropouts, bare)
+    yield from architecture_changes(declared, facts)
+    yield from fact_changes(declared, facts)
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import peft
 import pytest
 import torch
 
 from adapters import verify
+from adapters.proofs.scores import PATTERN, VALUES
 from adapters.views import SinkPattern, View
 from bridge import TransformerBridge
 from tests.adapters.by_hand.families import tiny as mixture
@@ -77,3 +79,42 @@ def test_the_mode_is_restored():
     bridge.train()
     verify(bridge)
     assert bridge.training
+
+
+def test_a_pattern_that_is_wrong_only_where_there_is_padding_is_noticed():
+    class Filled(View):
+        identity = False
+
+        def get(self, x, call):
+            return x.where(x[..., :1] > 0, x + 0.1)  # every token attends to the first, but where that is padding
+
+        def put(self, x, new, call):
+            return new.where(x[..., :1] > 0, new - 0.1)
+
+    bridge = TransformerBridge(tiny("llama"))
+    change(bridge, "blocks.1.attn.hook_pattern", view=Filled())
+    assert failing(bridge) == [PATTERN, VALUES]
+    assert verify(bridge, level="quick").passed  # it leaves padding out
+
+
+@pytest.mark.unchecked
+def test_the_level_is_one_of_two():
+    with pytest.raises(ValueError, match="neither 'full' nor 'quick'"):
+        verify(TransformerBridge(tiny("gpt2")), level="fast")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_model_in_other_precision_is_verified(name):
+    """Norms and rotations are computed in single precision there, and the speeds of a rotation may be rounded."""
+    for dtype in (torch.float64, torch.bfloat16):
+        report = verify(TransformerBridge(tiny(name).to(dtype)))
+        assert report.passed, str(report)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize(("name", "layers"), [("gpt2", ["c_attn", "c_fc"]), ("llama", ["q_proj", "v_proj"])])
+def test_layers_of_several_parts_are_verified(name, layers):
+    model = peft.get_peft_model(tiny(name), peft.LoraConfig(r=2, target_modules=layers, fan_in_fan_out=name == "gpt2"))
+    report = verify(TransformerBridge(model))
+    assert report.passed, str(report)
+    assert "whose weight (Parameter) is not a plain matrix; merge adapters" in str(report)

@@ -160,7 +160,9 @@ def test_data_sets_are_loaded_and_cut_into_rows(model, monkeypatch):
 
 
 def test_what_is_not_there_says_so():
+    with pytest.raises(NotImplementedError, match="the package lm_eval evaluates"):
+        evals.mmlu_eval()
     with pytest.raises(AttributeError, match="the package lm_eval evaluates"):
-        evals.mmlu_eval  # noqa: B018
+        evals.MMLU_SUBJECTS  # noqa: B018
     with pytest.raises(AttributeError, match="Did you mean ioi_eval"):
         evals.ioi_evl  # noqa: B018

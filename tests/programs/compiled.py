@@ -158,3 +158,14 @@ def test_a_body_of_several_points_draws_no_random_numbers():
     program(tokens)
     with pytest.raises(Exception, match="draws random numbers"):
         program.compile(backend="eager")(tokens)
+
+
+def test_many_programs_in_one_process():
+    """torch compiles each code object a few times only: each program has one of its own."""
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    tokens, _ = batch(bridge)
+    for layer in range(bridge.cfg.n_layers):
+        for end in ("hook_resid_pre", "hook_resid_mid", "hook_mlp_out", "hook_attn_out", "hook_resid_post"):
+            names = [f"blocks.{layer}.{end}"]
+            program = bridge.program(capture=names, interventions=[(names, halve)])
+            assert_same(program.compile(backend="eager")(tokens), program(tokens))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def needs(format: str) -> pytest.MarkDecorator:
 def cases() -> Iterator[Any]:
     for format in FORMATS:
         for family in FAMILIES:
-            if format == "executorch" and family not in ("gpt_neox", "bert"):
+            if format == "executorch" and family != "bert":
                 continue  # minutes each; see docs/export.md for what was tried once
             yield pytest.param(format, family, marks=needs(format), id=f"{format}-{family}")
 
@@ -95,7 +96,7 @@ def test_logits_patterns_and_streams_with_and_without_interventions(format: str,
     read = ExportedModel.from_pretrained(tmp_path / "edited", **RUN.get(format, {}))
     plain.to(**RUN.get(format, {}))
     assert list(plain(**example)) == ["logits", *sorted(names, key=list(bridge.hook_dict).index)]
-    rows = (2, 2) if format == "executorch" else (3, 1)  # its exporter keeps the number of rows
+    rows = (3, 1)
     for n, length in zip(rows, (11, 5), strict=True):
         given = arguments(bridge, n, length)
         tokens, more = given["input_ids"], {name: value for name, value in given.items() if name != "input_ids"}
@@ -230,3 +231,19 @@ def test_points_inside_experts(format: str):
     torch.testing.assert_close(made["logits"], logits, rtol=0, atol=1e-4)
     for name in names:
         torch.testing.assert_close(made[name], cache[name], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_page():
+    """The code of docs/export.md that the other tests of pages leave out, with what stands before it."""
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    blocks = re.findall(r"```(?:python|py)\n(.*?)```", page, flags=re.DOTALL)
+    compiled = [block for block in blocks if "MyAttention" not in block and '"onnx"' not in block]
+    assert any("compile(" in block for block in compiled) and len(compiled) == 3
+    exec("\n".join(compiled), {})
+
+
+@needs("onnx")
+def test_the_page_s_export(tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    blocks = re.findall(r"```(?:python|py)\n(.*?)```", page, flags=re.DOTALL)
+    exec(blocks[0] + next(block for block in blocks if '"onnx"' in block), {"folder": str(tmp_path)})

@@ -10,7 +10,14 @@ from pathlib import Path
 
 def test_compiled_programs():
     made = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", str(Path(__file__).with_name("compiled.py"))],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "0",
+            *(f"tests/{room}/compiled.py" for room in ("programs", "patching")),
+        ],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"UNCHECKED": "1"},
         capture_output=True,

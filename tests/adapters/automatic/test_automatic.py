@@ -28,10 +28,15 @@ def test_it_is_said_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_not_offered_is_listed_with_the_reason() -> None:
+    offered = TransformerBridge(tiny_model("diffllama")).offered()
+    assert offered.inferred and set(offered.not_offered) == {"blocks.0.attn", "blocks.1.attn"}
+    assert "not offered: blocks.0.attn: it computes 2 softmaxes" in str(offered)
+    assert "blocks.0.hook_attn_out" in offered.names and "blocks.0.attn.hook_q" not in offered.names
+
+
+def test_a_mixer_is_offered_with_its_modules() -> None:
     offered = TransformerBridge(tiny_model("mamba")).offered()
-    assert offered.inferred and set(offered.not_offered) == {"blocks.0.mixer", "blocks.1.mixer"}
-    assert "not offered: blocks.0.mixer: it mixes positions without a softmax" in str(offered)
-    assert "blocks.0.hook_mixer_out" in offered.names
+    assert {"blocks.0.hook_mixer_out", "blocks.0.mixer.hook_in_proj"} <= set(offered.names)
 
 
 def test_a_declared_model_offers_what_is_declared(embedded: TransformerBridge) -> None:
@@ -106,7 +111,9 @@ def test_a_wrong_norm_is_no_norm() -> None:
     assert "blocks.1.ln1.hook_scale" not in bridge.hook_dict and "blocks.0.ln1.hook_scale" in bridge.hook_dict
 
 
-@pytest.mark.parametrize("model_type", ["olmo2", "falcon", "granite", "cohere", "glm4", "mpt", "starcoder2", "phi"])
+@pytest.mark.parametrize(
+    "model_type", ["olmo2", "falcon", "granite", "cohere", "glm4", "deepseek_v3", "afmoe", "roberta"]
+)
 def test_inferred_adapters_verify(model_type: str) -> None:
     report = verify(TransformerBridge(tiny_model(model_type)))
     assert report.passed, str(report)

@@ -1,0 +1,190 @@
+"""What the layers of a recorded model say of all of it: the fields of `ModelConfig`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from adapters.architecture import Block, Part, Stack
+from adapters.attention import Attention
+from adapters.automatic import measured
+from adapters.automatic.attention import FoundAttention
+from adapters.automatic.blocks import FoundStack
+from adapters.automatic.ends import soft_cap
+from adapters.automatic.measured import FoundTable, find_table
+from adapters.automatic.recording import ModuleCall, Recording
+from adapters.config import config_of, first, rotary_values
+from adapters.feed_forward import MLP
+from adapters.paths import token_embedding
+from adapters.views import AlibiScores
+
+
+class Facts:
+    """Collects facts, layer by layer: what most layers say is said of the model.
+
+    Args:
+        model: the model.
+        recording: of its run.
+    """
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self.model, self.recording = model, recording
+        self.counts: dict[str, Counter[object]] = {}
+        #: How far back each attention looks at most, None where it looks at the first token.
+        self.windows: list[int | None] = []
+        self.exact_rotation = False
+
+        #: The table of position biases that the layers of a stack share.
+        self.table: FoundTable | None = None
+        self._of_the_first: tuple[dict[str, Counter[object]], list[int | None]] | None = None
+
+    def speak_of_the_first(self) -> None:
+        """What is added from now on is said of the model only where its first stack says nothing."""
+        self._of_the_first = {name: Counter(each) for name, each in self.counts.items()}, list(self.windows)
+
+    def add(self, name: str, value: object) -> None:
+        """Something that a layer says."""
+        self.counts.setdefault(name, Counter())[value] += 1
+
+    def add_attention(self, found: FoundAttention, declared: Attention) -> Attention:
+        """What an attention says, and its declaration with its position bias."""
+        self.add("n_heads", found.n_heads)
+        self.add("n_key_value_heads", len(found.found["k"][1]))
+        self.add("d_head", len(found.found["v"][1][0]))
+        scale = measured.scale(found)
+        alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
+        biased = measured.scale(found, biased=True) if scale is None and alibi is None else None
+        self.add("attn_scale", scale or alibi or biased)
+        self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
+        cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
+        self.add("attn_scores_soft_cap", measured.soft_cap(found, cap))
+        self.windows.append(measured.window(found))
+        if declared.rotary:
+            self.add("positional_embedding_type", "rotary")
+            if (rotation := measured.rotation(found)) is not None:
+                self.add("rotary_dim", rotation[0])
+                self.add("rotary_adjacent_pairs", rotation[1])
+                self.exact_rotation |= rotation[2]
+                self.add("rotary_base", measured.rotary_base(found, *rotation[:2]))
+        elif alibi is not None or isinstance(declared.scores, AlibiScores):
+            self.add("positional_embedding_type", "alibi")
+        elif table := find_table(found, self.table):
+            self.table = table
+            self.add("positional_embedding_type", "relative_positional_bias")
+            self.add("relative_attention_num_buckets", table.buckets)
+            most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
+            self.add("relative_attention_max_distance", most)
+            return replace(declared, position_bias=table.path)
+        return declared
+
+    def values(self, found: FoundStack, unembed: ModuleCall | None, not_offered: dict[str, str]) -> dict[str, object]:
+        """The fields of `ModelConfig`.
+
+        Args:
+            found: the first list of blocks.
+            unembed: the call of the output layer.
+            not_offered: is told what cannot be said.
+        """
+        if self._of_the_first is not None:
+            counts, self.windows = self._of_the_first
+            self.counts |= counts
+        values: dict[str, object] = {"d_model": found.d_model, "d_mlp": None, "act_fn": None}
+        values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
+        values |= {name: counts.most_common(1)[0][0] for name, counts in self.counts.items()}
+        if values.get("positional_embedding_type") == "rotary":
+            dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
+            said = self._rotary_values()
+            values |= said
+            # Where queries are scaled beside, a run of few tokens may not show that slow columns turn.
+            if dims and (self.exact_rotation or "rotary_dim" not in said):
+                values["rotary_dim"] = max(dims)
+        if (start := getattr(config_of(self.model), "decoder_start_token_id", None)) is not None:
+            values["decoder_start_token_id"] = start
+        values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
+        values |= self._window_values(len(found.blocks))
+        if values["d_mlp"] is None:
+            values["d_mlp"] = values.get("d_expert")
+        if values["n_key_value_heads"] == values["n_heads"]:
+            values["n_key_value_heads"] = None
+        if unembed and self.recording.logits is not None:
+            cap = soft_cap(unembed.left[0].value, self.recording.logits)
+            if cap is None:
+                not_offered["cfg.output_logits_soft_cap"] = "something unknown stands behind the output layer"
+            else:
+                values["output_logits_soft_cap"] = cap
+        return values
+
+    def _is_tied(self, unembed: ModuleCall) -> bool:
+        """One tensor is both the embedding and the unembedding."""
+        embedding = token_embedding(self.model)
+        weights = [getattr(module, "weight", None) for module in (embedding, unembed.module)]
+        return weights[0] is not None and weights[0] is weights[1]
+
+    def _window_values(self, n_layers: int) -> dict[str, object]:
+        """Sliding windows, where the run shows that they are not those that the configuration says, or it says none."""
+        config = config_of(self.model).get_text_config()
+        said = None if getattr(config, "is_heterogeneous", False) else first(config, "sliding_window")
+        if isinstance(said, int) and said < self.recording.pos and all(seen is None for seen in self.windows):
+            return {"use_local_attn": False, "window_size": None, "attn_types": None}
+        seen = {window for window in self.windows if window is not None}
+        told = first(config_of(self.model), "sliding_window", "layer_types")
+        if len(seen) == 1 and n_layers == len(self.windows) and told is None:
+            types = ["global" if window is None else "local" for window in self.windows]
+            return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
+        return {}
+
+    def _rotary_values(self) -> dict[str, object]:
+        """What the configuration says of the rotation that was seen, as far as it says it as transformers does."""
+        config = config_of(self.model).get_text_config()
+        if getattr(config, "is_heterogeneous", False):
+            return {}  # another one for each layer
+        parameters = getattr(config, "rope_parameters", None) or {}
+        kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
+        if "rope_theta" in parameters or (kinds and "rope_theta" in parameters.get("full_attention", {})):
+            return rotary_values(config)
+        return {}
+
+
+def all_rotated(blocks: list[Block]) -> list[Block]:
+    """Where some layers rotate queries and keys, the others show them as they are."""
+    if not any(part.rotary for block in blocks for part in block.attentions):
+        return blocks
+    return [
+        replace(block, steps=tuple(
+            replace(step, part=replace(step.part, rotary=True)) if isinstance(step.part, Attention) else step
+            for step in block.steps
+        ))
+        for block in blocks
+    ]  # fmt: skip
+
+
+def sized(block: Block, values: Mapping[str, object]) -> Block:
+    """A block whose parts say their sizes only where these are not those of the model."""
+    n_heads, d_head = values["n_heads"], values["d_head"]
+    n_kv_heads = values["n_key_value_heads"] or n_heads
+
+    def own(part: Part) -> Part:
+        if isinstance(part, MLP):
+            return replace(part, d_mlp=None if part.d_mlp == values["d_mlp"] else part.d_mlp)
+        if not isinstance(part, Attention):
+            return part
+        return replace(
+            part,
+            n_heads=None if part.n_heads == n_heads else part.n_heads,
+            n_kv_heads=None if part.n_kv_heads == n_kv_heads else part.n_kv_heads,
+            d_q=None if part.d_q == d_head else part.d_q,
+            d_k=None if part.d_k == d_head else part.d_k,
+            d_v=None if part.d_v == d_head else part.d_v,
+        )
+
+    return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
+
+
+def all_sized(stack: Stack, values: Mapping[str, object]) -> Stack:
+    """A stack of such blocks."""
+    return replace(
+        stack, block=sized(stack.block, values), layers={i: sized(each, values) for i, each in stack.layers.items()}
+    )

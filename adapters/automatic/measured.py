@@ -1,0 +1,210 @@
+"""What is measured of a recorded attention: rotation, scale, soft cap, window, position bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from adapters.automatic.attention import FoundAttention
+from adapters.automatic.layouts import relative
+from adapters.automatic.norms import tolerance
+
+_SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
+
+
+def window(attention: FoundAttention) -> int | None:
+    """How far back it looks at most; None where the last query sees the first key."""
+    seen = (attention.softmax.pattern[:, :, -1, : attention.query_pos] > 0).any(0).any(0)
+    return None if bool(seen[0]) else attention.query_pos - int(seen.nonzero()[0])
+
+
+def rotation(attention: FoundAttention) -> tuple[int, bool, bool] | None:
+    """How many of each head's first columns are rotated, whether neighbours turn together, whether that is exact.
+
+    None where that is not what changes: other columns than the first, or in other pairs.
+    """
+    query = attention.turned("q")
+    if query is None:
+        return None
+    before, after = attention.normed("q").double(), query.transpose(1, 2).double()
+    if before.shape != after.shape:
+        return None
+    # What is not rotated passes as it is; a slow rotation shows in the last digits.
+    plain = torch.equal(before[:, 0], after[:, 0])
+    after = after if plain else after * float(before[:, 0].norm() / after[:, 0].norm())
+    close = 20 * tolerance(attention.softmax.scores) * float(before.abs().max())
+    least = 0.0 if plain else close
+    changed = ((before - after).abs().amax((0, 1, 2)) > least).nonzero().flatten().tolist()
+    if not changed:
+        return None
+    for dim in range(changed[-1] + 1 + (changed[-1] + 1) % 2, before.shape[-1] + 1, 2):
+        for adjacent in (False, True):
+            pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
+            sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
+            if bool(((sizes[0] - sizes[1]).abs() <= 2 * close).all()):
+                return dim, adjacent, plain
+    return None
+
+
+def rotary_base(attention: FoundAttention, dim: int, adjacent: bool) -> float | None:
+    """The base of the angles, from how far the second pair of columns turns from the first position to the next."""
+    query = attention.turned("q")
+    if query is None or dim < 4:
+        return None
+    x, y = attention.normed("q").double()[:, 1], query.transpose(1, 2).double()[:, 1]
+    first, second = (2, 3) if adjacent else (1, 1 + dim // 2)
+    turned = torch.atan2(
+        x[..., first] * y[..., second] - x[..., second] * y[..., first],
+        x[..., first] * y[..., first] + x[..., second] * y[..., second],
+    ).abs()
+    angle = float(turned.median())
+    if angle <= 0 or bool(((turned - angle).abs() > 1e-3 * angle).any()):
+        return None
+    return float(f"{angle ** (-dim / 2):.4g}")
+
+
+def soft_cap(attention: FoundAttention, said: float | None) -> float:
+    """The soft cap of the scores: the one that the configuration says, where the scores are so; -1 where not."""
+    found = attention.product()
+    if not said or found is None:
+        return -1.0
+    scores, product = attention.softmax.scores.detach().double()[..., : found[0].shape[-1]], found[0]
+    seen = (attention.softmax.pattern[..., : product.shape[-1]] > 0) & (scores.abs() < said)
+    capped, plain, product = said * (scores[seen] / said).atanh(), scores[seen], product[seen]
+
+    def left(x: Tensor) -> float:
+        return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
+
+    return said if left(capped) < 1e-5 or left(capped) < 0.1 * left(plain) else -1.0
+
+
+def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
+    """What the product of queries and keys is divided by; None where the scores are not that product.
+
+    Args:
+        attention: the attention.
+        biased: what is added for each place alone, the same in every row of the batch, does not count.
+    """
+    found = attention.product()
+    q, k = attention.normed("q").double(), attention.normed("k").double()
+    rotated = attention.rotated()
+    if found is None or not (rotated or (found[1].transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
+        return None
+    product, query, key = found
+    position = min(5, attention.query_pos - 1)
+    pair = [position, position - 1]
+    scores = attention.softmax.scores.detach().double()[:, :, position, pair]
+    differences, products = (
+        scores[..., 0] - scores[..., 1],
+        (product[:, :, position, pair] * _SIGNS.to(product.device)).sum(-1),
+    )
+    if biased:
+        differences, products = differences - differences.mean(0), products - products.mean(0)
+    factor = _ratio(differences, products)
+    if factor is None:
+        return None
+    if not rotated:  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
+        factor *= (
+            float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (attention.n_heads / k.shape[2]) ** 0.5
+        )
+    usual = q.shape[-1] ** 0.5
+    return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
+
+
+def alibi_scale(attention: FoundAttention) -> float | None:
+    """What the product is divided by, where each head adds a slope times the key's position to it (ALiBi)."""
+    found = attention.product()
+    if found is None:
+        return None
+    product = found[0]
+    pattern = attention.softmax.pattern[..., : product.shape[-1]]
+    scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]]
+    places = torch.arange(product.shape[-1], dtype=torch.float64, device=product.device).expand_as(product)
+    seen = (pattern > 0).double()
+    # A row's constant is nothing to its softmax.
+    rows = [
+        (x - (x * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)) * seen for x in (scores, product, places)
+    ]
+    factors = []
+    for head in range(attention.n_heads):
+        y, p, k = (x[:, head].flatten() for x in rows)
+        columns = torch.stack([p, k], 1)
+        factor, slope = torch.linalg.lstsq(columns, y[:, None]).solution[:, 0].tolist()
+        left = float((columns @ torch.tensor([factor, slope], dtype=y.dtype, device=y.device) - y).abs().max())
+        if slope <= 0 or left > 1e-4 * float(y.abs().max()):
+            return None
+        factors.append(factor)
+    if max(factors) - min(factors) > 1e-3 * max(factors) or min(factors) <= 0:
+        return None
+    usual = attention.normed("q").shape[-1] ** 0.5
+    scale = 1 / (sum(factors) / len(factors))
+    return usual if abs(scale / usual - 1) < 1e-3 else float(f"{scale:.4g}")
+
+
+def _ratio(made: Tensor, of: Tensor) -> float | None:
+    """The factor between two tensors; None where they are not proportional."""
+    factor = float((made * of).sum() / (of * of).sum())
+    return factor if bool(((made - factor * of).abs() <= 1e-3 * made.abs().max()).all()) else None
+
+
+def _bias(attention: FoundAttention) -> Tensor | None:
+    """What is added to the scores for each place, the same in every row, ``[head, query, key]``, zero where masked.
+
+    None where there is none, or not that alone.
+    """
+    found = attention.product()
+    if found is None or len(attention.softmax.pattern) < 2:
+        return None
+    product = found[0]
+    seen = (attention.softmax.pattern > 0)[..., : product.shape[-1]]
+    scores = attention.softmax.scores.detach().double()[..., : product.shape[-1]].where(seen, 0)
+    product = product.where(seen, 0)
+    factor = _ratio(scores - scores.mean(0), product - product.mean(0))
+    if factor is None:
+        return None
+    bias = (scores - factor * product).mean(0)
+    return bias if float(bias.abs().max()) > 100 * tolerance(attention.softmax.scores) else None
+
+
+@dataclass(frozen=True, eq=False)
+class FoundTable:
+    """A table of position biases.
+
+    Attributes:
+        path: of the module, relative to the attention module.
+        buckets: how many distances it tells apart.
+        values: what it adds, ``[head, query, key]``.
+    """
+
+    path: str
+    buckets: int
+    values: Tensor
+
+
+def find_table(attention: FoundAttention, before: FoundTable | None) -> FoundTable | None:
+    """The table that what is added to the scores of an attention comes from; None where it has none.
+
+    Args:
+        attention: the attention.
+        before: the table of a layer before it, which it may use, too.
+    """
+    bias = _bias(attention)
+    if bias is None:
+        return None
+    seen = (attention.softmax.pattern > 0).any(0)[..., : bias.shape[-1]]
+    close = 30 * tolerance(attention.softmax.scores) * float(attention.softmax.scores.detach()[..., :1].abs().max() + 1)
+
+    def adds(values: Tensor) -> bool:
+        return values.shape == bias.shape and bool(((values - bias)[seen].abs() <= close).all())
+
+    for call in attention.recording.calls:
+        table = getattr(call.module, "weight", None)
+        if not (attention.owner.holds(call) and isinstance(call.module, nn.Embedding) and isinstance(table, Tensor)):
+            continue
+        made = call.left[0].value.double()
+        values = made.permute(2, 0, 1) if made.ndim == 3 else torch.zeros(0)
+        if adds(values):
+            return FoundTable(relative(call.path, attention.owner.path), table.shape[0], values)
+    return before if before is not None and adds(before.values) else None

@@ -1,0 +1,85 @@
+"""A sweep of patches through one compiled program: each row of a batch says at which layer its activation is other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.hooks.hook_point import HookPoint
+from bridge.patching.memory import tokens_per_run
+from bridge.patching.steps import Step
+
+#: How `torch.compile` is told to compile.
+Options = Mapping[str, object]
+
+
+def compiled_sweep(
+    model: TransformerBridge,
+    tokens: Int[Tensor, "batch pos"],
+    steps: Sequence[Step],
+    metric: Callable[[Float[Tensor, "batch pos d_vocab"]], float],
+    attention_mask: Int[Tensor, "batch pos"] | None,
+    patches_per_run: int | None,
+    options: Options,
+    report: Callable[[int], object],
+) -> list[float]:
+    """The metric of each patch.
+
+    Each patched activation is made from the corrupted run's, which a run with one patch has at that place. The program
+    puts it in at its layer; it computes all layers of every patch, without the run's machinery between them.
+
+    Args:
+        model, tokens, steps, metric, attention_mask, report: as for `bridge.patching.measured.measure`.
+        patches_per_run: how many patches are one batch; None: as many as a quarter of the free memory holds.
+        options: of `torch.compile`.
+
+    Raises:
+        ValueError: the activations have no batch axis, or other shapes in other layers.
+    """
+    hooks = list(dict.fromkeys(step.hook for step in steps))
+    names = [hook.name for hook in hooks]
+    batch, given = len(tokens), {} if attention_mask is None else {"attention_mask": attention_mask}
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(tokens, names_filter=names, attention_mask=attention_mask)
+        shapes = {tuple(cache[name].shape) for name in names}
+        if len(shapes) > 1 or not all(hook.point.axes.startswith("batch") for hook in hooks):
+            raise ValueError(
+                f"a compiled sweep needs activations of one shape with a batch axis; those at {names[0]} and elsewhere "
+                f"have {sorted(shapes)}: use compiled=False"
+            )
+        of_a_run = tokens_per_run(model.cfg, tokens.device, tokens.shape[1], logits.element_size())
+        most = patches_per_run or max(1, of_a_run // tokens.numel())
+        most = min(most, len(steps))
+        layers = {name: number for number, name in enumerate(names)}
+
+        def put(activation: Tensor, hook: HookPoint, value: Tensor, place: Tensor) -> Tensor:
+            here = (place == layers[hook.name]).view(-1, *[1] * (activation.ndim - 1))
+            return torch.where(here, value.to(activation), activation)
+
+        example = {
+            "value": cache[names[0]].repeat_interleave(most, 0),
+            "place": torch.zeros(most * batch, dtype=torch.long),
+        }
+        program = model.program(interventions=[(names, put)], inputs=example).compile(**options)
+        rows = {name: tensor.repeat(most, 1) for name, tensor in {"input_ids": tokens, **given}.items()}
+        found: list[float] = []
+        for at in range(0, len(steps), most):
+            some = list(steps[at : at + most])
+            some += [some[-1]] * (most - len(some))  # as many rows each time: nothing is compiled again
+            value = torch.cat([_patched(step, cache[step.hook.name]) for step in some])
+            place = torch.tensor([layers[step.hook.name] for step in some], device=tokens.device)
+            made = program(**rows, value=value, place=place.repeat_interleave(batch))["logits"]
+            found += [metric(part) for part in made.split(batch)[: len(steps) - at]]
+            report(min(most, len(steps) - at))
+    return found
+
+
+def _patched(step: Step, corrupted: Tensor) -> Tensor:
+    """The activation with the patch in it."""
+    activation = corrupted.clone()
+    made = step.whole(activation)
+    return activation if made is None else made

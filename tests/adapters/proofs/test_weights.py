@@ -1,0 +1,45 @@
+"""Weights are proved by the activations that they make: each that is wrong is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adapters.proofs.evidence import driven, some_tokens
+from adapters.proofs.report import Findings
+from adapters.proofs.weights import CLAIM, prove_weights
+from adapters.weights import Weights
+from bridge import TransformerBridge
+from tests.adapters.test_verify_all import tiny
+
+#: The weights of a layer, and the hook point that each is proved by.
+NAMES = {
+    "attn.W_Q": "attn.hook_q", "attn.b_Q": "attn.hook_q", "attn.W_K": "attn.hook_k", "attn.b_K": "attn.hook_k",
+    "attn.W_V": "attn.hook_v", "attn.b_V": "attn.hook_v", "attn.W_O": "attn.W_O", "attn.b_O": "attn.W_O",
+    "mlp.W_in": "mlp.hook_pre", "mlp.b_in": "mlp.hook_pre", "mlp.W_out": "mlp.W_out", "mlp.b_out": "mlp.W_out",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_weight_and_bias_is_proved(name: str) -> None:
+    bridge = TransformerBridge(tiny("gpt2"))
+    evidence = driven(bridge, *some_tokens(bridge, 2, 9))
+    weights = Weights(bridge.architecture, bridge.original_model, bridge.cfg)
+    right = Findings(2e-5)
+    prove_weights(evidence, right, weights)
+    assert all(check.passed for check in right.checks())
+    get = weights.getters[f"blocks.1.{name}"]
+    weights.getters[f"blocks.1.{name}"] = lambda: torch.zeros_like(get())
+    wrong = Findings(2e-5)
+    prove_weights(evidence, wrong, weights)
+    (check,) = wrong.checks()
+    assert check.name == CLAIM and not check.passed
+    assert check.detail.startswith(f"blocks.1.{NAMES[name]}: differs by")
+
+
+def test_a_gate_with_a_bias_is_said_to_have_no_name() -> None:
+    bridge = TransformerBridge(tiny("llama-mqa-bias"))
+    findings = Findings(2e-5)
+    prove_weights(driven(bridge, *some_tokens(bridge, 2, 9)), findings)
+    (check,) = findings.checks()
+    assert check.passed and "the bias of a gate, for which HookedTransformer has no name" in check.detail

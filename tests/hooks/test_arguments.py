@@ -1,0 +1,71 @@
+"""Arguments of wrong types at the public edge: what is refused, and what is taken although it is of another class."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bridge.hooks.arguments import check_types, refuse_wrong_types, shown
+
+
+class HasFacts(Protocol):
+    cfg: str
+
+
+class Named:
+    cfg = "a"
+
+
+OF: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "int": (int, [1, np.int64(1)], [True, 1.0, "1", None, torch.tensor(1)]),
+    "float": (float, [1, 0.5, np.float32(1)], [True, "1", None, torch.tensor(1.0)]),
+    "int or none": (int | None, [1, None], [True, "1"]),
+    "bool": (bool, [True, False], [1, 0, None, "True"]),
+    "str": (str, ["a"], [b"a", 1, None]),
+    "names": (Sequence[str], [["a"], ("a",), []], ["ab", {"a": 1}, None, torch.zeros(2)]),
+    "name or names": (str | Sequence[str], ["ab", ["a"]], [1, None]),
+    "indices": (Sequence[int], [[1], np.array([1, 2])], ["1", 1, torch.tensor([1])]),
+    "matrix": (Float[Tensor, "row column"], [torch.zeros(2, 3)], [torch.zeros(2), torch.zeros(2, 3).long(), [[1.0]]]),
+    "ids": (Int[Tensor, "..."], [torch.tensor(1), torch.tensor([[1]])], [torch.zeros(1), 1]),
+    "mapping": (Mapping[str, int], [{}, {"a": 1}], [[("a", 1)], None]),
+    "function": (Callable[..., Any], [len, lambda: 1], [1, "len"]),
+    "literal": (Literal["a", "b"], ["a", "z"], [1, None]),  # which of them there are, is the function's to say
+    "protocol": (HasFacts, [Named()], [1, "a", None, torch.zeros(1)]),
+    "path": (str | Path, ["a", Path("a")], [1, None, b"a"]),
+    "anything": (Any, [1, None, "a"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF)
+def test_what_fits(kind):
+    hint, right, wrong = OF[kind]
+    for value in right:
+        check_types("f", {"x": value}, {"x": hint})
+    for value in wrong:
+        with pytest.raises(TypeError, match=r"^x is .*; f takes .* there$"):
+            check_types("f", {"x": value}, {"x": hint})
+
+
+def test_a_decorated_function():
+    @refuse_wrong_types
+    def power(base: int, exponent: "int | None" = None, *more: int, **others: int) -> int:
+        """What it does."""
+        return base ** (exponent or 1)
+
+    assert (power(3), power(3, exponent=2), power.__doc__) == (3, 9, "What it does.")
+    assert power(2, 3, "unseen", other="unseen") == 8
+    with pytest.raises(TypeError, match=r"exponent is '2'; test_a_decorated_function.<locals>.power takes int \| None"):
+        power(3, "2")
+    with pytest.raises(TypeError, match=r"missing 1 required"):
+        power()
+
+
+def test_what_is_shown():
+    assert shown(torch.zeros(2, 3)) == "a tensor [2, 3] of torch.float32"
+    assert shown("a") == "'a'"
+    assert len(shown("a" * 1000)) == 80
