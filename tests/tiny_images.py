@@ -38,6 +38,9 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": _sections(1, 1, 2),
     "qwen2_5_vl_vision": {"out_hidden_size": 32},
     "qwen2_5_omni_text": _sections(1, 1, 2),
+    "qwen3_vl": {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
+    "qwen3_vl_text": _sections(1, 1, 2),
+    "qwen3_vl_vision": {"out_hidden_size": 32, "depth": 2, "deepstack_visual_indexes": [0]},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]]},
 }  # fmt: skip
 
@@ -46,17 +49,16 @@ def image_inputs(model_type: str) -> tuple[Tensor, dict[str, Any]]:
     """Two prompts with an image in each, and what else the tiny model of the type takes: random pixels.
 
     Args:
-        model_type: ``gemma3``, ``llava`` or ``qwen2_vl``.
+        model_type: ``gemma3``, ``llava``, ``qwen2_vl`` or ``qwen3_vl``.
     """
     generator = torch.Generator().manual_seed(0)
-    places, text = (
-        {"gemma3": 49, "llava": 49, "qwen2_vl": 4}[model_type],
-        torch.randint(9, 99, (2, 8), generator=generator),
-    )
+    places = {"gemma3": 49, "llava": 49}.get(model_type, 4)
+    text = torch.randint(9, 99, (2, 8), generator=generator)
     tokens = torch.cat([text[:, :3], torch.full((2, places), 5), text[:, 3:]], 1)
-    if model_type == "qwen2_vl":  # patches in rows; each image is 4 by 4 of them, 4 of which become one place
+    if model_type.startswith("qwen"):  # patches in rows; each image is 4 by 4 of them, 4 of which become one place
+        side = 14 if model_type == "qwen2_vl" else 16
         return tokens, {
-            "pixel_values": torch.randn(32, 3 * 2 * 14 * 14, generator=generator),
+            "pixel_values": torch.randn(32, 3 * 2 * side**2, generator=generator),
             "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
             "mm_token_type_ids": (tokens == 5).int(),
         }

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters import Architecture, ModelMap, Weights, map_model
 from adapters.automatic.proof import Proof
-from adapters.config import ModelConfig
+from adapters.config import ModelConfig, is_language_part
 from adapters.model import Automatic
 from adapters.paths import base_path, join
 from bridge.facade.offered import Offered, beside
@@ -106,8 +106,7 @@ class WrappedModel(nn.Module):
             (True, {})
         """
         named = (self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred)
-        config = self.core.config
-        if type(config.get_text_config()) is type(config):
+        if not is_language_part(self.core):
             return Offered(*named)
         stacks, base = self.architecture.stacks, base_path(self.core)
         paths = [self.architecture.embed, *(stack.path for stack in stacks)]

@@ -125,6 +125,30 @@ def test_a_hook_on_the_text_changes_the_answer(seeing: Seeing) -> None:
     assert not torch.allclose(edited, plain_logits)
 
 
+def test_what_images_put_into_the_stream_is_a_term(seeing: Seeing) -> None:
+    bridge, tokens, images = seeing
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(tokens, **images)
+        _, text = bridge.run_with_cache(TOKENS)
+    stack, labels = cache.decompose_resid(1, return_labels=True)
+    assert labels == ["embed", "images", "0_attn_out", "0_mlp_out"]
+    torch.testing.assert_close(stack.sum(0), cache["resid_pre", 1], rtol=1e-5, atol=1e-5)
+    written = stack[1].abs().amax(-1) > 1e-5  # at the places of images, and nowhere else
+    assert torch.equal(written, tokens == 5)
+    assert text.decompose_resid(1, return_labels=True)[1] == ["embed", "0_attn_out", "0_mlp_out"]
+
+
+def test_what_images_add_before_later_layers_is_a_term() -> None:
+    """Qwen 3 VL adds inner features of its images to the stream between the blocks."""
+    bridge, (tokens, images) = TransformerBridge(tiny_model("qwen3_vl", "image_text")), image_inputs("qwen3_vl")
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(tokens, **images)
+    stack, labels = cache.decompose_resid(return_labels=True)
+    assert labels == ["embed", "images", "0_attn_out", "0_mlp_out", "1_images", "1_attn_out", "1_mlp_out"]
+    torch.testing.assert_close(stack.sum(0), cache["blocks.1.hook_resid_post"], rtol=1e-5, atol=1e-5)
+    assert torch.equal(stack[4].abs().amax(-1) > 1e-5, tokens == 5)
+
+
 def test_padding_before_images_is_left_to_the_model() -> None:
     """Where the model finds the positions of an image's parts, those of a row of tokens are not put in their place."""
     model = tiny_model("qwen2_vl", "image_text")
