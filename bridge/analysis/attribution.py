@@ -184,8 +184,8 @@ def _check_fits(stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], has_ba
     wanted = list(scale.shape[:-1])
     if not has_batch_dim and wanted[:1] == [1] and len(wanted) == stack.ndim - 1:
         wanted = wanted[1:]
-    # A stream by itself, which has no components, is taken as well: HookedTransformer's own demonstration gives one.
-    if wanted not in (list(stack.shape[1:-1]), list(stack.shape[:-1])):
+    # Whatever stands before the rows counts components: nothing (one stream), one axis, or several (layers and heads).
+    if wanted != list(stack.shape[max(0, stack.ndim - 1 - len(wanted)) : -1]):
         raise ValueError(
             f"residual_stack has shape {list(stack.shape)}; with this pos_slice and batch_slice the cache has scales "
             f"for {wanted}: the stack must be [component, {', '.join(map(str, [*wanted, 'd_model']))}], of the same "

@@ -108,3 +108,14 @@ def test_a_stack_of_other_positions_is_refused(bridge, tokens, batch):
             call()
     everywhere = cache.logit_attrs(stack, ids)
     torch.testing.assert_close(cache.logit_attrs(last, ids, pos_slice=-1), everywhere[..., -1])
+
+
+def test_a_stack_of_layers_and_heads(bridge, tokens):
+    """What stands before the rows counts components, however many axes that takes (ARENA's heads by layer)."""
+    _, cache = bridge.run_with_cache(tokens)
+    heads = torch.randn(3, 4, len(tokens), bridge.cfg.d_model)
+    made = cache.apply_ln_to_stack(heads, pos_slice=-1)
+    one_by_one = torch.stack([cache.apply_ln_to_stack(layer, pos_slice=-1) for layer in heads])
+    assert torch.equal(made, one_by_one)
+    with pytest.raises(ValueError, match="residual_stack has shape"):
+        cache.apply_ln_to_stack(heads[:, :, :1], pos_slice=-1)
