@@ -18,6 +18,13 @@ _VOCABULARY = {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}
 OWN: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": _VOCABULARY},
     "cosmos3_edge_text": _sections(1, 1, 2),
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_sections(1, 1, 2)},
+    "ernie4_5_vl_moe_vision": {"hidden_size": 32, "depth": 2},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32},
+    "glm5_next_text": {"index_topk": 16, **_sections(1, 1, 2)},
+    "inkling2_vision": {"text_hidden_size": 32},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "granite_docling_vision": {"out_hidden_size": 32},
     "emu3": {"vocabulary_map": {str(token): number for number, token in enumerate(("<image>", "a", "b"), 5)}},
     "gemma3": {"image_token_index": 5, "mm_tokens_per_image": 49},
     "llava": {"image_token_index": 5},

@@ -17,13 +17,13 @@ TOKENS = torch.randint(9, 99, (2, 9), generator=torch.Generator().manual_seed(0)
 #: Types whose language part is offered in full and proved.
 FULL = (
     "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl",
-    "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga",
-    "got_ocr2", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25",
-    "lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr",
-    "minicpmv4_6", "minicpmv4_7", "mistral3", "ovis2", "paddleocr_vl", "paligemma", "pp_chart2table", "qianfan_ocr",
-    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker",
-    "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava",
-    "vipllava",
+    "deepseek_vl_hybrid", "emu3", "exaone4_5", "florence2", "fuyu", "gemma3", "glm46v", "glm4v", "glm4v_moe",
+    "glm_ocr", "glmga", "got_ocr2", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2",
+    "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next",
+    "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3", "molmo2",
+    "ovis2", "paddleocr_vl", "paligemma", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2",
+    "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava",
 )  # fmt: skip
 #: One of each kind: where the text's base is, a declaration, positions in sections, a mixture, another first position.
 QUICK = ("aria", "gemma3", "idefics3", "llava", "paligemma", "qwen2_vl", "qwen3_vl_moe")
