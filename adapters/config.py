@@ -349,6 +349,8 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
 
 def _windows(hf: PreTrainedConfig, n_layers: int) -> dict[str, object]:
     """The fields about sliding windows: each layer has its own type, or all have the window that there is."""
+    if getattr(hf, "is_heterogeneous", False):  # each layer has its own configuration
+        return {}
     window, kinds = first(hf, "sliding_window"), first(hf, "layer_types")
     if kinds is None and window is not None:
         kinds = ["sliding_attention"] * n_layers

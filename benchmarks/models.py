@@ -214,8 +214,8 @@ def main(arguments: list[str]) -> None:
     for task, title in TITLES.items():
         found = list(rows(task))
         text += f"## {title}\n\n{summary(found)}\n\n{table(found)}\n\n"
+        PAGE.write_text(text.rstrip() + "\n", encoding="utf-8")  # as far as it is: the next takes minutes, too
         print(task, summary(found), flush=True)
-    PAGE.write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ MAPPINGS = {
 SIZES: dict[str, Any] = {
     # widths
     "hidden_size": 32, "d_model": 32, "n_embd": 32, "n_embed": 32, "dim": 32, "emb_dim": 32, "embedding_size": 32,
-    "word_embed_proj_dim": 32, "lru_width": 32,
+    "word_embed_proj_dim": 32, "lru_width": 32, "audio_hidden_size": 32,
     "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48, "ffn_hidden_size": 48, "hidden_dim": 48, "mlp_dim": 48,
     "d_inner": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "intermediate_size_mlp": 48,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16,
@@ -90,6 +90,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
     "encoder-decoder": {"decoder_start_token_id": 1},
     "esmc": {"num_key_value_heads": 4},
+    "neomme": {"head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64},
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
     "granitemoehybrid": {"layer_types": _MIXED},

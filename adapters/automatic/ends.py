@@ -166,7 +166,7 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
 def soft_cap(before: Tensor, logits: Tensor) -> float | None:
     """The soft cap between an output layer and the logits: ``cap * tanh(x / cap)``; -1 where there is none.
 
-    None where something else stands between that is no factor.
+    None where something else stands between that is neither a factor nor a bias.
     """
     x, y = before.double().flatten(), logits.double().flatten()
     if x.shape != y.shape:
@@ -175,6 +175,9 @@ def soft_cap(before: Tensor, logits: Tensor) -> float | None:
     factor = float((x @ y) / (x @ x))
     if bool(((y - factor * x).abs() <= close).all()):
         return -1.0
+    rest = (logits.double() - before.double()).flatten(0, -2)
+    if bool(((rest - rest[:1]).abs() <= close).all()):
+        return -1.0  # a bias behind the output layer
     at = int(x.abs().argmax())
     if abs(float(y[at])) >= abs(float(x[at])):
         return None

@@ -130,7 +130,8 @@ class Facts:
         if isinstance(said, int) and said < self.recording.pos and all(seen is None for seen in self.windows):
             return {"use_local_attn": False, "window_size": None, "attn_types": None}
         seen = {window for window in self.windows if window is not None}
-        told = first(config_of(self.model), "sliding_window", "layer_types")
+        whole = config_of(self.model)
+        told = None if getattr(whole, "is_heterogeneous", False) else first(whole, "sliding_window", "layer_types")
         if len(seen) == 1 and n_layers == len(self.windows) and told is None:
             types = ["global" if window is None else "local" for window in self.windows]
             return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
