@@ -85,7 +85,7 @@ def row(model_type: str, task: Task) -> Row:
         ZeroDivisionError,
         StrictDataclassError,
     ) as error:
-        return Row(model_type, name, reason=f"no tiny instance: {first_line(error)}")
+        return Row(model_type, name, reason=f"no tiny instance: {first_line(error.__cause__ or error)}")
     try:
         bridge = TransformerBridge(model)
     except (UnsupportedModelError, RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
