@@ -22,6 +22,7 @@ slow: $(STAMP)
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest -m slow
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest/test_ray.py
 	UNCHECKED=1 $(BIN)/python -m pytest -n 0 -m slow tests/programs/compiled.py
+	UNCHECKED=1 $(BIN)/python -m pytest -m slow tests/adapters
 
 # Exported programs in ONNX Runtime, ExecuTorch and OpenVINO, which it installs beside .venv.
 EXPORT := .export

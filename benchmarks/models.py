@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from adapters import UnsupportedModelError, verify
 from adapters.architecture import Opaque
@@ -30,6 +31,7 @@ TITLES: dict[Task, str] = {
     "causal": "Causal language models",
     "masked": "Masked language models",
     "seq2seq": "Sequence-to-sequence models",
+    "image_text": "The text of models of images and text",
 }
 #: What is said of a type for which a class of another package needs to be there.
 _MISSING_PACKAGE = "its class needs a package that is not installed"
@@ -74,8 +76,16 @@ def row(model_type: str, task: Task) -> Row:
         return Row(model_type, name, reason=f"no tiny instance: {CANNOT_BE_BUILT[model_type]}")
     try:
         model = tiny_model(model_type, task)
-    except (ValueError, TypeError, AttributeError, AssertionError, ImportError) as error:
-        return Row(model_type, name, reason=f"no tiny instance: {first_line(error)}")
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ImportError,
+        ZeroDivisionError,
+        StrictDataclassError,
+    ) as error:
+        return Row(model_type, name, reason=f"no tiny instance: {first_line(error.__cause__ or error)}")
     try:
         bridge = TransformerBridge(model)
     except (UnsupportedModelError, RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:

@@ -1,4 +1,4 @@
-"""What tiny models of images and text need besides: sizes that fit each other, and images made by hand."""
+"""What tiny models of images and text need besides: sizes that fit each other, and images (and sound) made by hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ _VOCABULARY = {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}
 OWN: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": _VOCABULARY},
     "cosmos3_edge_text": _sections(1, 1, 2),
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_sections(1, 1, 2)},
+    "ernie4_5_vl_moe_vision": {"hidden_size": 32, "depth": 2},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32},
+    "glm5_next_text": {"index_topk": 16, **_sections(1, 1, 2)},
+    "inkling2_vision": {"text_hidden_size": 32},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "granite_docling_vision": {"out_hidden_size": 32},
     "emu3": {"vocabulary_map": {str(token): number for number, token in enumerate(("<image>", "a", "b"), 5)}},
     "gemma3": {"image_token_index": 5, "mm_tokens_per_image": 49},
     "llava": {"image_token_index": 5},
     "mllama": {"image_token_index": 5},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mllama_vision_model": {"image_size": 28, "num_global_layers": 1, "intermediate_layers_indices": [0]},
+    "qwen2_audio": {"audio_token_index": 5},
     "qwen2_vl": {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
     "florence_vision": {"num_heads": [4, 4, 4, 4]},
     "glm4v_text": _sections(1, 1, 2),
@@ -46,15 +54,18 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def image_inputs(model_type: str) -> tuple[Tensor, dict[str, Any]]:
-    """Two prompts with an image in each, and what else the tiny model of the type takes: random pixels.
+    """Two prompts with an image (or a sound) in each, and what else the tiny model of the type takes: random numbers.
 
     Args:
-        model_type: ``gemma3``, ``llava``, ``qwen2_vl`` or ``qwen3_vl``.
+        model_type: ``gemma3``, ``llava``, ``qwen2_audio``, ``qwen2_vl`` or ``qwen3_vl``.
     """
     generator = torch.Generator().manual_seed(0)
-    places = {"gemma3": 49, "llava": 49}.get(model_type, 4)
+    places = {"gemma3": 49, "llava": 49, "qwen2_audio": 32}.get(model_type, 4)
     text = torch.randint(9, 99, (2, 8), generator=generator)
     tokens = torch.cat([text[:, :3], torch.full((2, places), 5), text[:, 3:]], 1)
+    if model_type == "qwen2_audio":  # 128 frames, four of which become one place
+        features = torch.randn(2, 128, 128, generator=generator)
+        return tokens, {"input_features": features, "feature_attention_mask": torch.ones(2, 128, dtype=torch.long)}
     if model_type.startswith("qwen"):  # patches in rows; each image is 4 by 4 of them, 4 of which become one place
         side = 14 if model_type == "qwen2_vl" else 16
         return tokens, {

@@ -26,3 +26,9 @@ def test_rows_say_what_is_found(model_type: str, offered: str, proved: bool) -> 
 
 def test_a_type_that_cannot_be_had_says_why() -> None:
     assert row("blt", "causal").reason.startswith("no tiny instance: its patches of bytes")
+
+
+def test_the_text_of_a_model_of_images_has_a_row() -> None:
+    found = row("smolvlm", "image_text")
+    assert (found.how, found.offered, found.proved, found.reason) == ("inferred", "full", True, "")
+    assert row("vision-encoder-decoder", "image_text").reason == "You have to specify pixel_values"

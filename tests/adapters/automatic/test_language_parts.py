@@ -11,26 +11,26 @@ from torch import Tensor
 from adapters import verify
 from bridge import TransformerBridge
 from tests.tiny_images import image_inputs
-from tests.tiny_models import tiny_model, types
+from tests.tiny_models import Task, tiny_model, types
 
 TOKENS = torch.randint(9, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 #: Types whose language part is offered in full and proved.
 FULL = (
     "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl",
-    "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga",
-    "got_ocr2", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25",
-    "lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr",
-    "minicpmv4_6", "minicpmv4_7", "mistral3", "ovis2", "paddleocr_vl", "paligemma", "pp_chart2table", "qianfan_ocr",
-    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker",
-    "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava",
-    "vipllava",
+    "deepseek_vl_hybrid", "emu3", "exaone4_5", "florence2", "fuyu", "gemma3", "glm46v", "glm4v", "glm4v_moe",
+    "glm_ocr", "glmga", "got_ocr2", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2",
+    "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next",
+    "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3", "molmo2",
+    "ovis2", "paddleocr_vl", "paligemma", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2",
+    "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava",
 )  # fmt: skip
 #: One of each kind: where the text's base is, a declaration, positions in sections, a mixture, another first position.
 QUICK = ("aria", "gemma3", "idefics3", "llava", "paligemma", "qwen2_vl", "qwen3_vl_moe")
 
 
-def is_whole(model_type: str) -> None:
-    model = tiny_model(model_type, "image_text")
+def is_whole(model_type: str, task: Task = "image_text") -> None:
+    model = tiny_model(model_type, task)
     bridge = TransformerBridge(model)
     assert not bridge.offered().not_offered
     report = verify(bridge)
@@ -38,7 +38,8 @@ def is_whole(model_type: str) -> None:
     text = model.config.get_text_config()
     assert (bridge.cfg.d_model, bridge.cfg.n_layers) == (text.hidden_size, text.num_hidden_layers)
     with torch.no_grad():
-        assert torch.equal(bridge(TOKENS), model(TOKENS).logits)
+        more = {"decoder_input_ids": TOKENS} if model.config.get_text_config().is_encoder_decoder else {}
+        assert torch.equal(bridge(TOKENS, **more), model(TOKENS, **more).logits)
 
 
 @pytest.mark.parametrize("model_type", QUICK)
@@ -53,10 +54,17 @@ def test_every_language_part(model_type: str) -> None:
     is_whole(model_type)
 
 
-@pytest.fixture(scope="module", params=["gemma3", "llava", "qwen2_vl"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["audioflamingo3", "granite_speech", "musicflamingo", "qwen2_audio", "voxtral"])
+def test_language_parts_of_models_of_sound(model_type: str) -> None:
+    is_whole(model_type, "seq2seq")
+
+
+@pytest.fixture(scope="module", params=["gemma3", "llava", "qwen2_audio", "qwen2_vl"])
 def seeing(request: pytest.FixtureRequest) -> tuple[TransformerBridge, Tensor, dict[str, Any]]:
-    """A bridge, prompts with images in them, and the images."""
-    return TransformerBridge(tiny_model(request.param, "image_text")), *image_inputs(request.param)
+    """A bridge, prompts with images (or sound) in them, and these."""
+    task: Task = "seq2seq" if request.param == "qwen2_audio" else "image_text"
+    return TransformerBridge(tiny_model(request.param, task)), *image_inputs(request.param)
 
 
 Seeing = tuple[TransformerBridge, Tensor, dict[str, Any]]
@@ -66,7 +74,7 @@ def test_what_stands_beside_the_text_is_named(seeing: Seeing) -> None:
     bridge, _, _ = seeing
     offered = bridge.offered()
     (tower, *_) = offered.beside
-    assert tower in ("model.vision_tower", "model.visual")
+    assert tower in ("model.audio_tower", "model.vision_tower", "model.visual")
     assert f"beside the text, without hook points: {tower} ({offered.beside[tower]})" in str(offered)
     assert not any(tower in point.site.path for point in (hook.point for hook in bridge.hook_dict.values()))
 
@@ -77,7 +85,8 @@ def test_a_run_with_images_is_the_models_own(seeing: Seeing) -> None:
         own = bridge.original_model(tokens, **images).logits
         assert torch.equal(bridge(tokens, **images), own)
         logits, cache = bridge.run_with_cache(tokens, **images)
-        other = bridge.original_model(tokens, **images | {"pixel_values": images["pixel_values"].flip(0)}).logits
+        others = {name: x.flip(0) for name, x in images.items() if x.is_floating_point()}
+        other = bridge.original_model(tokens, **images | others).logits
     torch.testing.assert_close(logits, own)
     assert not torch.equal(other, own)  # it does look at them
     assert cache["blocks.1.attn.hook_pattern"].shape[-1] == tokens.shape[1]
