@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from adapters import UnsupportedModelError, verify
 from adapters.architecture import Opaque
@@ -74,7 +75,7 @@ def row(model_type: str, task: Task) -> Row:
         return Row(model_type, name, reason=f"no tiny instance: {CANNOT_BE_BUILT[model_type]}")
     try:
         model = tiny_model(model_type, task)
-    except (ValueError, TypeError, AttributeError, AssertionError, ImportError) as error:
+    except (ValueError, TypeError, AttributeError, AssertionError, ImportError, StrictDataclassError) as error:
         return Row(model_type, name, reason=f"no tiny instance: {first_line(error)}")
     try:
         bridge = TransformerBridge(model)

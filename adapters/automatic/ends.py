@@ -148,7 +148,8 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
     """A linear layer and a norm between the last stream and the output layer, and the module around the two.
 
     Returns:
-        The paths of that module, of the linear layer and of the norm, and what the norm computes.
+        The paths of that module (of the linear layer itself, where there is none), of the linear layer and of the norm,
+        and what the norm computes.
     """
     behind = [call for call in recording.calls if call.start > after]
     for norm in behind:
@@ -160,6 +161,8 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
         if around:
             head = min(around, key=lambda call: call.end - call.start)
             return head.path, linear[-1].path, norm.path, kind
+        if linear:  # nothing is around them but the model (DistilBERT)
+            return linear[-1].path, linear[-1].path, norm.path, kind
     return None
 
 
