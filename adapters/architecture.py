@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -13,6 +13,7 @@ from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.norms import Norm, NormKind
+from adapters.paths import join
 
 
 @dataclass(frozen=True)
@@ -359,3 +360,22 @@ class Architecture:
         """The steps of all blocks of the first stack, each kind of block once."""
         for block in self.stack.every_block:
             yield from block.steps
+
+
+def language_part(text: Architecture, path: str) -> Architecture:
+    """A text model's declaration for a model of images and text that holds the text model's base, with its own head.
+
+    Args:
+        text: the declaration of a model of one stack.
+        path: of the text model, from the base model that holds it.
+    """
+    stack, final = text.stack, text.stack.final_norm
+    return replace(
+        text,
+        stacks=(
+            replace(
+                stack, path=join(path, stack.path), final_norm=final and replace(final, path=join(path, final.path))
+            ),
+        ),
+        embed=join(path, text.embed),
+    )

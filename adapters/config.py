@@ -224,6 +224,16 @@ def config_of(model: nn.Module) -> PreTrainedConfig:
     return config
 
 
+def is_language_part(model: nn.Module) -> bool:
+    """Whether what is declared of a model is its text's part: its configuration has that of a text model inside.
+
+    Args:
+        model: the Hugging Face model, or what wraps it.
+    """
+    config = config_of(model.get_submodule(core_path(model)))
+    return type(config.get_text_config()) is not type(config)
+
+
 def first(config: PreTrainedConfig, *names: str) -> Any:
     """The first of the configuration's fields that is there and not None."""
     for name in names:

@@ -17,15 +17,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-Task = Literal["causal", "masked", "seq2seq"]
+from tests.tiny_images import OWN as OWN_OF_IMAGES
+
+Task = Literal["causal", "masked", "seq2seq", "image_text"]
 MAPPINGS = {
     "causal": MODEL_FOR_CAUSAL_LM_MAPPING,
     "masked": MODEL_FOR_MASKED_LM_MAPPING,
     "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "image_text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 }
 
 #: What a configuration class is given of these, as far as it has fields of the names.
@@ -236,7 +240,7 @@ def _field_names(cls: type[PreTrainedConfig], default: PreTrainedConfig) -> set[
 def _fields(cls: type[PreTrainedConfig], given: Mapping[str, Any]) -> dict[str, Any]:
     """What a configuration class is given: the sizes that it has fields for, one layer of each kind, what it needs."""
     default = cls()
-    given = {**OWN.get(cls.model_type, {}), **given}
+    given = {**OWN.get(cls.model_type, {}), **OWN_OF_IMAGES.get(cls.model_type, {}), **given}
     names, aliases = _field_names(cls, default), cls.attribute_map or {}
     fields = {n: v for n, v in SIZES.items() if n in names and n not in aliases and not _is_computed(cls, n)}
     if "kv_lora_rank" in fields:  # a latent attention has as many heads of keys as of queries, of their own width

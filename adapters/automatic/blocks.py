@@ -16,13 +16,17 @@ class FoundStack:
 
     Attributes:
         path: of the list.
-        blocks: the calls of its blocks, in order.
+        blocks: the calls of its blocks that ran, in order.
         outputs: what each passes on.
+        indices: where in the list each stands.
+        length: of the list.
     """
 
     path: str
     blocks: tuple[ModuleCall, ...]
     outputs: tuple[Seen, ...]
+    indices: tuple[int, ...]
+    length: int
 
     @property
     def stream(self) -> Seen:
@@ -39,7 +43,8 @@ class FoundStack:
 def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack], str]:
     """The lists of blocks, in the order in which they ran, and, where there is none, why.
 
-    A block is called once. What leaves it is what enters the next: a tensor ``[batch, pos, d_model]``.
+    A block is called once. What leaves it is what enters the next: a tensor ``[batch, pos, d_model]``. Of several, some
+    may not run: those that look at images.
 
     Args:
         model: the model.
@@ -52,14 +57,15 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
             continue
         paths = [join(path, str(index)) for index in range(len(members_of(module)))]
         calls = [recording.of(at) for at in paths]
-        if not paths or any(len(each) != 1 for each in calls):
+        ran = [index for index, each in enumerate(calls) if len(each) == 1]
+        if not ran or any(len(each) > 1 for each in calls) or (len(ran) < len(calls) and len(ran) < 2):
             if any(len(each) > 1 for each in calls) and len(paths) > 1:
                 almost.append(f"the blocks of {path} run more than once")
             continue
-        blocks = tuple(each[0] for each in calls)
+        blocks = tuple(calls[index][0] for index in ran)
         if any(block.entered is None or not block.left for block in blocks):
             continue
-        stack, reason = _chained(path, blocks, recording)
+        stack, reason = _chained(path, blocks, recording, ran, len(calls))
         if stack is not None:
             found.append(stack)
         elif reason:
@@ -68,7 +74,9 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
     return found, "" if found else "; ".join(almost[:2]) or "no list of blocks that each run once"
 
 
-def _chained(path: str, blocks: tuple[ModuleCall, ...], recording: Recording) -> tuple[FoundStack | None, str]:
+def _chained(
+    path: str, blocks: tuple[ModuleCall, ...], recording: Recording, ran: list[int], length: int
+) -> tuple[FoundStack | None, str]:
     outputs: list[Seen] = []
     for index, block in enumerate(blocks):
         assert block.entered is not None
@@ -92,4 +100,4 @@ def _chained(path: str, blocks: tuple[ModuleCall, ...], recording: Recording) ->
         ) > 1 else ""
     if len({seen.key for seen in outputs}) > 1:
         return None, f"the blocks of {path} return the stream at different places"
-    return FoundStack(path, blocks, tuple(outputs)), ""
+    return FoundStack(path, blocks, tuple(outputs), tuple(ran), length), ""

@@ -68,7 +68,8 @@ def infer(model: nn.Module) -> Inferred:
     was_training = subject.training
     subject.train(False)
     try:
-        return _Inference(subject, record(subject, sample_inputs(subject))).run()
+        with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for: it goes by gradients
+            return _Inference(subject, record(subject, sample_inputs(subject))).run()
     finally:
         subject.train(was_training)
 
@@ -146,7 +147,7 @@ class _Inference:
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
         self.facts.table = None
-        blocks = all_rotated([self._block(found, index, name) for index in range(len(found.blocks))])
+        blocks = all_rotated([self._block(found, index, name) for index in range(found.length)])
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
         layers = {i: each for i, each in enumerate(blocks) if each != block}
@@ -206,10 +207,14 @@ class _Inference:
 
     def _block(self, stack: FoundStack, index: int, name: str = "blocks") -> Block:
         """One block. What is not found out about it is noted by the name of the hook point that it costs."""
-        call = stack.blocks[index]
+        if index not in stack.indices:
+            self.not_offered[f"{name}.{index}"] = "it does not run with text alone"
+            return Block(())
+        place = stack.indices.index(index)
+        call = stack.blocks[place]
         inside = self.recording.between(call.start, call.end)
         norms: Norms = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
-        sums = Sums(call, stack.outputs[index], self.recording, list(norms))
+        sums = Sums(call, stack.outputs[place], self.recording, list(norms))
         found = sums.find()
         prefix = f"{name}.{index}"
         if found is None:
@@ -221,10 +226,10 @@ class _Inference:
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
         for total in found:
-            for place, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
+            for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
                 declared = self._part(part, norms, call, note)
-                on_stream = self._norm_of(total, norms, call) if place == len(total.terms) - 1 else None
+                on_stream = self._norm_of(total, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
                     Step(
                         declared,
@@ -232,7 +237,7 @@ class _Inference:
                         post=_inside(part.post, call),
                         factor=term.factor,
                         stream_norm=on_stream,
-                        parallel=place > 0,
+                        parallel=nth > 0,
                     )
                 )
                 notes.append(note)

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3 (text)."""
+"""Gemma, Gemma 2 and Gemma 3, with images and without."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture
+from adapters.architecture import Architecture, language_part
 from adapters.families.llama import ATTENTION, llama_like
 from adapters.norms import GEMMA_NORM, Norm
-from adapters.registry import UnsupportedModelError, register
+from adapters.registry import register
 
 # From Gemma 2 on there is a norm on both sides of attention and MLP.
 PRE = ("input_layernorm", "pre_feedforward_layernorm")
@@ -40,11 +40,8 @@ def gemma2(config: PreTrainedConfig) -> Architecture:
 
 @register("Gemma3PreTrainedModel")
 def gemma3(config: PreTrainedConfig) -> Architecture:
-    if hasattr(config, "vision_config"):
-        raise UnsupportedModelError(
-            "Gemma 3 with images (its configuration has a vision_config) has no adapter; its text model, "
-            "Gemma3ForCausalLM, has one"
-        )
+    if hasattr(config, "vision_config"):  # with images: the same in the model of its text
+        return language_part(gemma3(config.get_text_config()), "language_model")
     q_norm, k_norm = Norm("q_norm", GEMMA_NORM), Norm("k_norm", GEMMA_NORM)
     attn = replace(ATTENTION, q_norm=q_norm, k_norm=k_norm, qk_norm_over="heads first")
     # Its configuration has attn_logit_softcapping, but its attention leaves the scores as they are.

@@ -106,7 +106,10 @@ def _speed(
     config: PreTrainedConfig,
     local: bool,
 ) -> None:
-    """Angles are the position times a power of the base, scaled as the model's configuration says."""
+    """Angles are the position times a power of the base, scaled as the model's configuration says.
+
+    Positions are counted from the first: where that one is turned (PaliGemma begins at 1), so are all by as much.
+    """
     pos, pairs = turn.shape
     if base is None:
         findings.holds(claim, where, False, "cfg does not say the base of the rotation")
@@ -116,7 +119,8 @@ def _speed(
         speeds = float(base) ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     angle = torch.arange(pos, dtype=torch.float64)[:, None] * speeds
     expected = torch.polar(torch.ones_like(angle), angle).to(turn.device)
-    worst = float((turn / turn.abs() - expected).abs().max())
+    turn = turn / turn.abs()
+    worst = float((turn * turn[:1].conj() - expected).abs().max())
     seen = f"the angles are not those of the base {base} (by {worst:.1e})"
     findings.holds(claim, where, worst <= findings.angles, seen)
 

@@ -13,6 +13,7 @@ from adapters.config import config_of
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation
+from adapters.views import AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
 PATTERN = "the pattern is the softmax of the scores, less what declared sinks take"
@@ -97,7 +98,7 @@ class _Attention:
         rotated = False
         if self.part.rotary:
             turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
-            config = config_of(self.evidence.bridge.core)
+            config = config_of(self.evidence.bridge.core).get_text_config()
             turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
             if self.part.kv_latent is not None:
                 rotated = self._latent(q, k, *turned)
@@ -237,8 +238,9 @@ class _Attention:
     def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
         _, queries, keys = bias.shape
         distance = (torch.arange(keys)[None] - torch.arange(queries)[:, None]).to(bias)
-        # Relative to a query, or to the first or last key: a row's constant is nothing to its softmax.
-        bias = bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]
+        if not isinstance(self.part.scores, AlibiScores):
+            # As the model has them, relative to the first or last key: a constant in each row of the softmax.
+            bias = bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]
         there = ~bias.isnan()
         slopes = (bias * distance).where(there, 0).sum((-1, -2)) / (distance**2 * there).sum((-1, -2))
         expected = slopes[:, None, None] * distance

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,11 +11,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from adapters.config import is_language_part
 from bridge.analysis.layer_outputs import bias_written, neuron_labels, results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, require
 from bridge.analysis.residual_norms import StreamNorm, gradients_of, is_normed_stream, norm_of
 
-Group = Literal["embed", "attn", "mlp", "bias"]
+Group = Literal["embed", "attn", "mixer", "mlp", "bias"]
+#: The parts that a block may have: attention, a mixer, or both, and MLPs behind them, or these alone.
+_LAYERS = re.compile(r"((attn|mixer|attn\+mixer|mixer\+attn)(\+|$))?(mlp(\+mlp_2)?)?(?<=.)")
+_GROUPS: Mapping[str, Group] = {"attn": "attn", "mixer": "mixer", "mlp": "mlp", "mlp_2": "mlp"}
 _EMBEDDINGS = {
     "embed": "hook_embed", "pos_embed": "hook_pos_embed", "token_type_embed": "embed.hook_token_type_embed",
 }  # fmt: skip
@@ -52,33 +57,63 @@ class _Walk:
         self.model = self.cache.model
         self.terms: list[Term] = []
         self.bias: Tensor | None = None
+        #: It is the text of a model that is given images or sound, too.
+        self.sees = is_language_part(self.model.original_model)
         stack = self.model.architecture.stack
         for layer in range(self.model.cfg.n_layers):
             steps = stack.block_at(layer).named
             names = [named.name for named in steps]
-            if names not in (["attn", "mlp"], ["attn"], ["mlp"]):
+            if not _LAYERS.fullmatch("+".join(names)):
                 raise ValueError(
-                    f"block {layer} of {self.model.cfg.model_name} writes {', '.join(names)} to the residual stream: "
-                    "only blocks of attention and then an MLP can be taken apart"
+                    f"block {layer} of {self.model.cfg.model_name} writes {', '.join(names) or 'what is not known'} to "
+                    "the residual stream: only blocks of an attention, a mixer and then MLPs can be taken apart"
                 )
+            for name in names:
+                self.is_offered(f"blocks.{layer}.hook_{name}_out")
             if any((named.step.stream_norm is not None) != is_normed_stream(self.model) for named in steps):
                 raise ValueError(
                     f"some blocks of {self.model.cfg.model_name} have norms on the residual stream, others have not: "
                     "they cannot be taken apart together"
                 )
 
+        if "embed" in self.groups:
+            self.is_offered("hook_embed")
+
+    def is_offered(self, name: str) -> None:
+        """Refuses a model of which not all that is written to the stream can be seen."""
+        if name not in self.model.hook_dict and name not in self.model.names.aliases:
+            raise ValueError(
+                f"{self.model.cfg.model_name} has no {name}: without what is written there, the rest is not the "
+                "residual stream. bridge.offered() says why it is missing"
+            )
+
+    def parts(self, layer: int, whole: bool) -> list[str]:
+        """What a block writes, in order; of the last one all that its MLP reads, if it is not meant whole."""
+        names = [named.name for named in self.model.architecture.stack.block_at(layer).named]
+        return [name for name in names if (whole or _GROUPS[name] != "mlp") and _GROUPS[name] in self.groups]
+
+    def fine(self, part: str) -> bool:
+        """Whether a part is taken apart into heads or neurons."""
+        if self.neurons and part == "mlp_2":
+            raise ValueError(
+                f"{self.model.cfg.model_name} has two MLPs in a block, which are not taken apart into neurons; "
+                "expand_neurons=False takes their outputs whole"
+            )
+        return {"attn": self.heads, "mlp": self.neurons}.get(part, False)
+
     def names(self, layer: int, mlp_input: bool) -> Iterator[str]:
         """The activations that the walk to a layer needs."""
         if "embed" in self.groups:
             yield from self.embeddings().values()
+            if self.sees:
+                yield from (f"blocks.{i}.hook_resid_pre" for i in range(min(layer + 1, self.model.cfg.n_layers)))
+                yield from (f"blocks.{i}.hook_resid_post" for i in range(min(layer, self.model.cfg.n_layers - 1)))
         if is_normed_stream(self.model):
             yield "embed.ln.hook_scale"
         for index in range(layer + mlp_input):
             prefix, whole = f"blocks.{index}", index < layer
-            for part, fine in (("attn", self.heads), ("mlp", self.neurons))[: 1 + whole]:
-                if part not in self.groups or f"{prefix}.hook_{part}_out" not in self.model.hook_dict:
-                    continue
-                if not fine:
+            for part in self.parts(index, whole):
+                if not (fine := self.fine(part)):
                     yield f"{prefix}.hook_{part}_out"
                 elif part == "attn":
                     result = f"{prefix}.attn.hook_result"
@@ -108,14 +143,26 @@ class _Walk:
         for label, name in self.embeddings().items():
             self.terms.append(Term("embed", [label], pick(self.cache[name], self.pos_slice, -2)[None]))
 
-    def write(self, layer: int, part: Literal["attn", "mlp"]) -> None:
-        if part not in self.groups or f"blocks.{layer}.hook_{part}_out" not in self.model.hook_dict:
+    def images(self, layer: int) -> None:
+        """What images, or sound, put into the stream before a layer: in place of their tokens, or on top of them."""
+        if not self.sees or "embed" not in self.groups or layer == self.model.cfg.n_layers:
             return
-        if not (self.heads if part == "attn" else self.neurons):
+        entering = pick(self.cache[f"blocks.{layer}.hook_resid_pre"], self.pos_slice, -2)
+        if layer:
+            before = pick(self.cache[f"blocks.{layer - 1}.hook_resid_post"], self.pos_slice, -2)
+        else:
+            before = sum((term.value[0] for term in self.terms), torch.zeros_like(entering))
+        if not torch.allclose(before, entering, rtol=1e-5, atol=1e-5 * float(entering.abs().max())):
+            label = f"{layer}_images" if layer else "images"
+            self.terms.append(Term("embed", [label], (entering - before)[None]))
+
+    def write(self, layer: int, part: str) -> None:
+        group = _GROUPS[part]
+        if not self.fine(part):
             out = pick(self.cache[f"blocks.{layer}.hook_{part}_out"], self.pos_slice, -2)
-            self.terms.append(Term(part, [f"{layer}_{part}_out"], out[None]))
+            self.terms.append(Term(group, [f"{layer}_{part}_out"], out[None]))
             return
-        if part == "attn":
+        if group == "attn":
             value = results_of_heads(self.cache, layer, self.pos_slice).movedim(-2, 0)
             labels = [f"L{layer}H{head}" for head in range(len(value))]
         else:
@@ -123,7 +170,7 @@ class _Walk:
             kept = [kept] if isinstance(kept, int) else kept
             value = results_of_neurons(self.cache, layer, kept, self.pos_slice).movedim(-2, 0)
             labels = neuron_labels(self.model, layer, kept)
-        bias = bias_written(self.model, layer, part) if self.biases else None
+        bias = bias_written(self.model, layer, "attn" if group == "attn" else "mlp") if self.biases else None
         norm = self.post_norm(layer, part)
         if norm:
             scale = self.scale(norm)
@@ -131,7 +178,7 @@ class _Walk:
             bias = None if bias is None else norm.linear(bias.to(scale.device), scale)
             factor = self.model.architecture.step_at(layer, part).factor  # which is behind the norm
             value, bias = value * factor, None if bias is None else bias * factor
-        self.terms.append(Term(part, labels, value))
+        self.terms.append(Term(group, labels, value))
         for more in (bias, norm.bias * factor if norm and norm.bias is not None and self.biases else None):
             if more is not None:
                 more = more.to(value.device)
@@ -156,12 +203,19 @@ class _Walk:
             self.embed()
         self.norm_stream("embed.ln")
         for index in range(layer):
-            self.write(index, "attn")
+            self.images(index)
+            written = self.parts(index, whole=True)
+            for part in written:
+                if _GROUPS[part] != "mlp":
+                    self.write(index, part)
             self.norm_stream(f"blocks.{index}.ln1")
-            self.write(index, "mlp")
+            for part in written:
+                if _GROUPS[part] == "mlp":
+                    self.write(index, part)
             self.norm_stream(f"blocks.{index}.ln2")
-        if mlp_input:
-            self.write(layer, "attn")
+        self.images(layer)
+        for part in self.parts(layer, whole=False) if mlp_input else ():
+            self.write(layer, part)
 
 
 def terms_of(
@@ -169,7 +223,7 @@ def terms_of(
     layer: int | None = None,
     mlp_input: bool = False,
     *,
-    groups: Sequence[Group] = ("embed", "attn", "mlp", "bias"),
+    groups: Sequence[Group] = ("embed", "attn", "mixer", "mlp", "bias"),
     heads: bool = False,
     neurons: bool = False,
     biases: bool = False,
@@ -180,7 +234,8 @@ def terms_of(
     """The terms of the residual stream that enters a layer, in the order in which the model adds them.
 
     Where norms stand on the stream itself (BERT), every term is what they leave of it, their scales held at those of
-    the run, and their biases are one more term, the last.
+    the run, and their biases are one more term, the last. Of the text in a model of images, what these put into the
+    stream is a term beside the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
 
     Args:
         cache: an `ActivationCache`.

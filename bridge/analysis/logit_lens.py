@@ -51,7 +51,7 @@ def head_contributions(
     Each head's output is taken through the norm that follows attention, where one does (Gemma 2 and 3), with the scale
     of this run, divided by the scale that the final norm has in this run, and multiplied with the difference
     of the two rows of the unembedding (direct logit attribution, Elhage et al. 2021, "A Mathematical Framework for
-    Transformer Circuits"). A soft cap on the logits is left out.
+    Transformer Circuits"). A soft cap on the logits is left out. Layers without attention add zero.
 
     Args:
         bridge: the bridge.
@@ -68,15 +68,17 @@ def head_contributions(
         torch.Size([1, 4, 4])
     """
     n = bridge.cfg.n_layers
-    results = [f"blocks.{i}.attn.hook_result" for i in range(n)]
-    behind = [norm_of(bridge, f"blocks.{i}.ln1_post") for i in range(n)]  # a norm after attention (Gemma 2 and 3)
+    layers = [i for i in range(n) if f"blocks.{i}.attn.hook_result" in bridge.hook_dict] or [0]
+    results = [f"blocks.{i}.attn.hook_result" for i in layers]
+    behind = [norm_of(bridge, f"blocks.{i}.ln1_post") for i in layers]  # a norm after attention (Gemma 2 and 3)
     scales = [f"{norm.name}.hook_scale" for norm in behind if norm]
     _, cache = bridge.run_with_cache(tokens, names_filter=[*results, *scales, "ln_final.hook_scale"], pos_slice=-1)
     written = []
     for name, after in zip(results, behind, strict=True):
         result = cache[name][:, 0]  # batch head d_model
         written.append(after.linear(result, cache[f"{after.name}.hook_scale"]) if after else result)
-    heads = torch.stack(written, dim=1)  # batch layer head d_model
+    heads = written[0].new_zeros(len(written[0]), n, *written[0].shape[1:])  # batch layer head d_model
+    heads[:, layers] = torch.stack(written, dim=1)
     scale = cache["ln_final.hook_scale"][:, :, None]  # batch 1 1 1
     direction = unembed_difference(bridge, answers, others)
     norm = norm_of(bridge, "ln_final")

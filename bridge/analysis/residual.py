@@ -29,7 +29,7 @@ class ResidualMethods(AttributionMethods):
     same stream (GPT-NeoX, GPT-J, Phi), ``mlp_input=True`` adds the layer's attention although its MLP does not read it.
     Where norms stand on the stream itself (BERT), a term is what these norms leave of it, their scales held at those of
     the run, and their biases are a term of their own. Heads and neurons before a norm that follows attention or MLP
-    (Gemma 2 and 3) sum with ``post_norms=True`` only.
+    (Gemma 2 and 3) sum with ``post_norms=True`` only. What images put into the stream of a text is a term, ``images``.
     """
 
     @property
@@ -47,7 +47,7 @@ class ResidualMethods(AttributionMethods):
         self,
         layer: int | None = None,
         mlp_input: bool = False,
-        mode: Literal["all", "mlp", "attn"] = "all",
+        mode: Literal["all", "mlp", "attn", "mixer"] = "all",
         apply_ln: bool = False,
         pos_slice: Index = None,
         incl_embeds: bool = True,
@@ -61,7 +61,7 @@ class ResidualMethods(AttributionMethods):
         Args:
             layer: from 0 to ``n_layers``; None or -1: the end.
             mlp_input: include the layer's own attention: what its MLP reads.
-            mode: ``attn`` or ``mlp`` for these outputs only.
+            mode: ``attn``, ``mlp`` or, of hybrids, ``mixer`` for these outputs only.
             apply_ln: as the layer reads them, see `apply_ln_to_stack`.
             pos_slice: which positions.
             incl_embeds: include the embeddings (and, in BERT, the norms' biases).
@@ -81,10 +81,10 @@ class ResidualMethods(AttributionMethods):
             >>> labels, bool((stack.sum(0) - cache["resid_pre", 1]).abs().max() < 1e-4)
             (['embed', '0_attn_out', '0_mlp_out'], True)
         """
-        if mode not in ("all", "mlp", "attn"):
-            raise ValueError(f"mode is {mode!r}; it must be 'all', 'mlp' or 'attn'")
+        if mode not in ("all", "mlp", "attn", "mixer"):
+            raise ValueError(f"mode is {mode!r}; it must be 'all', 'mlp', 'attn' or 'mixer'")
         groups: list[Group] = ["embed", "bias"] if incl_embeds else []
-        groups += ["attn", "mlp"] if mode == "all" else [mode]
+        groups += ["attn", "mixer", "mlp"] if mode == "all" else [mode]
         terms = terms_of(self, layer, mlp_input, groups=groups, pos_slice=pos_slice)
         return self._finished(terms, layer, mlp_input, apply_ln, pos_slice, return_labels)
 
@@ -160,8 +160,8 @@ class ResidualMethods(AttributionMethods):
             >>> cache["result", 0].shape
             torch.Size([1, 3, 4, 128])
         """
-        n = layer_of(self.model, None)
-        results = {f"blocks.{layer}.attn.hook_result": results_of_heads(self, layer) for layer in range(n)}
+        layers = [i for i in range(layer_of(self.model, None)) if f"blocks.{i}.attn.hook_z" in self.model.hook_dict]
+        results = {f"blocks.{layer}.attn.hook_result": results_of_heads(self, layer) for layer in layers}
         self.cache_dict.update(results)
 
     @refuse_wrong_types
@@ -306,8 +306,8 @@ class ResidualMethods(AttributionMethods):
                 neurons are HookedTransformer's and do not sum to the stream.
 
         Returns:
-            ``[component, batch, pos, d_model]``: all heads, all neurons (or MLP outputs), the embeddings, and last the
-            output biases of what was taken apart, summed.
+            ``[component, batch, pos, d_model]``: all heads, all mixers' outputs, all neurons (or MLP outputs), the
+            embeddings, and last the output biases of what was taken apart, summed.
 
         Raises:
             MissingActivationsError: the cache does not hold what this needs.
@@ -330,7 +330,7 @@ class ResidualMethods(AttributionMethods):
             post_norms=post_norms,
             pos_slice=pos_slice,
         )
-        terms.sort(key=lambda term: ("attn", "mlp", "embed", "bias").index(term.group))
+        terms.sort(key=lambda term: ("attn", "mixer", "mlp", "embed", "bias").index(term.group))
         return self._finished(terms, layer, mlp_input, apply_ln, pos_slice, return_labels)
 
     def _finished(

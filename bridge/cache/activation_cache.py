@@ -16,6 +16,7 @@ from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
+from bridge.hooks.shapes import BatchAxisError
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class ActivationCache(ResidualMethods):
             batched = {name: value for name, value in self.cache_dict.items() if not self._has_rows(name)}
             for name, value in batched.items():
                 if value.shape[0] != 1:
-                    raise ValueError(f"cannot remove a batch axis of {value.shape[0]}: {name} has {list(value.shape)}")
+                    raise BatchAxisError(value.shape[0], name, list(value.shape))
             self.cache_dict |= {name: value[0] for name, value in batched.items()}
             self.has_batch_dim = False
         return self

@@ -16,11 +16,51 @@ from bridge.analysis.weight_analysis import Labels
 from bridge.facade.tokens import TokenMethods
 from bridge.facade.weights import WeightMethods
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.weights.component_tree import Component
 from bridge.weights.factored_matrix import FactoredMatrix
+from bridge.weights.layer_kinds import layers_with, parts_of_layers
 
 
 class AnalysisMethods(WeightMethods, TokenMethods):
     """The methods of a bridge that study its weights; names and shapes are HookedTransformer's."""
+
+    @property
+    def layer_types(self) -> Labels:
+        """What each layer is made of, in the order of the computation: ``attn+mlp``, ``mixer+mlp``, ``mixer``, ...
+
+        A state space, a linear attention or a convolution is a mixer. Of an encoder-decoder these are the layers of the
+        encoder, and then those of the decoder. ``unknown``: of an inferred model, where nothing was found out.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> TransformerBridge.boot_embedded().layer_types
+            ['attn+mlp', 'attn+mlp', 'attn+mlp', 'attn+mlp']
+        """
+        layers = parts_of_layers(self._tree, self.architecture, self.cfg)
+        return Labels("+".join(names) or "unknown" for names in layers.values())
+
+    @refuse_wrong_types
+    def blocks_with(self, part: str) -> list[tuple[int, Component]]:
+        """The layers that have a part, with their indices: what hybrids are gone through by.
+
+        Args:
+            part: ``attn``, ``mixer``, ``mlp`` or ``cross_attn``, or another of those in `layer_types`.
+
+        Returns:
+            ``[(index, block), ...]``; of an encoder-decoder the encoder's, then the decoder's, each with its own index.
+
+        Raises:
+            ValueError: no part is called so.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> [(index, block.attn.hook_z.name) for index, block in bridge.blocks_with("attn")][1]
+            (1, 'blocks.1.attn.hook_z')
+            >>> bridge.blocks_with("mixer")
+            []
+        """
+        return layers_with(part, parts_of_layers(self._tree, self.architecture, self.cfg), self._tree)
 
     @property
     def OV(self) -> FactoredMatrix:

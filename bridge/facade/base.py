@@ -13,9 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters import Architecture, ModelMap, Weights, map_model
 from adapters.automatic.proof import Proof
-from adapters.config import ModelConfig
+from adapters.config import ModelConfig, is_language_part
 from adapters.model import Automatic
-from bridge.facade.offered import Offered
+from adapters.paths import base_path, join
+from bridge.facade.offered import Offered, beside
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
 from bridge.weights.component_tree import Tree
@@ -93,7 +94,8 @@ class WrappedModel(nn.Module):
         """What the bridge offers, and what it does not, with the reasons. Print it.
 
         Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and what
-        could not be proved on the model is left out.
+        could not be proved on the model is left out. Of a model of images or sound and text it is the text's part: what
+        stands beside that is listed by name.
 
         Example:
             >>> from transformers import OlmoConfig, OlmoForCausalLM
@@ -103,7 +105,14 @@ class WrappedModel(nn.Module):
             >>> bridge.offered().inferred, dict(bridge.offered().not_offered)
             (True, {})
         """
-        return Offered(self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred)
+        named = (self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred)
+        if not is_language_part(self.core):
+            return Offered(*named)
+        stacks, base = self.architecture.stacks, base_path(self.core)
+        paths = [self.architecture.embed, *(stack.path for stack in stacks)]
+        paths += [stack.final_norm.path for stack in stacks if stack.final_norm]
+        used = {self.architecture.unembed, *(join(base, path) for path in paths)}
+        return Offered(*named, beside(self.core, used))
 
     @property
     def weights(self) -> Weights:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from adapters.paths import join
 
 
 @dataclass(frozen=True, repr=False)
@@ -15,12 +19,15 @@ class Offered:
         names: the hook points, in the order of the computation.
         not_offered: hook points, or what their names begin with, that are missing, and why.
         inferred: the model's class has no adapter: all this was inferred from a run and proved on the model.
+        beside: of a model of images or sound and text, the modules beside the text's, which have no hook points, with
+            their classes.
     """
 
     model: str
     names: tuple[str, ...]
     not_offered: Mapping[str, str]
     inferred: bool
+    beside: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -35,4 +42,23 @@ class Offered:
 
     def __repr__(self) -> str:
         why = [f"  not offered: {name}: {reason}" for name, reason in self.not_offered.items()]
-        return "\n".join([self.summary, *why])
+        beside = [f"  beside the text, without hook points: {path} ({cls})" for path, cls in self.beside.items()]
+        return "\n".join([self.summary, *why, *beside])
+
+
+def beside(model: nn.Module, used: Collection[str], path: str = "") -> dict[str, str]:
+    """The outermost modules with parameters that neither are nor hold what is used, with the names of their classes.
+
+    Args:
+        model: the model, or the module in it at `path`.
+        used: paths of modules.
+        path: where to look.
+    """
+    if path in used or not any(True for _ in model.parameters()):
+        return {}
+    if path and not any(each.startswith(f"{path}.") for each in used):
+        return {path: type(model).__name__}
+    found: dict[str, str] = {}
+    for name, child in model.named_children():
+        found |= beside(child, used, join(path, name))
+    return found

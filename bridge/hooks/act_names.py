@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from operator import index
+from typing import SupportsIndex
 
 _SHORT = {
     "attn": "pattern", "scores": "attn_scores", "attn_logits": "attn_scores", "query": "q", "key": "k", "value": "v",
@@ -15,7 +17,9 @@ _IN_ATTENTION = {
 _IN_MLP = {"pre", "post", "pre_linear", "mid"}
 
 
-def act_name(name: str, layer: int | str | None = None, layer_type: str | None = None, stack: str = "blocks") -> str:
+def act_name(
+    name: str, layer: SupportsIndex | str | None = None, layer_type: str | None = None, stack: str = "blocks"
+) -> str:
     """The full name of a hook point from its short one, as HookedTransformer's `get_act_name` gives it.
 
     Args:
@@ -47,7 +51,7 @@ def act_name(name: str, layer: int | str | None = None, layer_type: str | None =
         part = "mlp"
     if name in ("scale", "normalized") and not part and layer is None:
         part = "ln_final"
-    pieces = [] if layer is None else [stack, str(layer)]
+    pieces = [] if layer is None else [stack, layer if isinstance(layer, str) else str(index(layer))]
     if part:
         pieces.append(part)
     return ".".join([*pieces, f"hook_{name}"])

@@ -25,3 +25,10 @@ def _size(cfg: ModelConfig, axis: str) -> str:
     known = {"n_key_value_heads": cfg.n_kv_heads, "n_experts": cfg.num_experts}
     value = known.get(axis, getattr(cfg, axis, None) if not axis.isdigit() else axis)
     return str(value) if isinstance(value, int) else axis
+
+
+class BatchAxisError(ValueError, AssertionError):
+    """A batch of several has no axis to drop. HookedTransformer's programs expect an `AssertionError`."""
+
+    def __init__(self, rows: int, name: str, shape: list[int]) -> None:
+        super().__init__(f"cannot remove a batch axis of {rows}: {name} has {shape}")

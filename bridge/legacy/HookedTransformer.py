@@ -61,7 +61,10 @@ Loss = SingleLoss | LossPerToken
 
 Side = Literal["left", "right"]
 #: Fields of a configuration that say nothing of the weights, and that the model's keeps.
-_KEPT = {"init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed"}
+_KEPT = {
+    "init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed",
+    "ungroup_grouped_query_attention",
+}  # fmt: skip
 #: The data sets of HookedTransformer that are like what models were trained on.
 _LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
@@ -111,12 +114,12 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
     ) -> None:
         model, found, where = self._make(cfg, tokenizer, move_to_device)
         super().__init__(model)
+        self.intended_device = where
+        self.dataset: Any = None
         if isinstance(cfg, HookedTransformerConfig | Mapping):
             given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
             for name in _KEPT & given.keys():
                 setattr(self.cfg, name, given[name])
-        self.intended_device = where
-        self.dataset: Any = None
         if tokenizer is not None:
             self.set_tokenizer(tokenizer, default_padding_side)
         elif found is not None:

@@ -54,6 +54,21 @@ class HookedModelConfig(ModelConfig):
     def dtype(self, dtype: torch.dtype | None) -> None:
         self.said["dtype"] = dtype
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keys and values are ungrouped where the field is set, as by the model's method."""
+        before = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        acts = self.__dict__.get("acts")
+        if name == "ungroup_grouped_query_attention" and acts is not None and bool(value) != bool(before):
+            try:
+                acts(value)
+            except BaseException:
+                self.__dict__[name] = before
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "acts"}
+
     def to_dict(self) -> dict[str, Any]:
         """All fields, and `device`, `dtype` and `n_params`, as a plain dictionary."""
         return {name: value for name, value in super().to_dict().items() if name != "said"}

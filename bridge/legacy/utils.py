@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -112,12 +111,8 @@ test_prompt = report_on_prompt
 #: Stands for "what the model's configuration says".
 USE_DEFAULT_VALUE = None
 
-_IN_ONE = re.compile(r"([a-z_]+?)(\d+)([a-z]\w*)?")
-_OLD = {"key": "k", "query": "q", "value": "v", "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post"}
-_PARTS = {"attention": "attn", "block": "b", "blocks": "b"}
 
-
-def get_act_name(name: str, layer: int | str | None = None, layer_type: str | None = None) -> str:
+def get_act_name(name: str, layer: SupportsIndex | str | None = None, layer_type: str | None = None) -> str:
     """The full name of a hook point from its short one.
 
     Args:
@@ -130,11 +125,7 @@ def get_act_name(name: str, layer: int | str | None = None, layer_type: str | No
         >>> get_act_name("k", 6), get_act_name("pre5"), get_act_name("normalized", 27, "ln2"), get_act_name("scale4ln1")
         ('blocks.6.attn.hook_k', 'blocks.5.mlp.hook_pre', 'blocks.27.ln2.hook_normalized', 'blocks.4.ln1.hook_scale')
     """
-    if ("." in name or name.startswith("hook_")) and layer is None and layer_type is None:
-        return name
-    if match := _IN_ONE.fullmatch(name):
-        name, layer, layer_type = match[1], match[2], match[3]
-    return act_name(_OLD.get(name, name), layer, _PARTS.get(layer_type or "", layer_type))
+    return act_name(name, layer, layer_type)
 
 
 def to_numpy(tensor: Any) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -76,12 +77,13 @@ def generic_activation_patch(
 
     Returns:
         The metric of each patch: a float32 tensor with an axis for each name (one axis for a data frame's rows), and
-        the data frame if it was asked for.
+        the data frame if it was asked for. Where a hybrid's layer has no such activation (attention, in one with a
+        mixer) it is NaN.
 
     Raises:
         ValueError: neither or both ways to give the indices, an unknown axis, a patch that does not fit, or a metric
             that is no single number.
-        UnknownHookError: the model has no such activation in a layer.
+        UnknownHookError: the model has no such activation in any layer, or in one that the data frame names.
         KeyError: the clean cache does not hold it.
         ImportError: a data frame is asked for and pandas is not installed.
 
@@ -103,17 +105,21 @@ def generic_activation_patch(
         raise ValueError(f'patches_per_run is {patches_per_run}; it must be 1 or more, or "auto"')
     tokens = as_tokens(corrupted_tokens).to(model.cfg.device)
     sizes: list[int] | None = None
+    there: list[int] = []
     if index_df is None:
         if index_axis_names is None:
             raise ValueError("give index_axis_names, or a data frame of indices as index_df")
-        sizes = [_size(model, tokens, activation_name, axis) for axis in index_axis_names]
+        there = _layers(model, activation_name)
+        sizes = [_size(model, tokens, activation_name, axis, there[0]) for axis in index_axis_names]
         rows = [list(row) for row in itertools.product(*map(range, sizes))]
         frame = make_df_from_ranges(sizes, index_axis_names) if return_index_df else None
     else:
         if index_axis_names is not None:
             raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
         rows, frame = [[int(i) for i in row] for row in index_df.itertuples(index=False, name=None)], index_df
-    steps = _steps(model, clean_cache, activation_name, rows, patch_setter)
+    tried = [index_df is not None or row[0] in there for row in rows]
+    chosen = [row for row, has in zip(rows, tried, strict=True) if has]
+    steps = _steps(model, clean_cache, activation_name, chosen, patch_setter)
 
     def metric(logits: Tensor) -> float:
         return _number(patching_metric(logits))
@@ -125,7 +131,8 @@ def generic_activation_patch(
             together = None if patches_per_run == "auto" else patches_per_run
             options = compiled if isinstance(compiled, Mapping) else {}
             results = compiled_sweep(model, tokens, steps, metric, attention_mask, together, options, bar.update)
-    measured = torch.tensor(results, dtype=torch.float32, device=model.cfg.device)
+    measured = torch.full((len(rows),), math.nan, dtype=torch.float32, device=model.cfg.device)
+    measured[torch.tensor(tried, device=measured.device)] = torch.tensor(results).to(measured)
     if sizes is not None:
         measured = measured.reshape(sizes)
     return (measured, frame) if return_index_df else measured
@@ -152,7 +159,20 @@ def _steps(
     return steps
 
 
-def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: str) -> int:
+def _layers(model: TransformerBridge, activation_name: str) -> list[int]:
+    """The layers that have an activation: of hybrids, some.
+
+    Raises:
+        UnknownHookError: none has.
+    """
+    names = [act_name(activation_name, layer) for layer in range(model.cfg.n_layers)]
+    found = [layer for layer, name in enumerate(names) if name in model.hook_dict or name in model.names.aliases]
+    if not found:
+        model.names.find(names[0])
+    return found
+
+
+def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: str, layer: int) -> int:
     """How many values an index axis has."""
     if axis not in AXES:
         raise ValueError(f"there is no index axis {axis!r}; there are {', '.join(AXES)}.{suggestion(axis, AXES)}")
@@ -160,7 +180,7 @@ def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: 
         return model.cfg.n_layers
     if axis.endswith("pos"):
         return tokens.shape[1]
-    axes = model.names.find(act_name(activation_name, 0)).point.axes.split()
+    axes = model.names.find(act_name(activation_name, layer)).point.axes.split()
     return model.cfg.n_kv_heads if "n_key_value_heads" in axes else model.cfg.n_heads
 
 

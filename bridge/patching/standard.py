@@ -91,6 +91,7 @@ def _stream(name: str, what: str) -> Callable[..., Any]:
 get_act_patch_resid_pre = _stream("resid_pre", "the residual stream before each block")
 get_act_patch_resid_mid = _stream("resid_mid", "the residual stream between attention and MLP")
 get_act_patch_attn_out = _stream("attn_out", "what each layer's attention adds")
+get_act_patch_mixer_out = _stream("mixer_out", "what each mixer of a hybrid adds")
 get_act_patch_mlp_out = _stream("mlp_out", "what each MLP adds")
 
 get_act_patch_attn_head_out_by_pos = _head_by_pos("z", "the output (z)")

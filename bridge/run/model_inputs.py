@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ def prepare(
         if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
             kwargs["attention_mask"] = mask.to(device)
             return Inputs(kwargs, tokens, None)
-        wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs
+        wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs and not _places(bridge.core, kwargs)
         if wanted and "position_ids" in accepted_arguments(type(bridge.core).forward):
             positions = _positions(mask)
             if positions is not None:
@@ -139,6 +139,13 @@ def prepare(
     if bridge.core.config.is_encoder_decoder:
         return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))
     return Inputs(kwargs, tokens, mask)
+
+
+def _places(core: nn.Module, given: Collection[str]) -> bool:
+    """Whether the model itself finds out the positions of what it is given, of the mask too: those of images' parts."""
+    find = next((f for module in core.modules() if (f := getattr(module, "get_rope_index", None))), None)
+    taken = () if find is None else inspect.signature(find).parameters
+    return any(name in given for name in taken if name not in ("input_ids", "inputs_embeds", "attention_mask"))
 
 
 def _positions(mask: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from adapters.views import Args, Call, Deferred, Kwargs
 from bridge.hooks.context import Scope, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
+from bridge.hooks.shapes import BatchAxisError
 from bridge.run.positions import PosSlice, check_pos_slice, picked_positions
 from bridge.wiring.wiring import Wiring
 
@@ -240,7 +241,7 @@ def caching_functions(
         value = value if device is None else value.to(device)
         if remove_batch_dim:
             if value.shape[0] != 1:
-                raise ValueError(f"cannot remove a batch axis of {value.shape[0]}: {hook.name} has {list(value.shape)}")
+                raise BatchAxisError(value.shape[0], hook.name, list(value.shape))
             value = value[0]
         cache[hook.name + suffix] = value
 

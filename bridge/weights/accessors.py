@@ -29,6 +29,12 @@ def stacked_weight(tree: Tree, cfg: ModelConfig, part: str, name: str) -> Float[
         AttributeError: the blocks do not have it, or several of it each.
     """
     stack = "blocks" if any(key.startswith("blocks.0.") for key in tree.weights().getters) else "encoder"
+    without = [i for i in range(cfg.n_layers) if part not in tree.children.get(f"{stack}.{i}", {})]
+    if without and len(without) < cfg.n_layers:
+        raise AttributeError(
+            f"layers {', '.join(map(str, without))} of {cfg.model_name} have no {part}, and so no {name}: go through "
+            f'those that have, [block.{part}.{name} for _, block in bridge.blocks_with("{part}")]'
+        )
     found = [tree.get(f"{stack}.{i}.{part}", name) for i in range(cfg.n_layers)]
     tensors = [weight for weight in found if isinstance(weight, Tensor)]
     if len(tensors) < len(found):

@@ -149,8 +149,11 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
             yield f"z from {projection.path}", replace(part, o=projection.path), ""
     yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=not part.rotary), ""
     yield "scores not shown", replace(part, shows_scores=not part.shows_scores), SMALL if part.shows_scores else ""
-    other = MaskedScores() if isinstance(part.scores, AlibiScores) else AlibiScores()
-    yield "other scores", replace(part, scores=other), ""
+    if isinstance(part.scores, AlibiScores):
+        same = "the model's own scores: they differ by a constant for each query, which is nothing to the softmax"
+        yield "other scores", replace(part, scores=MaskedScores()), same
+    else:
+        yield "other scores", replace(part, scores=AlibiScores()), ""
     yield "cross", replace(part, cross=not part.cross), ""
     if part.out_key != 1:
         yield "no element", replace(part, out_key=None if part.out_key == 0 else 0), FIRST
@@ -331,6 +334,8 @@ NOT_CLAIMS = {
     "default_prepend_bos": "the tokenizer's", "tokenizer_prepends_bos": "the tokenizer's",
     "use_attn_result": "a setting", "use_split_qkv_input": "a setting", "use_attn_in": "a setting",
     "use_hook_mlp_in": "a setting", "ungroup_grouped_query_attention": "a setting", "positions_from_mask": "a setting",
+    "tie_word_embeddings": "read from the model", "d_vocab": "read from the model",
+    "d_vocab_out": "read from the model", "normalization_type": "read from the model",
     "n_devices": "where it is", "seed": "how it was made", "from_checkpoint": "how it was made",
     "checkpoint_index": "how it was made", "checkpoint_label_type": "how it was made",
     "checkpoint_value": "how it was made", "processed": "what was done to it", "extra": "anything", "_model": "itself",

@@ -123,13 +123,6 @@ def test_what_cannot_be_declared_is_refused(family: str, fields: dict[str, Any],
         map_model(model)
 
 
-def test_gemma_3_with_images_is_refused() -> None:
-    text = CASES["gemma3-gqa"][1]
-    config = transformers.Gemma3Config(text_config=text, vision_config=VISION)
-    with pytest.raises(UnsupportedModelError, match="vision_config"):
-        map_model(transformers.Gemma3ForConditionalGeneration(config))
-
-
 def test_opt_may_lack_a_final_norm() -> None:
     model = transformers.OPTForCausalLM(transformers.OPTConfig(**SMALL_OPT, _remove_final_layer_norm=True))
     assert not [point for point in map_model(model).points if point.name.startswith("ln_final.hook_scale")]

@@ -105,12 +105,13 @@ def test_the_level_is_one_of_two():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_model_in_other_precision_is_verified(name):
-    """Norms and rotations are computed in single precision there, and rounded speeds of a rotation are no other base."""
+    """Norms and rotations are computed in single precision there, and the speeds of a rotation may be rounded."""
     for dtype in (torch.float64, torch.bfloat16):
         report = verify(TransformerBridge(tiny(name).to(dtype)))
         assert report.passed, str(report)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize(("name", "layers"), [("gpt2", ["c_attn", "c_fc"]), ("llama", ["q_proj", "v_proj"])])
 def test_layers_of_several_parts_are_verified(name, layers):
     model = peft.get_peft_model(tiny(name), peft.LoraConfig(r=2, target_modules=layers, fan_in_fan_out=name == "gpt2"))

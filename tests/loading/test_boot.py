@@ -168,20 +168,3 @@ def test_another_distributions_adapters_is_named(tmp_path):
     )  # fmt: skip
     assert out.returncode
     assert "AdapterHub's distribution of the same name hides it" in out.stderr.splitlines()[-1]
-
-
-def test_no_progress_bar_where_loading_takes_no_while(tmp_path, capfd, monkeypatch):
-    from transformers.utils import logging
-
-    tiny("gpt2").save_pretrained(tmp_path)
-    before = logging.is_progress_bar_enabled()
-    logging.enable_progress_bar()
-    try:
-        TransformerBridge.boot_transformers(str(tmp_path))
-        assert "Loading weights" not in capfd.readouterr().err
-        assert logging.is_progress_bar_enabled()  # as it was
-        monkeypatch.setattr("bridge.loading.boot.SMALL", 0)
-        TransformerBridge.boot_transformers(str(tmp_path))
-        assert "Loading weights" in capfd.readouterr().err
-    finally:
-        (logging.enable_progress_bar if before else logging.disable_progress_bar)()

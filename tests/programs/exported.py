@@ -45,7 +45,7 @@ def needs(format: str) -> pytest.MarkDecorator:
 def cases() -> Iterator[Any]:
     for format in FORMATS:
         for family in FAMILIES:
-            if format == "executorch" and family not in ("gpt_neox", "bert"):
+            if format == "executorch" and family != "bert":
                 continue  # minutes each; see docs/export.md for what was tried once
             yield pytest.param(format, family, marks=needs(format), id=f"{format}-{family}")
 
@@ -96,7 +96,7 @@ def test_logits_patterns_and_streams_with_and_without_interventions(format: str,
     read = ExportedModel.from_pretrained(tmp_path / "edited", **RUN.get(format, {}))
     plain.to(**RUN.get(format, {}))
     assert list(plain(**example)) == ["logits", *sorted(names, key=list(bridge.hook_dict).index)]
-    rows = (2, 2) if format == "executorch" else (3, 1)  # its exporter keeps the number of rows
+    rows = (3, 1)
     for n, length in zip(rows, (11, 5), strict=True):
         given = arguments(bridge, n, length)
         tokens, more = given["input_ids"], {name: value for name, value in given.items() if name != "input_ids"}

@@ -1,0 +1,65 @@
+"""What tiny models of images and text need besides: sizes that fit each other, and images made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _sections(*sections: int) -> dict[str, Any]:
+    """Rotary embeddings whose columns belong to time, height and width."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
+
+
+_VOCABULARY = {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}
+#: What a configuration class needs besides, by its model type.
+OWN: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": _VOCABULARY},
+    "cosmos3_edge_text": _sections(1, 1, 2),
+    "emu3": {"vocabulary_map": {str(token): number for number, token in enumerate(("<image>", "a", "b"), 5)}},
+    "gemma3": {"image_token_index": 5, "mm_tokens_per_image": 49},
+    "llava": {"image_token_index": 5},
+    "mllama": {"image_token_index": 5},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "mllama_vision_model": {"image_size": 28, "num_global_layers": 1, "intermediate_layers_indices": [0]},
+    "qwen2_vl": {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
+    "florence_vision": {"num_heads": [4, 4, 4, 4]},
+    "glm4v_text": _sections(1, 1, 2),
+    "glm4v_moe_text": _sections(1, 1, 0),
+    "glm_ocr_text": _sections(1, 1, 2),
+    "hunyuan_vl_text": _sections(1, 1, 2),
+    "kosmos_2_text_model": {"layers": 2, "embed_dim": 32, "attention_heads": 4},
+    "kosmos_2_5_text_model": {"layers": 2, "embed_dim": 32, "attention_heads": 4},
+    "paddleocr_vl_text": _sections(1, 1, 2),
+    "qwen2_vl_vision": {"embed_dim": 32, "depth": 2},
+    "qwen2_vl_text": _sections(1, 1, 2),
+    "qwen2_5_vl_text": _sections(1, 1, 2),
+    "qwen2_5_vl_vision": {"out_hidden_size": 32},
+    "qwen2_5_omni_text": _sections(1, 1, 2),
+    "qwen3_vl": {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
+    "qwen3_vl_text": _sections(1, 1, 2),
+    "qwen3_vl_vision": {"out_hidden_size": 32, "depth": 2, "deepstack_visual_indexes": [0]},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]]},
+}  # fmt: skip
+
+
+def image_inputs(model_type: str) -> tuple[Tensor, dict[str, Any]]:
+    """Two prompts with an image in each, and what else the tiny model of the type takes: random pixels.
+
+    Args:
+        model_type: ``gemma3``, ``llava``, ``qwen2_vl`` or ``qwen3_vl``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    places = {"gemma3": 49, "llava": 49}.get(model_type, 4)
+    text = torch.randint(9, 99, (2, 8), generator=generator)
+    tokens = torch.cat([text[:, :3], torch.full((2, places), 5), text[:, 3:]], 1)
+    if model_type.startswith("qwen"):  # patches in rows; each image is 4 by 4 of them, 4 of which become one place
+        side = 14 if model_type == "qwen2_vl" else 16
+        return tokens, {
+            "pixel_values": torch.randn(32, 3 * 2 * side**2, generator=generator),
+            "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+            "mm_token_type_ids": (tokens == 5).int(),
+        }
+    return tokens, {"pixel_values": torch.randn(2, 3, 224, 224, generator=generator)}
