@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from benchmarks.models import row
+from tests.tiny_models import Task
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +27,12 @@ def test_rows_say_what_is_found(model_type: str, offered: str, proved: bool) -> 
 
 def test_a_type_that_cannot_be_had_says_why() -> None:
     assert row("blt", "causal").reason.startswith("no tiny instance: its patches of bytes")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "offered"),
+    [("bart", "seq2seq", "full"), ("esm", "masked", "full"), ("fsmt", "seq2seq", "–")],
+)
+def test_rows_of_encoders_and_encoder_decoders(model_type: str, task: Task, offered: str) -> None:
+    found = row(model_type, task)
+    assert (found.offered, found.proved) == (offered, offered == "full"), str(found)
