@@ -31,7 +31,7 @@ def test_a_type_that_cannot_be_had_says_why() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "task", "offered"),
-    [("bart", "seq2seq", "full"), ("esm", "masked", "full"), ("fsmt", "seq2seq", "–")],
+    [("bart", "seq2seq", "full"), ("esm", "masked", "full"), ("tapas", "masked", "full"), ("fsmt", "seq2seq", "–")],
 )
 def test_rows_of_encoders_and_encoder_decoders(model_type: str, task: Task, offered: str) -> None:
     found = row(model_type, task)
