@@ -308,6 +308,7 @@ class Architecture:
     Attributes:
         stacks: the lists of blocks; of an encoder-decoder model, ``encoder`` and ``decoder``.
         embed, pos_embed, token_types: the embeddings of tokens, positions, and of the two sentences.
+        more_embeds: further embeddings that are added, of which each runs once (TAPAS).
         embed_factor: what the model multiplies the token embedding's result with.
         embed_norm: a norm that follows: the token embedding alone (`hook_embed` is then its output), or, with
             `embeddings`, their sum.
@@ -328,6 +329,7 @@ class Architecture:
     embed_norm: Norm | None = None
     embeddings: str | None = None
     embed_factor: float = 1.0
+    more_embeds: tuple[str, ...] = ()
     heads: tuple[Head, ...] = ()
     no_layer_runs: str = ""
     refuse: Callable[[nn.Module], None] | None = None

@@ -67,6 +67,8 @@ def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
         tokens = embed
     if architecture.token_types:
         points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"))
+    for path in architecture.more_embeds:
+        points.add(more_embed_name(path), Site(join(base, path), "output"), group="extra")
     if architecture.pos_embed:
         site = Site(join(base, architecture.pos_embed), "output")
         names = ("hook_pos_embed", "pos_embed.hook_out")
@@ -77,6 +79,11 @@ def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
             norm_points(points, "embed.ln", norm.kind, Site(join(base, norm.path), "output"))
         points.add("hook_full_embed", Site(join(base, architecture.embeddings), "output"))
     return points.points
+
+
+def more_embed_name(path: str) -> str:
+    """The hook point of one of an architecture's `more_embeds`."""
+    return f"embed.{path.rpartition('.')[2]}.hook_out"
 
 
 def _add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) -> None:

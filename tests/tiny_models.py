@@ -105,6 +105,10 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
         "indexer_compress_ratio": 2, "hc_lowrank": 4, "ngram_vocab_size_base": 50,
     },
+    "perceiver": {
+        "num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
+        "num_cross_attention_heads": 4, "qk_channels": 32, "v_channels": 32,
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {
         "is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8], "attn_layers": ["local", "lsh"],

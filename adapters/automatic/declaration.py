@@ -138,6 +138,7 @@ class _Inference:
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
+            more_embeds=tuple(map(self.relative, embedding.more)),
             heads=self._heads(stacks[-1], last_norm, unembed),
             no_layer_runs="its decoder needs the encoder's output" if two else "",
             config_values=values,

@@ -22,6 +22,7 @@ class FoundEmbedding:
         embed: the token embedding.
         factor: what its result is multiplied with.
         pos_embed, token_types: what is added to it.
+        more: what is added besides.
         norm: the norm of the sum.
         module: the one around all of them, where there is a sum with a norm behind it.
         missing: what could not be found, by hook name.
@@ -33,6 +34,7 @@ class FoundEmbedding:
     token_types: str | None = None
     norm: Norm | None = None
     module: str | None = None
+    more: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -90,6 +92,9 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         if weight == 0:
             continue
         what = "token_types" if bool((x == x[:, :1]).all()) else "pos_embed"
+        if getattr(found, what) is not None and weight == 1 and len(recording.of(call.path)) == 1:
+            found.more.append(call.path)
+            continue
         if getattr(found, what) is not None or weight != 1 or not isinstance(call.module, nn.Module):
             found.missing[f"hook_{what}"] = f"{call.path} is added to the token embedding, times {weight:g}"
             continue
@@ -148,7 +153,8 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
     """A linear layer and a norm between the last stream and the output layer, and the module around the two.
 
     Returns:
-        The paths of that module, of the linear layer and of the norm, and what the norm computes.
+        The paths of that module (of the linear layer itself, where there is none), of the linear layer and of the norm,
+        and what the norm computes.
     """
     behind = [call for call in recording.calls if call.start > after]
     for norm in behind:
@@ -160,6 +166,8 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
         if around:
             head = min(around, key=lambda call: call.end - call.start)
             return head.path, linear[-1].path, norm.path, kind
+        if linear:  # nothing is around them but the model (DistilBERT)
+            return linear[-1].path, linear[-1].path, norm.path, kind
     return None
 
 

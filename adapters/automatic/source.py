@@ -110,6 +110,8 @@ def _written(value: Any, indent: int, constants: Mapping[Any, str]) -> str:
         return _joined(
             "(", [*inside[:-1], inside[-1] + ("," if len(inside) == 1 else "")] if inside else [], ")", indent
         )
+    if isinstance(value, list):
+        return f"[{', '.join(_written(each, 0, {}) for each in value)}]"
     if isinstance(value, str):
         return '"' + value.replace('"', '\\"') + '"'
     if value is None or isinstance(value, bool | int | float):

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from adapters.architecture import Norm, Stack
+from adapters.architecture import Architecture, Stack
 from adapters.attention import Attention
+from adapters.builder import more_embed_name
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import join
 from adapters.proofs.evidence import Evidence, ModuleCall, Place
@@ -197,7 +198,7 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     stream = evidence.get(first)
     if architecture.embeddings is not None:
         findings.equal(ENDS, first, stream, evidence.get("hook_full_embed"))
-        _sum_of_embeddings(evidence, findings, architecture.embed_norm)
+        _sum_of_embeddings(evidence, findings, architecture)
         return
     embed = evidence.get("hook_embed")
     # Shortformer's positions are added to what queries and keys read.
@@ -212,6 +213,9 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     rest = stream if positions is None else stream - positions.to(stream)
     types = evidence.get("embed.hook_token_type_embed") if architecture.token_types else None
     rest = rest if types is None else rest - types.to(stream)
+    for name in map(more_embed_name, architecture.more_embeds):
+        more = evidence.get(name)
+        rest = rest if more is None else rest - more.to(stream)
     factor = float((rest.double() * embed.double()).sum() / embed.double().pow(2).sum())
     if abs(factor - 1) < 1e-3:
         factor = 1.0
@@ -241,9 +245,11 @@ def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> Non
     findings.equal(ENDS, stack.name, begun, total, float(begun.abs().max()))
 
 
-def _sum_of_embeddings(evidence: Evidence, findings: Findings, norm: Norm | None) -> None:
+def _sum_of_embeddings(evidence: Evidence, findings: Findings, architecture: Architecture) -> None:
     """What the module of all embeddings makes is their sum, or the norm of it."""
-    names = ("embed.hook_embed", "embed.hook_pos_embed", "embed.hook_token_type_embed")
+    more = map(more_embed_name, architecture.more_embeds)
+    names = ("embed.hook_embed", "embed.hook_pos_embed", "embed.hook_token_type_embed", *more)
+    norm = architecture.embed_norm
     parts = [part for part in map(evidence.get, names) if part is not None]
     total = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
     full = evidence.get("hook_full_embed")

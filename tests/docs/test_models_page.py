@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from benchmarks.models import row
+from tests.tiny_models import Task
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +33,12 @@ def test_the_text_of_a_model_of_images_has_a_row() -> None:
     found = row("smolvlm", "image_text")
     assert (found.how, found.offered, found.proved, found.reason) == ("inferred", "full", True, "")
     assert row("vision-encoder-decoder", "image_text").reason == "You have to specify pixel_values"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "offered"),
+    [("bart", "seq2seq", "full"), ("esm", "masked", "full"), ("tapas", "masked", "full"), ("fsmt", "seq2seq", "–")],
+)
+def test_rows_of_encoders_and_encoder_decoders(model_type: str, task: Task, offered: str) -> None:
+    found = row(model_type, task)
+    assert (found.offered, found.proved) == (offered, offered == "full"), str(found)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from adapters import verify
 from adapters.automatic.declaration import infer, sample_inputs
+from adapters.automatic.source import source_of
 from bridge import TransformerBridge
 from tests.tiny_models import tiny_model
 
@@ -147,3 +148,41 @@ def test_no_start_token_is_asked_for_where_decoder_tokens_are_given() -> None:
     assert torch.equal(logits, run(model))
     with pytest.raises(ValueError, match="pass decoder_input_ids"):
         bridge(inputs["input_ids"])
+
+
+def test_a_bias_behind_the_output_layer_is_told_and_no_unknown() -> None:
+    """Marian adds one to its logits, which is no parameter of a layer."""
+    model = tiny_model("marian", "seq2seq")
+    model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(0))
+    bridge = TransformerBridge(model)
+    assert dict(bridge.offered().not_offered) == {}
+    report = verify(bridge)
+    assert report.passed, report
+    assert "the logits are unembed.hook_out and a bias" in str(report)
+
+
+def test_the_layers_between_stream_and_output_layer_are_found_without_a_module_around_them() -> None:
+    bridge = TransformerBridge(tiny_model("distilbert", "masked"))
+    (head,) = bridge.architecture.heads
+    assert (head.path, head.linear) == (".vocab_transform", ".vocab_transform")
+    assert verify(bridge, level="quick").passed
+
+
+def test_generation_shows_cross_attention_at_every_step() -> None:
+    bridge = TransformerBridge(tiny_model("bart", "seq2seq"))
+    tokens, shapes = sample_inputs(bridge.core)["input_ids"], list[tuple[int, ...]]()
+
+    def look(x: Tensor, hook: object) -> None:
+        shapes.append(tuple(x.shape))
+
+    with bridge.hooks(fwd_hooks=[("decoder.0.cross_attn.hook_pattern", look)]):
+        bridge.generate(tokens, max_new_tokens=3, do_sample=False, verbose=False)
+    assert shapes == [(3, 4, 1, 11)] * 3
+
+
+def test_its_source_declares_the_two_stacks() -> None:
+    found = infer(tiny_model("t5gemma", "seq2seq")).architecture
+    namespace: dict[str, Any] = {}
+    source = source_of(found, "MinePreTrainedModel", "Mine").replace('@register("MinePreTrainedModel")\n', "")
+    exec(compile(source, "mine", "exec"), namespace)
+    assert namespace["mine"](None) == found
