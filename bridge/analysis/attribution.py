@@ -168,14 +168,17 @@ def through_norm(
     with gradients_of(residual_stack):
         if recompute_ln and layer == cache.model.cfg.n_layers:
             return norm.recomputed(residual_stack)
-        scale = pick(require(cache, [norm.scale_name])[0], pos_slice, -2)
+        everywhere = require(cache, [norm.scale_name])[0]
+        scale = pick(everywhere, pos_slice, -2)
         if cache.has_batch_dim:
-            scale = pick(scale, batch_slice, 0)
-        _check_fits(residual_stack, scale, has_batch_dim)
+            everywhere, scale = pick(everywhere, batch_slice, 0), pick(scale, batch_slice, 0)
+        _check_fits(residual_stack, scale, everywhere, has_batch_dim)
         return norm.scaled(residual_stack, scale.to(residual_stack.device))
 
 
-def _check_fits(stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], has_batch_dim: bool) -> None:
+def _check_fits(
+    stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], everywhere: Float[Tensor, "..."], has_batch_dim: bool
+) -> None:
     """Refuses a stack of other rows or positions than the scale: broadcasting could take one for the other.
 
     Raises:
@@ -185,7 +188,10 @@ def _check_fits(stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], has_ba
     if not has_batch_dim and wanted[:1] == [1] and len(wanted) == stack.ndim - 1:
         wanted = wanted[1:]
     # Whatever stands before the rows counts components: nothing (one stream), one axis, or several (layers and heads).
-    if wanted != list(stack.shape[max(0, stack.ndim - 1 - len(wanted)) : -1]):
+    fits = wanted == list(stack.shape[max(0, stack.ndim - 1 - len(wanted)) : -1])
+    # Components of all positions are not layers and heads, though there be as many rows as positions.
+    of_all = scale.shape != everywhere.shape and stack.shape[1:-1] == everywhere.shape[:-1]
+    if not fits or of_all:
         raise ValueError(
             f"residual_stack has shape {list(stack.shape)}; with this pos_slice and batch_slice the cache has scales "
             f"for {wanted}: the stack must be [component, {', '.join(map(str, [*wanted, 'd_model']))}], of the same "

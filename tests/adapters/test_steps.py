@@ -184,7 +184,7 @@ def test_what_cannot_be_done_with_a_hybrid_is_refused(mixed: TransformerBridge) 
         mixed.process_weights(fold_ln=True)
     with torch.no_grad():
         _, cache = mixed.run_with_cache(TOKENS)
-    with pytest.raises(ValueError, match="block 0 of HybridModel writes mixer, mlp"):
+    with pytest.raises(ValueError, match="block 3 of HybridModel writes attn, attn_2, mlp"):
         cache.decompose_resid()
 
 

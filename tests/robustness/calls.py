@@ -147,10 +147,10 @@ def calls(folder: Path) -> list[Call]:
             "accumulated_bias": {"layer": 1}, "all_composition_scores": {"mode": "K"},
             "get_neuron_labels": {"layer": 0, "neuron_slice": slice(0, 3)},
             "tokens_to_residual_directions": {"tokens": clean[:, -1]}, "to_single_token": {"string": " and"},
-            "to_single_str_token": {"token": 5}, "to_str_tokens": {"input": "Mary and"},
+            "to_single_str_token": {"int_token": 5}, "to_str_tokens": {"input": "Mary and"},
             "get_token_position": {"single_token": " and", "input": "Mary and"}, "shapes": {"input": "Mary and"},
             "trace_edit": {"body": lambda run: run["hook_embed"], "points": ["hook_embed"]},
-            "set_use_attn_in": {"use": False}, "set_use_attn_result": {"use": False},
+            "set_use_attn_in": {"use_attn_in": False}, "set_use_attn_result": {"use_attn_result": False},
         }),
         Call("composition_scores", composition_scores, {"left": factored, "right": factored}),
         Call("detect_head", head_detector.detect_head, {
@@ -165,7 +165,8 @@ def calls(folder: Path) -> list[Call]:
             "vector_type": "OV", "layer_index": 0, "num_vectors": 2, "head_index": 0}}),
         Call("generic_activation_patch", patching.generic_activation_patch, {
             **sweep, "patch_setter": patching.layer_pos_patch_setter, "activation_name": "resid_pre",
-            "index_axis_names": ("layer", "pos"), "verbose": False}),
+            "index_axis_names": ("layer", "pos"), "verbose": False},
+            ("compiled",)),  # what checks types in the tests cannot be compiled
         Call("get_act_patch_resid_pre", patching.get_act_patch_resid_pre, {**sweep, "verbose": False}),
         Call("get_act_patch_attn_head_pattern_all_pos", patching.get_act_patch_attn_head_pattern_all_pos, {
             **sweep, "verbose": False}),

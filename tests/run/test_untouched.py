@@ -150,6 +150,8 @@ def test_peft_and_gradient_checkpointing_and_training(tokens):
     assert any(p.grad is not None for n, p in bridge.named_parameters() if "lora" in n)
 
 
+# What torch.compile looks at while it compiles is no business of ours.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_compile(tokens):
     hf = tiny("gpt2")
     compiled = torch.compile(hf, backend="eager")
