@@ -105,7 +105,9 @@ def _fits_part(value: object, part: Any) -> bool:
         return True
     if getattr(part, "_is_protocol", False) and not getattr(part, "_is_runtime_protocol", False):
         members = set(vars(part)) | set(getattr(part, "__annotations__", ()))
-        return any(hasattr(value, name) for name in members if name[0] != "_")
+        # Without computing any: a property may cost much, or say that there is none.
+        own = getattr(value, "__dict__", ())
+        return any(name in own or hasattr(type(value), name) for name in members if name[0] != "_")
     if typing.get_origin(part) is typing.Literal:  # which of them there are, is the function's to say
         return type(value) in {type(known) for known in typing.get_args(part)}
     if isinstance(value, bool):

@@ -69,3 +69,17 @@ def test_what_is_shown():
     assert shown(torch.zeros(2, 3)) == "a tensor [2, 3] of torch.float32"
     assert shown("a") == "'a'"
     assert len(shown("a" * 1000)) == 80
+
+
+def test_properties_are_not_computed_to_see_what_something_is() -> None:
+    class Wanted(Protocol):
+        costly: int
+
+    class Given:
+        @property
+        def costly(self) -> int:
+            raise AssertionError("it was computed")
+
+    check_types("f", {"x": Given()}, {"x": Wanted})
+    with pytest.raises(TypeError, match="x is"):
+        check_types("f", {"x": 3}, {"x": Wanted})
