@@ -287,6 +287,7 @@ class Head:
         hook: the name of the hook point on its output, with its `axes` (None: it has none).
         norm: its norm.
         unembeds: the unembedding reads what it makes.
+        width: of what it makes, where that is not the stream's.
     """
 
     name: str
@@ -296,6 +297,7 @@ class Head:
     axes: str = "batch d_model"
     norm: Norm | None = None
     unembeds: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -309,12 +311,17 @@ class Architecture:
         stacks: the lists of blocks; of an encoder-decoder model, ``encoder`` and ``decoder``.
         embed, pos_embed, token_types: the embeddings of tokens, positions, and of the two sentences.
         more_embeds: further embeddings that are added, of which each runs once (TAPAS).
+        embed_project: a linear layer that brings the embeddings to the stream's width. Either it is what `embeddings`
+            names: then it reads their sum, or the norm of it (RemBERT, ALBERT). Or it reads the token embedding alone, or
+            beside others, and what it puts out stands in the sum (RoCBert).
+        d_embed: how wide the embeddings before it are, where that is not the stream's width.
         embed_factor: what the model multiplies the token embedding's result with.
         embed_norm: a norm that follows: the token embedding alone (`hook_embed` is then its output), or, with
             `embeddings`, their sum.
         embeddings: the module that makes the first residual stream of all of them, where there is one (BERT): the names
             are then those of HookedTransformer's encoder, and `hook_full_embed` is what it returns.
         unembed: the output layer.
+        changed_in_place: as in `Block`, of the modules that run before the blocks.
         heads: see `Head`; in the order of the computation.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
         refuse: is given the model, and raises `UnsupportedModelError` where its modules are not those declared.
@@ -330,6 +337,9 @@ class Architecture:
     embeddings: str | None = None
     embed_factor: float = 1.0
     more_embeds: tuple[str, ...] = ()
+    embed_project: str | None = None
+    d_embed: int | None = None
+    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
     heads: tuple[Head, ...] = ()
     no_layer_runs: str = ""
     refuse: Callable[[nn.Module], None] | None = None

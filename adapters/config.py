@@ -165,10 +165,19 @@ class ModelConfig:
         if name == "normalization_type":
             return f"{known}Pre" if known in ("LN", "RMS") and self.processed.get("fold_ln") == "done" else known
         if name == "tie_word_embeddings":
-            model = self._model
-            return known if model is None else _ties(config_of(model.get_submodule(core_path(model))))
+            return known if self._model is None else self._ties_now(self._model.get_submodule(core_path(self._model)))
         rows = self._rows_at(("d_vocab", "d_vocab_out").index(name))
         return known if rows is None else rows
+
+    def _ties_now(self, core: nn.Module) -> bool:
+        """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say."""
+        config = config_of(core)
+        if config.is_encoder_decoder or not all(has_module(core, path) for path in self._vocabularies if path):
+            return _ties(config)
+        both = [getattr(core.get_submodule(path), "weight", None) for path in self._vocabularies if path]
+        if len(both) < 2 or not all(isinstance(each, Tensor) for each in both):
+            return _ties(config)
+        return both[0] is both[1]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         if self._model is None:

@@ -139,6 +139,9 @@ class _Inference:
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
             more_embeds=tuple(map(self.relative, embedding.more)),
+            embed_project=embedding.project and self.relative(embedding.project),
+            d_embed=embedding.width,
+            changed_in_place=self._changed_before(found.blocks[0].start),
             heads=self._heads(stacks[-1], last_norm, unembed),
             no_layer_runs="its decoder needs the encoder's output" if two else "",
             config_values=values,
@@ -187,17 +190,26 @@ class _Inference:
         )
         return stack, final
 
+    def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
+        """What the model writes over, at the borders of the modules that run before the blocks."""
+        before = [call for call in self.recording.calls if -1 < call.end < start and call.changed]
+        return tuple((self.relative(call.path), which) for call in before for which in call.changed)
+
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
         if unembed is None or unembed.entered is None:
             return ()
-        if final is not None and self.recording.of(final.path)[-1].left[0].mark == unembed.entered.mark:
+        last = found.outputs[-1] if final is None else self.recording.of(final.path)[-1].left[0]
+        if last.mark == unembed.entered.mark:
             return ()
         head = find_head(self.recording, found.blocks[-1].end, unembed)
         if head is None:
             return ()
-        around, linear, norm = ("." + relative(each, self.core) for each in head[:3])
-        return (Head("mlm_head", around, linear=linear, norm=Norm(norm, head[3]), unembeds=True),)
+        around, linear = ("." + relative(each, self.core) for each in head[:2])
+        norm = head[2] and Norm("." + relative(head[2].path, self.core), head[2].kind)
+        width = unembed.entered.value.shape[-1]
+        own = None if width == found.d_model else width
+        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True, width=own),)
 
     def relative(self, path: str) -> str:
         """A path of the model as one from its base model."""
