@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, Head, Mixer, NamedStep, Opaque, Part, Stack, feeds_forward
+from adapters.architecture import Architecture, Head, NamedStep, Opaque, Part, Stack, feeds_forward
 from adapters.attention import Attention, attention_points, qk_norm_points
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
-from adapters.mixers.part import mixer_points
+from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
-from adapters.paths import base_path, has_module, join, members_of, path_from
+from adapters.paths import base_path, has_module, join, module_at, path_from
 from adapters.points import Group, Point, PointList, Site
 from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
 
@@ -34,7 +34,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
             continue
         if stack.embed:
             _add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, stack.embed, base)
-        n = len(members_of(model.get_submodule(blocks)))
+        n = len(stack.modules(model.get_submodule(base)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
         if stack.final_norm:
@@ -164,7 +164,7 @@ class BlockBuilder:
     def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int, model: nn.Module) -> None:
         self.stack, self.cfg, self.base, self.model = stack, cfg, base, model
         self.block, self.last = stack.block_at(index), index == n - 1
-        self.path = join(base, stack.path, str(index))
+        self.path = join(base, stack.place_of(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
         self.rows = (Site(self.path, "input"),)
@@ -313,7 +313,7 @@ class BlockBuilder:
             if experts is None:
                 raise ValueError(f"{module} is declared as a mixture, and config_values has no num_experts")
             path = join(module, part.experts)
-            held = self.model.get_submodule(path) if has_module(self.model, path) else None
+            held = module_at(self.model, path) if has_module(self.model, path) else None
             mixture_points(self.points.inside(named.name), part, module, self.rows, experts, held)
         elif isinstance(part, Mixer):
             mixer_points(self.points.inside(named.name), part, module)

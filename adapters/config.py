@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Mixer, feeds_forward
+from adapters.architecture import Architecture, feeds_forward
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
+from adapters.mixers.part import Mixer
 from adapters.offloaded import input_device
-from adapters.paths import core_path, has_module, members_of, path_from
+from adapters.paths import core_path, has_module, module_at, path_from
 
 #: Says what was done to a model's weights: given what was noted last, what is true of them now.
 ReadsRecord = Callable[[dict[str, str]], dict[str, str]]
@@ -286,7 +287,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     n_kv = given["n_key_value_heads"] if own_groups else first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = given.pop("d_model", None) or hf.hidden_size
     d_head = given.pop("d_head") if "d_head" in given else first(hf, "head_dim") or d_model // n_heads
-    layers = members_of(root.get_submodule(stack.path))
+    layers = stack.modules(root)
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
         "original_architecture": type(model).__name__,
@@ -341,7 +342,7 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
     for layer, module in enumerate(layers):
         norms = architecture.stack.block_at(layer).norms
         if norms and norms[0].kind.name is not None:
-            eps = norms[0].kind.epsilon(module.get_submodule(norms[0].path))
+            eps = norms[0].kind.epsilon(module_at(module, norms[0].path))
             break
     kind = architecture.norm_kind
     return {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
-from adapters.automatic.blocks import FoundStack, find_stacks
+from adapters.automatic.blocks import FoundStack, find_stacks, number_calls
 from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
@@ -143,7 +143,11 @@ class _Inference:
             d_embed=embedding.width,
             changed_in_place=self._changed_before(found.blocks[0].start),
             heads=self._heads(stacks[-1], last_norm, unembed),
-            no_layer_runs="its decoder needs the encoder's output" if two else "",
+            no_layer_runs="its decoder needs the encoder's output"
+            if two
+            else "its blocks are one module"
+            if any("@" in member for member in found.members)
+            else "",
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
@@ -151,6 +155,8 @@ class _Inference:
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
         self.facts.table = None
+        for call in found.blocks:
+            number_calls(call, self.recording)
         blocks = all_rotated([self._block(found, index, name) for index in range(found.length)])
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
@@ -165,6 +171,7 @@ class _Inference:
             layers,
             final_norm=final and Norm(self.relative(final.path), final.kind),
             name=name,
+            members=found.members,
             output_key=found.outputs[0].key,
             output_length=found.blocks[0].n_left,
         )

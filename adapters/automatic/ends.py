@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adapters.automatic.norms import norm_kind, tolerance
 from adapters.automatic.recording import ModuleCall, Recording, Seen, mark
-from adapters.norms import Norm, NormKind
+from adapters.norms import Norm
 from adapters.paths import token_embedding
 
 
@@ -185,7 +185,7 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
     Without a norm, the module holds the output layer, too.
 
     Returns:
-        The paths of that module (of the linear layer itself, where there is none) and of the linear layer, and the norm.
+        The paths of that module (of the linear layer itself, where there is none) and of the linear layer; the norm.
     """
     behind = [call for call in recording.calls if call.start > after]
     linear: list[ModuleCall]

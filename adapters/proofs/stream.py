@@ -159,7 +159,7 @@ def streams_of(
             prefix,
             evidence.get(f"{prefix}hook_resid_pre"),
             after,
-            evidence.call(evidence.base, stack.path, str(index)),
+            evidence.call(evidence.base, stack.place_of(index)),
         )
         index += 1
 
