@@ -22,7 +22,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
 from adapters.offloaded import held
-from adapters.paths import base_path, core_path, gone, has_module, join, members_of
+from adapters.paths import base_path, core_path, gone, has_module, join, module_at
 from adapters.views import Call, Heads, View
 
 Get = Callable[[], Tensor]
@@ -63,7 +63,7 @@ class Weights:
         """The module at a path from the base model; a path that begins with a dot is from the model itself."""
         at = self.full_path(path)
         try:
-            return self.model.get_submodule(at)
+            return module_at(self.model, at)
         except AttributeError:
             raise RuntimeError(gone(at)) from None
 
@@ -144,11 +144,11 @@ class Weights:
         return get
 
     def _add_stack(self, stack: Stack) -> None:
-        count = len(members_of(self.module(stack.path)))
+        count = len(stack.modules(self.module("")))
         if stack is self.architecture.stack:
             count = max(count, self.cfg.n_layers)  # one that was deleted is missed by name
         for index in range(count):
-            path = join(stack.path, str(index))
+            path = stack.place_of(index)
             for named in stack.block_at(index).named:
                 self._add_step(f"{stack.name}.{index}", path, named)
         if stack.final_norm:

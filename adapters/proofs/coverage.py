@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.overrides import TorchFunctionMode
 
-from adapters.architecture import Mixer, Opaque
+from adapters.architecture import Opaque
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
+from adapters.mixers.part import Mixer
 from adapters.paths import join
-from adapters.proofs.evidence import Calls, Evidence, Place, recorded
+from adapters.proofs.evidence import Calls, Evidence, Place, add_numbered, recorded
 from adapters.proofs.recognised import recognise_norm
 from adapters.proofs.report import Findings
 
@@ -63,7 +64,7 @@ def _plain_run(evidence: Evidence) -> tuple[Calls, dict[str, int]]:
     finally:
         for handle in handles:
             handle.remove()
-    return calls, counted.found
+    return add_numbered(calls, evidence.bridge), counted.found
 
 
 def prove_coverage(evidence: Evidence, findings: Findings) -> None:
@@ -88,6 +89,8 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
         opaque = [path for place in places for path in _opaque(place)]
         claimed_whole = {path for place in places for path in _roles(place)}
         for path, found in calls.items():
+            if len(found) > 1 and all(f"{path}@{number}" in calls for number in range(len(found))):
+                continue  # each call is looked at by itself
             # What a layer is made of (LoRA, packed weights) is claimed with the layer.
             if not path.startswith(f"{block}.") or any(path.startswith(f"{role}.") for role in claimed_whole):
                 continue

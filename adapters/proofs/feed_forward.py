@@ -13,7 +13,7 @@ from adapters.architecture import Step
 from adapters.config import config_of
 from adapters.experts import expert_bias, expert_weight
 from adapters.feed_forward import MLP, MoE
-from adapters.paths import join
+from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
 from adapters.proofs.stream import like
@@ -73,7 +73,7 @@ def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module:
         findings.holds(GATED, f"{prefix}hook_post", False, "its layers did not all run")
         return
     if part.activation is not None:
-        function = evidence.bridge.original_model.get_submodule(join(module, part.activation))
+        function = module_at(evidence.bridge.original_model, join(module, part.activation))
         made = function.forward(pre)
         findings.equal(GATED, f"{prefix}hook_post", post, made if linear is None else made * linear)
         return
@@ -157,7 +157,7 @@ class _Mixture:
     def _total(self, top: Tensor, chosen: Tensor) -> None:
         """The weighted results of the experts, and of the one that all tokens are sent to."""
         at, module = self.place.part, self.place.module
-        experts = self.evidence.bridge.original_model.get_submodule(join(module, self.part.experts))
+        experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
         added = self.evidence.get(f"{self.place.prefix}hook_{self.place.named.name}_out")
         if added is None or self.step.post:
             self.findings.untold(CHOICE, f"{at}: what it returns is normed before it can be seen")
