@@ -118,7 +118,7 @@ def _mapped(model: nn.Module, core: nn.Module, architecture: Architecture, infer
         architecture=architecture,
         cfg=cfg,
         points=hook_points(architecture, model, cfg),
-        block_paths=[join(base, stack.path, str(i)) for i in range(cfg.n_layers)],
+        block_paths=[join(base, stack.place_of(i)) for i in range(cfg.n_layers)],
         block_output=(stack.output_key, stack.output_length),
         no_layer_runs=architecture.no_layer_runs,
         inferred=inferred is not None,

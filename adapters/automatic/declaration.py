@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
-from adapters.automatic.blocks import FoundStack, find_stacks
+from adapters.automatic.blocks import FoundStack, find_stacks, number_calls
 from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
@@ -139,8 +139,15 @@ class _Inference:
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
             more_embeds=tuple(map(self.relative, embedding.more)),
+            embed_project=embedding.project and self.relative(embedding.project),
+            d_embed=embedding.width,
+            changed_in_place=self._changed_before(found.blocks[0].start),
             heads=self._heads(stacks[-1], last_norm, unembed),
-            no_layer_runs="its decoder needs the encoder's output" if two else "",
+            no_layer_runs="its decoder needs the encoder's output"
+            if two
+            else "its blocks are one module"
+            if any("@" in member for member in found.members)
+            else "",
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
@@ -148,6 +155,8 @@ class _Inference:
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
         self.facts.table = None
+        for call in found.blocks:
+            number_calls(call, self.recording)
         blocks = all_rotated([self._block(found, index, name) for index in range(found.length)])
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
@@ -162,6 +171,7 @@ class _Inference:
             layers,
             final_norm=final and Norm(self.relative(final.path), final.kind),
             name=name,
+            members=found.members,
             output_key=found.outputs[0].key,
             output_length=found.blocks[0].n_left,
         )
@@ -187,17 +197,26 @@ class _Inference:
         )
         return stack, final
 
+    def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
+        """What the model writes over, at the borders of the modules that run before the blocks."""
+        before = [call for call in self.recording.calls if -1 < call.end < start and call.changed]
+        return tuple((self.relative(call.path), which) for call in before for which in call.changed)
+
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
         if unembed is None or unembed.entered is None:
             return ()
-        if final is not None and self.recording.of(final.path)[-1].left[0].mark == unembed.entered.mark:
+        last = found.outputs[-1] if final is None else self.recording.of(final.path)[-1].left[0]
+        if last.mark == unembed.entered.mark:
             return ()
         head = find_head(self.recording, found.blocks[-1].end, unembed)
         if head is None:
             return ()
-        around, linear, norm = ("." + relative(each, self.core) for each in head[:3])
-        return (Head("mlm_head", around, linear=linear, norm=Norm(norm, head[3]), unembeds=True),)
+        around, linear = ("." + relative(each, self.core) for each in head[:2])
+        norm = head[2] and Norm("." + relative(head[2].path, self.core), head[2].kind)
+        width = unembed.entered.value.shape[-1]
+        own = None if width == found.d_model else width
+        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True, width=own),)
 
     def relative(self, path: str) -> str:
         """A path of the model as one from its base model."""

@@ -138,7 +138,9 @@ class Facts:
         seen = {window for window in self.windows if window is not None}
         whole = config_of(self.model)
         told = None if getattr(whole, "is_heterogeneous", False) else first(whole, "sliding_window", "layer_types")
-        if len(seen) == 1 and n_layers == len(self.windows) and told is None:
+        # A text as long as this one shows whether it is the window that the configuration tells.
+        other = isinstance(told, int) and seen and told not in seen and told < self.recording.pos
+        if len(seen) == 1 and n_layers == len(self.windows) and (told is None or other):
             types = ["global" if window is None else "local" for window in self.windows]
             return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
         return {}

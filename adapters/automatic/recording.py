@@ -146,6 +146,17 @@ class Recording:
                 self._by_path.setdefault(call.path, []).append(call)
         return self._by_path.get(path, [])
 
+    def rename(self, call: ModuleCall, path: str) -> None:
+        """Gives a call, and those inside of it, another path."""
+        before = call.path
+        for each in self.calls:
+            if call.holds(each) and (each.path == before or each.path.startswith(f"{before}.")):
+                each.path = path + each.path[len(before) :]
+        for softmax in self.softmaxes:
+            if call.start < softmax.time < call.end and (softmax.path + ".").startswith(f"{before}."):
+                softmax.path = path + softmax.path[len(before) :]
+        self._by_path.clear()
+
     def between(self, start: int, end: int) -> list[ModuleCall]:
         """The calls that began and ended between two times."""
         return [call for call in self.calls if start < call.start and call.end <= end]

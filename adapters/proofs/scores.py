@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
+from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation
@@ -167,7 +168,7 @@ class _Attention:
             product = product * GATE_FUNCTIONS[part.gate_fn](gate.double())
         elif part.z_is == "sink" and part.z_sinks is not None:
             scores = self.get("attn_scores")
-            sinks = getattr(self.evidence.bridge.original_model.get_submodule(place.module), part.z_sinks, None)
+            sinks = getattr(module_at(self.evidence.bridge.original_model, place.module), part.z_sinks, None)
             if scores is None or not isinstance(sinks, Tensor):
                 self.findings.holds(VALUES, at, False, f"there are no sinks in {part.z_sinks}")
                 return
@@ -284,7 +285,7 @@ class _Attention:
         sinks: Tensor | None = None
         if self.part.sinks:
             site = self.evidence.bridge.hook_dict[f"{self.place.part}hook_pattern"].point.site
-            sinks = getattr(self.evidence.bridge.original_model.get_submodule(site.path), self.part.sinks, None)
+            sinks = getattr(module_at(self.evidence.bridge.original_model, site.path), self.part.sinks, None)
             if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
                 self.findings.holds(PATTERN, f"{self.place.part}hook_pattern", False, f"no sinks in {self.part.sinks}")
                 return

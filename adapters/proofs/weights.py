@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
+from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
 from adapters.proofs.stream import like
@@ -120,7 +121,7 @@ class _Layer:
     def _bias_of(self, point: str) -> Tensor | None:
         """The bias of a hook point's module, as its view shows it."""
         hook = self.evidence.bridge.hook_dict[f"{self.place.part}{point}"]
-        module = self.evidence.bridge.original_model.get_submodule(hook.point.site.path)
+        module = module_at(self.evidence.bridge.original_model, hook.point.site.path)
         bias = getattr(module, "bias", None)
         part = self.place.named.step.part
         gate = part.gate if isinstance(part, MLP) else None

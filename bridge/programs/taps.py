@@ -15,12 +15,12 @@ from adapters.views import Args, Call, Kwargs
 from bridge.programs.one_pass import AnyFunction, OnePass, current
 from bridge.programs.steps import Step
 from bridge.taps.attention_call import AttentionCall
+from bridge.taps.experts import CHOICES, LINEAR_PRODUCTS
 from bridge.taps.kernels import implementation_of, is_looked_up
 from bridge.taps.tap import SOFTMAXES
 
 #: The functions in which eager attention multiplies queries and keys.
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
-_CHOICES = {torch.topk, Tensor.topk}
 
 
 class LoweredTap:
@@ -217,7 +217,7 @@ def softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tenso
 
 
 class LoweredRouter(LoweredTap):
-    """A router that chooses by logits. Its channels are ``logits`` and ``weights`` (see `bridge.taps.experts`)."""
+    """A router. Its channels are ``product``, ``logits`` and ``weights`` (see `bridge.taps.experts`)."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's forward."""
@@ -232,13 +232,16 @@ class LoweredRouter(LoweredTap):
 
 
 class _ChoiceWatch(_Watch):
-    """Shows what the first choice of the best is made from."""
+    """Shows what the router's matrix makes, and what the first choice of the best is made from."""
 
-    done = False
+    multiplied = done = False
 
     def watched(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
-        """Shows what the best are chosen from."""
-        if self.done or func not in _CHOICES:
+        """Shows what the matrix makes, and what the best are chosen from."""
+        if func in LINEAR_PRODUCTS and not self.multiplied:
+            self.multiplied = True
+            return self.show("product", func(*args, **kwargs))
+        if self.done or func not in CHOICES:
             return func(*args, **kwargs)
         self.done = True
         logits, *others = args
