@@ -64,11 +64,17 @@ class Facts:
         self.windows.append(measured.window(found))
         if declared.rotary:
             self.add("positional_embedding_type", "rotary")
-            if (rotation := measured.rotation(found)) is not None:
+            rotation = measured.rotation(found)
+            if (
+                declared.kv_latent is not None and declared.d_q and declared.d_k
+            ):  # its last columns, which all heads share
+                self.add("rotary_dim", declared.d_q - declared.d_k)
+            elif rotation is not None:
                 self.add("rotary_dim", rotation[0])
-                self.add("rotary_adjacent_pairs", rotation[1])
                 self.exact_rotation |= rotation[2]
                 self.add("rotary_base", measured.rotary_base(found, *rotation[:2]))
+            if rotation is not None:
+                self.add("rotary_adjacent_pairs", rotation[1])
         elif alibi is not None or isinstance(declared.scores, AlibiScores):
             self.add("positional_embedding_type", "alibi")
         elif table := find_table(found, self.table):
