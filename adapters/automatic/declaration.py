@@ -23,6 +23,7 @@ from adapters.automatic.norms import norm_kind
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
+from adapters.automatic.values import with_values
 from adapters.config import act_fn_name, config_of, first
 from adapters.feed_forward import MoE
 from adapters.mixers.part import Mixer, axes_of, functions_of
@@ -296,9 +297,7 @@ class _Inference:
 
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
-        declared = found.declare()
-        declared = self.facts.add_attention(found, declared)
-        return declared
+        return self.facts.add_attention(found, with_values(found, found.declare()))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts)
@@ -325,11 +324,15 @@ class _Inference:
         found = []
         for call in self.recording.calls:
             once = owner.holds(call) and call is not owner and len(self.recording.of(call.path)) == 1
+            once = once and not isinstance(call.module, nn.Dropout)
             if once and call.is_leaf and call.n_left == 1 and call.left and call.left[0].key is None:
                 path, shape = relative(call.path, owner.path), call.left[0].value.shape
-                if "." not in path and len(shape) > 1:
-                    found.append((path, axes_of(path, shape, self.recording.batch, self.recording.pos)))
-        return tuple(found)
+                if len(shape) > 1:
+                    name = path.rpartition(".")[2]
+                    found.append((path, axes_of(name, shape, self.recording.batch, self.recording.pos)))
+        direct = [each for each in found if "." not in each[0]]
+        names = [path.rpartition(".")[2] for path, _ in found]
+        return tuple(direct or (found if len(set(names)) == len(names) else []))
 
     def _opaque(
         self,
@@ -350,7 +353,7 @@ class _Inference:
         if kind is Mixer:
             functions = functions_of(owner.module)
             modules = self._modules_of(owner)
-            if not (functions or modules):
+            if not (functions or modules) and any(True for _ in owner.module.parameters()):
                 note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
             return Mixer(path, out_path, seen.key, modules, functions)
         return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key)

@@ -57,7 +57,8 @@ class Facts:
         scale = measured.scale(found)
         alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
         biased = measured.scale(found, biased=True) if scale is None and alibi is None else None
-        self.add("attn_scale", scale or alibi or biased)
+        beside = measured.scale_beside(found) if not (scale or alibi or declared.rotary) else None
+        self.add("attn_scale", scale or alibi or biased or beside)
         self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
         cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
         self.add("attn_scores_soft_cap", measured.soft_cap(found, cap))
@@ -84,6 +85,8 @@ class Facts:
             most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
             self.add("relative_attention_max_distance", most)
             return replace(declared, position_bias=table.path)
+        elif beside is not None and not declared.cross:
+            return replace(declared, adds=measured.adding(found))
         return declared
 
     def values(self, found: FoundStack, unembed: ModuleCall | None, not_offered: dict[str, str]) -> dict[str, object]:

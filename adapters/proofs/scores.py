@@ -12,6 +12,7 @@ from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
 from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation
 from adapters.views import AlibiScores
@@ -177,6 +178,12 @@ class _Attention:
         elif part.z_is == "norm":
             self._normed_values(product, z)
             return
+        if part.branch is not None:
+            call = self.evidence.call(place.module, part.branch)
+            if call is None or call.result is None or call.result.ndim != 4:
+                self.findings.holds(VALUES, at, False, f"{part.branch} returned no tensor of heads")
+                return
+            product = product + call.result.transpose(1, 2).double()
         self.findings.equal(VALUES, at, z, product.to(z.dtype), float(v.abs().max()))
 
     def _normed_values(self, product: Tensor, z: Tensor) -> None:
@@ -222,6 +229,10 @@ class _Attention:
             made = cap * (made / cap).tanh()
             size = min(size, cap)
         seen = scores.isfinite()
+        if self.part.adds is not None:
+            if not self.padded:
+                self._interaction(q, k, scale, at)
+            return
         bias = torch.where(seen, scores.double() - made, torch.nan)
         kind = cfg.positional_embedding_type
         if self.padded and kind == "alibi":
@@ -237,6 +248,37 @@ class _Attention:
             self._alibi(one, at)
         else:
             self._relative(one, at, biases)
+
+    def _interaction(self, q: Heads, k: Heads, scale: float, at: str) -> None:
+        """Beside the product of queries and keys, scores are made of what each, or the places, make alone.
+
+        Four rows have two queries and two keys in all pairs: what each makes alone is gone from their alternating sum.
+        """
+        bridge, place = self.evidence.bridge, self.place.part
+        generator = torch.Generator().manual_seed(2)
+        rows = {"q": torch.tensor([0, 0, 1, 1]), "k": torch.tensor([0, 1, 0, 1])}
+        pairs = {
+            letter: torch.randn(2, *x.shape[1:], generator=generator)[rows[letter]].to(x)
+            for letter, x in (("q", q), ("k", k))
+        }
+        made: list[Tensor] = []
+        hooks: list[NamedHook] = [
+            *(([f"{place}hook_{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
+            ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
+        ]
+        with torch.no_grad():
+            bridge.run_with_hooks(self.evidence.tokens[:1].expand(4, -1).contiguous(), fwd_hooks=hooks)
+        products = [x.double() for x in pairs.values()]
+        keys = products[1].repeat_interleave(q.shape[2] // k.shape[2], 2)
+        product = torch.einsum("bqhd,bkhd->bhqk", products[0], keys) / scale
+        (scores,) = made
+        seen = scores.isfinite().all(0)
+        sums = [(x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product)]
+        if self.findings.equal(SCORES, at, *sums, float(product.abs().max())):
+            rest = (scores - product).where(seen, 0)
+            there = float((rest - rest.mean(-1, keepdim=True)).abs().max()) > 1e-4 * float(product.abs().max())
+            self.findings.holds(SCORES, at, there, "something is declared to be added to it, and nothing is")
+            self.findings.untold(SCORES, f"{at} is the product and what queries, keys or places alone add to it")
 
     def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
         _, queries, keys = bias.shape
