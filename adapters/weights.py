@@ -204,8 +204,8 @@ class Weights:
         for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
             if norm:
                 self.add_norm(f"{name}.{letter}_norm", at, norm)
-        if part.position_bias and self.has(bias := join(at, part.position_bias)):
-            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(bias)
+        if part.position_bias and self.has(table := join(at, part.position_bias)):
+            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(table)
 
     def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int, d_head: int) -> None:
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
