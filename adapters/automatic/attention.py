@@ -13,7 +13,7 @@ from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.layouts import heads_view, relative
 from adapters.automatic.norms import same_numbers, tolerance
 from adapters.automatic.parts import FoundPart, Norms
-from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
+from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of, is_linear_through
 from adapters.norms import Norm
 from adapters.proofs.gradients import by_position, disjoint_sets, gradients_of_scores, gradients_of_z
 from adapters.views import AlibiScores, Composed, FilledScores, Heads, MaskedScores, OneHead, View
@@ -167,7 +167,7 @@ class FoundAttention:
         over = {self._over(call) for _, call in filter(None, (q_norm, k_norm))}
         if len(over) > 1:
             raise NotFound("the norms of queries and keys are given different shapes")
-        core = self._core()
+        core = self.softmax.path
         declared = Attention(
             relative(owner, self.block),
             projections["q"],
@@ -218,10 +218,6 @@ class FoundAttention:
         if len(found) > 1:
             raise NotFound("keys and values are not made from one latent")
         return found.pop()
-
-    def _core(self) -> str:
-        """The module whose forward computes scores and pattern."""
-        return self.softmax.path
 
     def _norm(self, letter: str) -> tuple[Norm, ModuleCall] | None:
         """The norm between a projection and the scores."""
@@ -378,12 +374,14 @@ class FoundAttention:
 
         if is_z(mixed):
             return declared
-        if is_z(mixed * float((mixed * z).sum() / (mixed * mixed).sum())):
-            return replace(declared, z_is="factor")
+        factor = float(f"{float((mixed * z).sum() / (mixed * mixed).sum()):.6g}")
+        made, entered = (norm[1] if norm else self.found["v"][0]).left[0].live, self.found["v"][0].entered
+        if is_z(mixed * factor) and entered and is_linear_through(self.z_by_head, made, entered.live):
+            return replace(declared, z_is="factor", z_factor=factor)
         flat = mixed.flatten(2)
         for call in self.sources:
-            behind = not call.is_linear and call.left[0].mark == self.z.mark and call.entered is not None
-            if behind and call.entered and bool(((call.entered.value.flatten(2) - flat).abs() <= bound).all()):
+            behind = call.entered if not call.is_linear and call.left[0].mark == self.z.mark else None
+            if behind and bool(((behind.value.flatten(2) - flat).abs() <= bound).all()):
                 return replace(declared, z_is="norm")
         for call, sets in self.gates:
             rows = by_position(call.left[0].value, self.recording.batch, self.query_pos)
