@@ -185,6 +185,24 @@ def gradient_of(total: Tensor, live: Tensor) -> Tensor | None:
         raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
 
 
+def is_linear_through(made: Tensor, through: Tensor, source: Tensor) -> bool:
+    """Whether `made` is linear in `through`, and `source` reaches it that way alone.
+
+    Args:
+        made: what is made.
+        through: a tensor on the way.
+        source: what that is made from.
+    """
+    total = made.pow(2).sum()
+    reached, whole = gradient_of(total, through), gradient_of(total, source)
+    if reached is None or whole is None:
+        return False
+    (via,) = torch.autograd.grad(through, [source], [reached], retain_graph=True)
+    # Euler: along `through`, the square of what is linear in it grows by twice itself.
+    grows = (reached * through).sum() / total - 2
+    return abs(float(grows.detach())) < 1e-4 and bool(((via - whole).abs() <= 1e-4 * whole.abs().max()).all())
+
+
 _SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _CHOICES = {torch.topk, Tensor.topk}

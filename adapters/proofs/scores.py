@@ -160,7 +160,7 @@ class _Attention:
         repeated = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
         product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
         if part.z_is == "factor":
-            product = product * float((product * z.double()).sum() / product.pow(2).sum())
+            product = product * part.z_factor
         elif part.z_is == "gate" and part.gate is not None and part.gate_fn is not None:
             gate = self.get("gate")
             if gate is None:
