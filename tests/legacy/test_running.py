@@ -338,6 +338,8 @@ def test_a_function_chooses_what_is_switched_on(model, tokens):
     model.add_hook(lambda name: "_input" not in name, lambda x, hook: gradients.__setitem__(hook.name, x), "bwd")
     model(tokens, return_type="loss").backward()
     assert made.keys() == gradients.keys()
+    # TransformerLens' notebook says 220 of GPT-2's twelve layers, with attention results: 4, and 18 in a layer.
+    assert len(made) == 4 + 17 * model.cfg.n_layers
     assert not [name for name in made if name.endswith(("hook_attn_in", "hook_result", "hook_mlp_in"))]
     assert "blocks.0.ln1.hook_scale" in made
     model.reset_hooks()
