@@ -136,8 +136,8 @@ class Attention:
             from the latent; a part that all heads share is in `hook_rot_k` only.
         n_heads, n_kv_heads: its numbers of heads, where they are not those of `ModelConfig`.
         z_is: what stands between ``pattern @ v`` and `hook_z`, which is what enters the output projection: a ``gate``
-            (see `gate`), a ``norm``, a ``factor`` (`z_factor`); or ``sink``: the sigmoid of the scores' log-sum-exp less
-            each head's parameter, whose name `z_sinks` is. None: nothing.
+            (see `gate`), a ``norm``, a ``factor`` (`z_factor`); or ``sink``: the sigmoid of the scores' log-sum-exp
+            less each head's parameter, whose name `z_sinks` is. None: nothing.
         z_factor: the factor that `z` is ``pattern @ v`` times.
         gate: the projection that makes the gate, with one column for each of a head's, or one for each head.
         gate_fn: the name of its activation function, of `GATE_FUNCTIONS`.
@@ -150,6 +150,12 @@ class Attention:
             module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
         branch: a module that reads the values too, and whose output is added to ``pattern @ v`` (Nystroemformer's
             convolution), relative to the attention module; it returns ``batch head pos d_head``.
+        scale: what its product of queries and keys is divided by, where that is not `ModelConfig.attn_scale`.
+        rotary_dim, rotary_base: of its rotation, where they are not the model's.
+        shared_keys: keys made from a latent have further columns, which all heads share and nothing rotates:
+            `hook_rot_q` and `hook_rot_k` show what enters the product.
+        beside: further modules inside that make something of their own (an indexer), relative to the attention module,
+            with the axes of what they return.
         d_q, d_k, d_v: how wide a head's queries, keys and values are, where that is not its `d_head`.
     """
 
@@ -188,6 +194,11 @@ class Attention:
     v_bias: str | None = None
     adds: tuple[str, ...] | None = None
     branch: str | None = None
+    scale: float | None = None
+    rotary_dim: int | None = None
+    rotary_base: float | None = None
+    shared_keys: bool = False
+    beside: tuple[tuple[str, str], ...] = ()
     d_q: int | None = None
     d_k: int | None = None
     d_v: int | None = None
@@ -283,7 +294,7 @@ def attention_points(
             inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
     if part.shows_scores:
         core = join(module, part.core)
-        if part.rotary:
+        if part.rotary or part.shared_keys:
             for letter, own_pos in (("q", pos), ("k", key_pos)):
                 axes = f"batch {own_pos} {part.heads(letter)} {part.width('q')}"
                 heads = n_heads if letter == "q" else n_kv_heads
@@ -298,6 +309,9 @@ def attention_points(
     for path in part.adds or ():
         made = module_path(path).rpartition(".")[2]
         inner.add(f"{made}.hook_places", Site(join(module, path), "output"), axes=f"one places d_{made}", group="extra")
+    for path, axes in part.beside:
+        named = " ".join(pos if axis == "pos" else axis for axis in axes.split())
+        inner.add(f"{module_path(path)}.hook_out", Site(join(module, path), "output"), axes=named, group="extra")
     if part.branch:
         axes = f"batch {part.heads('q')} {pos} {part.width('v')}"
         inner.add("hook_branch", Site(join(module, part.branch), "output"), axes=axes, group="extra")

@@ -70,7 +70,6 @@ def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
         if norm:
             norm_points(points, "embed.ln", norm.kind, embed)
         points.add("hook_embed", embed, None if norm else scaled, aliases=("embed.hook_out",))
-        tokens = embed
     if architecture.token_types:
         points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"), axes=total)
     for path in architecture.more_embeds:

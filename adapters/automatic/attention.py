@@ -204,6 +204,7 @@ class FoundAttention:
             core="" if core == owner else relative(core, owner),
             q_latent=self._latent("q"),
             kv_latent=None if self.cross else self._latent("k", "v"),
+            shared_keys=self.shares_keys(),
             cross=self.cross,
             n_heads=self.n_heads,
             n_kv_heads=len(self.found["k"][1]),
@@ -238,6 +239,11 @@ class FoundAttention:
         if len(found) > 1:
             raise NotFound("keys and values are not made from one latent")
         return found.pop()
+
+    def shares_keys(self) -> bool:
+        """Whether keys enter the product with more columns than their projection makes, and nothing is rotated."""
+        wider = len(self.found["q"][1][0]) > len(self.found["k"][1][0])
+        return wider and not self.rotated()
 
     def norm_of(self, letter: str) -> Norm | None:
         """The norm of queries, keys or values."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
-from adapters.automatic.blocks import FoundStack, find_stacks, number_calls
+from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms
 from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
@@ -28,7 +28,7 @@ from adapters.config import act_fn_name, config_of, first
 from adapters.feed_forward import MoE
 from adapters.mixers.part import Mixer, axes_of, functions_of
 from adapters.norms import Norm
-from adapters.paths import base_path, core_path
+from adapters.paths import base_path, core_path, join
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
 
 
@@ -118,6 +118,7 @@ class _Inference:
         if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
         (found, *others) = stacks
+        number_norms(stacks, self.recording)
         embedding = find_embedding(self.model, self.recording, found.blocks[0])
         if embedding is None:
             raise NotInferable("no token embedding ran")
@@ -297,7 +298,34 @@ class _Inference:
 
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
-        return self.facts.add_attention(found, with_values(found, found.declare()))
+        declared = self.facts.add_attention(found, with_values(found, found.declare()))
+        return replace(declared, beside=self._beside(found, declared, norms))
+
+    def _beside(self, found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
+        """The modules with parameters in an attention that play no known part, with the axes of what they make."""
+        paths = [p.path for p in (declared.q, declared.k, declared.v, declared.gate) if p]
+        paths += [norm.path for norm in (declared.q_norm, declared.k_norm, declared.v_norm) if norm]
+        single = (declared.o, declared.q_latent, declared.kv_latent, declared.position_bias, declared.branch)
+        paths += [path for path in (*single, *(declared.adds or ())) if path]
+        owner = found.owner
+        known = {join(owner.path, path) for path in paths} | {n.path for n in (found.part.pre, found.part.post) if n}
+        latents = [
+            call.entered.value for call in norms
+            if call.entered and call.path in {join(owner.path, path) for path in single[1:3] if path}
+        ]  # fmt: skip
+        beside = []
+        for call in self.recording.between(owner.start, owner.end):
+            own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False)) and call not in norms
+            own = own or (call in norms and call.path not in known and call.end < found.part.producer.start)
+            if not own or call.path in known or call.n_left != 1 or not call.left or call.left[0].key is not None:
+                continue
+            made = call.left[0].value
+            before = any(made.shape[-1] >= x.shape[-1] and torch.equal(made[..., : x.shape[-1]], x) for x in latents)
+            if not before and made.ndim > 1 and len(self.recording.of(call.path)) == 1:
+                path = relative(call.path, owner.path)
+                name = path.rpartition(".")[2].partition("@")[0]
+                beside.append((path, axes_of(name, made.shape, self.recording.batch, self.recording.pos)))
+        return tuple(beside)
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts)

@@ -99,12 +99,13 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
     if weights is None:
         found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
         return found
-    found.factor = weights[0]
+    found.factor, alone = weights[0], False
     if weights[0] == 0:  # what is added is a norm of it
         for index, (call, _) in enumerate(others, 1):
             kind = norm_kind(call) if call.entered and call.entered.mark == called[0].left[0].mark else None
             if kind is not None and weights[index] == 1 and found.norm is None:
                 found.norm, found.factor, weights[index] = Norm(call.path, kind), 1.0, 0.0
+                alone = True  # the norm of the tokens alone
         if weights[0] == 0 and found.norm is None:
             found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
             found.factor = 1.0
@@ -125,7 +126,7 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         setattr(found, what, call.path)
     if last and found.project == last[-1].path:
         found.module = found.project
-    elif found.norm and (found.pos_embed or found.token_types or found.project):
+    elif found.norm and not alone and (found.pos_embed or found.token_types or found.project):
         around = [
             call for call in before
             if call.left[0].mark == first.entered.mark and call.holds(called[0]) and not call.is_leaf

@@ -91,7 +91,7 @@ def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
     """
     found = attention.product()
     q, k = attention.normed("q").double(), attention.normed("k").double()
-    rotated = attention.rotated()
+    rotated = attention.rotated() or attention.shares_keys()
     if found is None or not (rotated or (found[1].transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
         return None
     product, query, key = found

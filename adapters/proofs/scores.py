@@ -98,14 +98,17 @@ class _Attention:
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
             return False
         rotated = False
-        if self.part.rotary:
+        if self.part.rotary or self.part.shared_keys:
             turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
             config = config_of(self.evidence.bridge.core).get_text_config()
             turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
             if self.part.kv_latent is not None:
                 rotated = self._latent(q, k, *turned)
             elif not self.padded:  # positions are counted in another way in each row of the batch
-                rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned)
+                if getattr(config, "is_heterogeneous", False):
+                    config = config.per_layer_config[self.place.layer]
+                own = self.part.rotary_dim, self.part.rotary_base
+                rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
             q, k = turned_q, turned_k
         assert q is not None and k is not None
         n_heads = pattern.shape[1]
@@ -221,6 +224,7 @@ class _Attention:
         made = torch.einsum("bqhd,bkhd->bhqk", q.double(), repeated.double())
         size = float(made.abs().max())
         scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
+        scale = self.part.scale or scale
         if cfg.scale_attn_by_inverse_layer_idx:
             scale *= self.place.layer + 1
         made, size = made / scale, size / scale
@@ -233,6 +237,9 @@ class _Attention:
             if not self.padded:
                 self._interaction(q, k, scale, at)
             return
+        if bool((scores.amax(-1)[seen.any(-1)] == 0).all()):  # MiMo: the softmax is the same
+            made = made - made.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+            self.findings.untold(SCORES, f"{at} is less the largest score of each row")
         bias = torch.where(seen, scores.double() - made, torch.nan)
         kind = cfg.positional_embedding_type
         if self.padded and kind == "alibi":
