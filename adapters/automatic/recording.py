@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from adapters.kernel_arguments import KernelArguments
 from adapters.paths import token_embedding
 
 #: What two tensors of the same numbers share, whatever their shapes.
@@ -225,7 +226,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return self._attention(KernelArguments(*args, **kwargs))
         if func in _PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))
         out = func(*args, **kwargs)
@@ -247,18 +248,9 @@ class _Watch(TorchFunctionMode):
         )
         self.recording.softmaxes.append(Softmax(self.tick(), path, scores, pattern.detach().clone(), query, key, fused))
 
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def _attention(self, given: KernelArguments) -> Tensor:
         """What the kernel computes, in full."""
+        query, key, value, attn_mask, _, is_causal, scale, _ = given
         if key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
