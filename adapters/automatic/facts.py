@@ -80,7 +80,7 @@ class Facts:
                 if getattr(config_of(self.model).get_text_config(), "is_heterogeneous", False):
                     declared = replace(declared, rotary_base=base)
             if rotation is not None:
-                self.add(\"rotary_adjacent_pairs\", rotation[1])
+                self.add("rotary_adjacent_pairs", rotation[1])
         elif alibi is not None or isinstance(declared.scores, AlibiScores):
             self.add("positional_embedding_type", "alibi")
         elif table := find_table(found, self.table):

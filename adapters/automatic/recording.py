@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from adapters.kernel_arguments import KernelArguments
 from adapters.paths import token_embedding
+from adapters.views.kernel_arguments import KernelArguments
 
 #: What two tensors of the same numbers share, whatever their shapes.
 Mark = tuple[int, int]

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from adapters.kernel_arguments import KernelArguments
 from adapters.views import Args, Call, Kwargs
+from adapters.views.kernel_arguments import KernelArguments
 from bridge.programs.one_pass import AnyFunction, OnePass, current
 from bridge.programs.steps import Step
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads

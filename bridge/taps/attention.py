@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
-from adapters.kernel_arguments import KernelArguments
 from adapters.views import Args, Call, Kwargs
+from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from adapters.kernel_arguments import KernelArguments
+from adapters.views.kernel_arguments import KernelArguments
 from bridge.taps.attention_mask import additive_mask
 
 
