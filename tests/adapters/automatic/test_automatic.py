@@ -52,7 +52,8 @@ def test_without_automatic_it_is_refused() -> None:
 def test_an_option_that_a_declaration_is_not_for_is_inferred() -> None:
     """OLMo with `clip_qkv` writes over its queries: its adapter says nothing of that."""
     model = tiny_model("olmo", clip_qkv=0.1)
-    assert TransformerBridge(model).offered().inferred
+    offered = TransformerBridge(model).offered()
+    assert offered.inferred and "OlmoForCausalLM has an adapter for other options than these." in offered.summary
     with pytest.raises(UnsupportedModelError, match=r"is for clip_qkv=None, and this one has 0\.1"):
         TransformerBridge(model, automatic=False)
     assert not TransformerBridge(tiny_model("olmo"), automatic=False).offered().inferred
