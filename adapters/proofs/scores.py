@@ -278,8 +278,8 @@ class _Attention:
         product = torch.einsum("bqhd,bkhd->bhqk", products[0], keys) / scale
         (scores,) = made
         seen = scores.isfinite().all(0)
-        sums = [(x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product)]
-        if self.findings.equal(SCORES, at, *sums, float(product.abs().max())):
+        made_of, expected = ((x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product))
+        if self.findings.equal(SCORES, at, made_of, expected, float(product.abs().max())):
             rest = (scores - product).where(seen, 0)
             there = float((rest - rest.mean(-1, keepdim=True)).abs().max()) > 1e-4 * float(product.abs().max())
             self.findings.holds(SCORES, at, there, "something is declared to be added to it, and nothing is")
