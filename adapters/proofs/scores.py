@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
-from adapters.paths import module_at
+from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
@@ -275,6 +275,11 @@ class _Attention:
         ]
         with torch.no_grad():
             bridge.run_with_hooks(self.evidence.tokens[:1].expand(4, -1).contiguous(), fwd_hooks=hooks)
+        biases = (self.part.q_bias, self.part.k_bias, self.part.v_bias)
+        core = module_at(bridge.original_model, join(self.place.module, self.part.core))
+        for name, bias in core.named_parameters(recurse=False):
+            told = bias.numel() != q.shape[2:].numel() or join(self.part.core, name) in biases
+            self.findings.holds(SCORES, at, told, f"{name} is added to a projection, and no bias is declared")
         products = [x.double() for x in pairs.values()]
         keys = products[1].repeat_interleave(q.shape[2] // k.shape[2], 2)
         product = torch.einsum("bqhd,bkhd->bhqk", products[0], keys) / scale
