@@ -127,6 +127,8 @@ def ready(
         bridge.wiring.check_in_place()
     with ExitStack() as stack:
         run = stack.enter_context(forward_pass())
+        if listening:
+            stack.enter_context(bridge.wiring.calls.counted())
         if start is not None:
             input = stack.enter_context(_starting(bridge, run, input, start))
             model_kwargs.setdefault("use_cache", False)
