@@ -1,12 +1,8 @@
-"""What is refused before anything is traced; and the tests of exports, in a process in which nothing checks types."""
+"""What is refused before anything is traced; `test_compiled` runs the tests of exports."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,21 +13,6 @@ from bridge import TransformerBridge
 from bridge.export import formats
 from bridge.export.executorch import ForExecutorch
 from tests.adapters.test_verify_all import tiny
-
-
-def test_exported_programs():
-    """torch's own format; `make export` runs all."""
-    made = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "-n", "0", str(Path(__file__).with_name("exported.py")),
-            "-k", "dynamo-gpt2 or body",
-        ],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"UNCHECKED": "1"},
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stdout[-6000:] + made.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
