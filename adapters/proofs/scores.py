@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,7 +12,7 @@ from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
-from adapters.proofs.rotation import prove_rotation
+from adapters.proofs.rotation import prove_rotation, relative_buckets
 from adapters.views import AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
@@ -376,26 +374,3 @@ class _Attention:
             self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
         else:
             self.findings.holds(MASK, at, True)
-
-
-def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -> Tensor:
-    """The number of the bias for each distance (Raffel et al. 2020): exact for short ones, logarithmic up to `most`.
-
-    Args:
-        distance: from the query to the key.
-        buckets: how many there are.
-        most: from which distance on all have the last.
-        both: half of them are for keys behind the query.
-    """
-    found = torch.zeros_like(distance)
-    if both:
-        buckets //= 2
-        found = (distance > 0).long() * buckets
-        distance = distance.abs()
-    else:
-        distance = -distance.clamp_max(0)
-    exact = buckets // 2
-    far = exact + (
-        (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
-    ).long().clamp_max(buckets - exact - 1)
-    return found + torch.where(distance < exact, distance, far)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.config import ModelConfig
 from adapters.norms import at_least_float32
 from bridge.analysis.residual_norms import norm_of
 from bridge.analysis.runnable import RunnableModel
 from bridge.hooks.arguments import refuse_wrong_types
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.names import last_stream
 
 
 @refuse_wrong_types
@@ -40,22 +36,9 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
         True
     """
     n = bridge.cfg.n_layers
-    names = [*(f"blocks.{i}.hook_resid_pre" for i in range(n)), last_stream(bridge)]
+    names = [*(f"blocks.{i}.hook_resid_pre" for i in range(n)), last_stream(bridge.hook_dict, n)]
     _, cache = bridge.run_with_cache(tokens, names_filter=names)
     return torch.stack([bridge(cache[name], start_at_layer=n) for name in names])
-
-
-class _Named(Protocol):
-    cfg: ModelConfig
-
-    @property
-    def hook_dict(self) -> Mapping[str, HookPoint]: ...
-
-
-def last_stream(bridge: _Named) -> str:
-    """The name of what leaves the last block: of blocks that end in a norm on the stream (BERT), what that makes."""
-    normed = f"blocks.{bridge.cfg.n_layers - 1}.hook_normalized_resid_post"
-    return normed if normed in bridge.hook_dict else f"blocks.{bridge.cfg.n_layers - 1}.hook_resid_post"
 
 
 @refuse_wrong_types
