@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from adapters.automatic.norms import norm_kind
 from adapters.automatic.recording import ModuleCall, Recording, Seen
 from adapters.paths import join, members_of
 
@@ -20,6 +22,8 @@ class FoundStack:
         outputs: what each passes on.
         indices: where in the list each stands.
         length: of the list.
+        members: where each block stands in the list, if that is not its index: one that runs several times has all of
+            them.
     """
 
     path: str
@@ -27,6 +31,7 @@ class FoundStack:
     outputs: tuple[Seen, ...]
     indices: tuple[int, ...]
     length: int
+    members: tuple[str, ...] = ()
 
     @property
     def stream(self) -> Seen:
@@ -59,7 +64,13 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
         calls = [recording.of(at) for at in paths]
         ran = [index for index, each in enumerate(calls) if len(each) == 1]
         if not ran or any(len(each) > 1 for each in calls) or (len(ran) < len(calls) and len(ran) < 2):
-            if any(len(each) > 1 for each in calls) and len(paths) > 1:
+            inner = [join(at, f"{name}.{index}") for at, each in zip(paths, members_of(module), strict=True)
+                     for name, child in each.named_children() if isinstance(child, nn.ModuleList)
+                     for index in range(len(members_of(child)))]  # fmt: skip
+            shared = _shared(path, inner, recording) or _shared(path, paths, recording)
+            if shared is not None:
+                found.append(shared)
+            elif any(len(each) > 1 for each in calls) and len(paths) > 1:
                 almost.append(f"the blocks of {path} run more than once")
             continue
         blocks = tuple(calls[index][0] for index in ran)
@@ -72,6 +83,49 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
             almost.append(reason)
     found.sort(key=lambda stack: stack.blocks[0].start)
     return found, "" if found else "; ".join(almost[:2]) or "no list of blocks that each run once"
+
+
+def _shared(path: str, paths: list[str], recording: Recording) -> FoundStack | None:
+    """A list of which some members run several times, each time as a block of its own: their calls follow each other.
+
+    The calls, and those inside of them, are named by their number from then on.
+    """
+    calls = sorted((call for each in paths for call in recording.of(each)), key=lambda call: call.start)
+    if len(calls) < 2 or any(call.entered is None or not call.left for call in calls):
+        return None
+    found, _ = _chained(path, tuple(calls), recording, list(range(len(calls))), len(calls))
+    if found is None:
+        return None
+    counts: Counter[str] = Counter()
+    members = []
+    for call in calls:
+        old, number = call.path, counts[call.path]
+        counts[old] += 1
+        members.append(f"{old[len(path) + 1 :]}@{number}")
+        recording.rename(call, f"{old}@{number}")
+    return replace(found, members=tuple(members))
+
+
+def number_calls(block: ModuleCall, recording: Recording) -> None:
+    """Names the calls of modules that run several times in one block by their number."""
+    inside = recording.between(block.start, block.end)
+    counts = Counter(call.path for call in inside)
+    for path, count in counts.items():
+        if count > 1 and "@" not in path:
+            for number, call in enumerate([call for call in inside if call.path == path]):
+                recording.rename(call, f"{path}@{number}")
+
+
+def number_norms(stacks: list[FoundStack], recording: Recording) -> None:
+    """Names the calls of norms that run several times outside of blocks (before the first and behind the last)."""
+    blocks = [block for stack in stacks for block in stack.blocks]
+    outside = [call for call in recording.calls if not any(block.holds(call) for block in blocks)]
+    counts = Counter(call.path for call in outside)
+    for path, count in counts.items():
+        calls = [call for call in outside if call.path == path]
+        if 1 < count == len(recording.of(path)) and all(norm_kind(call) for call in calls):
+            for number, call in enumerate(calls):
+                recording.rename(call, f"{path}@{number}")
 
 
 def _chained(

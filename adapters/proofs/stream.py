@@ -159,7 +159,7 @@ def streams_of(
             prefix,
             evidence.get(f"{prefix}hook_resid_pre"),
             after,
-            evidence.call(evidence.base, stack.path, str(index)),
+            evidence.call(evidence.base, stack.place_of(index)),
         )
         index += 1
 
@@ -248,17 +248,30 @@ def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> Non
 def _sum_of_embeddings(evidence: Evidence, findings: Findings, architecture: Architecture) -> None:
     """What the module of all embeddings makes is their sum, or the norm of it."""
     more = map(more_embed_name, architecture.more_embeds)
-    names = ("embed.hook_embed", "embed.hook_pos_embed", "embed.hook_token_type_embed", *more)
+    project = architecture.embed_project
+    first = "embed.hook_projected" if project and project != architecture.embeddings else "embed.hook_embed"
+    names = (first, "embed.hook_pos_embed", "embed.hook_token_type_embed", *more)
     norm = architecture.embed_norm
     parts = [part for part in map(evidence.get, names) if part is not None]
-    total = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
+    total: Tensor | None = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
     full = evidence.get("hook_full_embed")
-    if norm is None:
-        findings.equal(ENDS, "hook_full_embed", full, total)
-        return
-    call = evidence.call(evidence.base, norm.path)
-    findings.equal(ENDS, "embed", call.input if call else None, total)
-    findings.equal(ENDS, "hook_full_embed", full, call.result if call else None)
+    if norm is not None:
+        call = evidence.call(evidence.base, norm.path)
+        findings.equal(ENDS, "embed", call.input if call else None, total)
+        total = call.result if call else None
+    linear = evidence.call(evidence.base, project) if project else None
+    if project:
+        weight = getattr(linear.module, "weight", None) if linear else None
+        is_linear = isinstance(weight, Tensor) and weight.ndim == 2
+        findings.holds(ENDS, "embed_project", is_linear, f"{project} is no linear layer that ran")
+    if linear is not None and project == architecture.embeddings:
+        findings.equal(ENDS, "embed_project", linear.input, total)
+        total = linear.result
+    elif linear is not None:
+        tokens, read = evidence.get("embed.hook_embed"), linear.input
+        there = tokens is not None and read is not None and read[..., : tokens.shape[-1]].equal(tokens)
+        findings.holds(ENDS, "embed_project", there, f"{project} does not read embed.hook_embed")
+    findings.equal(ENDS, "hook_full_embed", full, total)
 
 
 def _ends(evidence: Evidence, findings: Findings) -> None:
@@ -284,7 +297,10 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
             findings.equal(ENDS, head.name, module.input, stream)
             normed = evidence.call(evidence.from_model(head.norm.path)) if head.norm else None
             stream = normed.result if normed else module.result  # the module may hold the output layer, too
-    unembed = evidence.call(evidence.from_model("." + architecture.unembed))
+            if f"{evidence.from_model('.' + architecture.unembed)}.".startswith(f"{path}.") and not normed:
+                inner = evidence.call(evidence.from_model("." + architecture.unembed))
+                stream = inner.input if inner else None
+    unembed = evidence.call(evidence.from_model("." + architecture.unembed)) if architecture.unembed else None
     base = evidence.call(evidence.base)
     last = unembed.input if unembed else base.result if base else None
     if last is None or stream is None or last.shape != stream.shape:

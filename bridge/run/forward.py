@@ -128,6 +128,7 @@ def ready(
         bridge.wiring.check_in_place()
     with (
         forward_pass() as run,
+        bridge.wiring.calls.counted() if listening and bridge.wiring.calls.are_counted else nullcontext(),
         nullcontext(input) if start is None else _starting(bridge, run, input, start) as given,
     ):
         if start is not None:

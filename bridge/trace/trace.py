@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.paths import module_at
 from bridge.hooks.context import CURRENT, Scope, context_of_the_next_run
 from bridge.run.forward import ReadyPass, checked_layers, ready
 from bridge.run.hooked import points_that_run
@@ -211,7 +212,7 @@ class Trace(InStep, Access):
         if self._state != "open" or self.stops.has_begun(a):
             raise ValueError(f"skip{wanted}: the model has come to block {a} already; say it before")
         assert self._pass is not None
-        blocks = [bridge.original_model.get_submodule(path) for path in bridge.block_paths[a : b + 1]]
+        blocks = [module_at(bridge.original_model, path) for path in bridge.block_paths[a : b + 1]]
         self._until_the_end().enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))
 
     def rows(self, index: int) -> Rows:

@@ -20,6 +20,7 @@ from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.taps.tap import Tap
 from bridge.taps.taps import TAPS, tap_on
 from bridge.wiring.boundary import PassBoundary, only_there
+from bridge.wiring.calls import Calls
 from bridge.wiring.checkpointing import CheckpointedBlocks
 from bridge.wiring.clashes import check_clash
 from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
@@ -41,12 +42,14 @@ class Wiring:
         points: the hook points by name, in the order of the computation.
         changes: how often a hook was added or removed that every run sees.
         embedding: finds the token embeddings.
+        calls: counts those of modules that run several times.
     """
 
     def __init__(self, model: nn.Module, points: Iterable[Point], make: type[HookPoint] = HookPoint) -> None:
         self.model = model
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
+        self.calls = Calls()
         self._lock = threading.RLock()
         self._sites: dict[Site, SiteHook] = {}
         self._homes: dict[HookPoint, SiteHook | None] = {}
@@ -85,6 +88,7 @@ class Wiring:
         if point.site.kind in TAPS:
             self._tapped_paths[point.site.path] = point.site.kind
         hook.sources = tuple([self._site(source) for source in point.sources])
+        self.calls.add(Finder(self.model, site.path) for site in (point.site, *point.sources))
         self._by_block.clear()
         self._siblings.clear()
         self._plans.clear()
@@ -236,7 +240,7 @@ class Wiring:
         others = plan.others if quick else points
         self.listen(others, listener)
         try:
-            with plan.attached(keep, listener.scope) if quick else nullcontext():
+            with self.calls.counted(), plan.attached(keep, listener.scope) if quick else nullcontext():
                 yield
         finally:
             self.stop_listening(others, listener)
@@ -256,14 +260,11 @@ class Wiring:
 
         torch looks for hooks once, when a module is called, and a tap stands before its module's forward.
         """
-        opened = self._opened.setdefault(scope, {})
-        if path in opened:
-            return
         with self._lock:
-            modules = Finder(self.model, path).on_the_way
+            opened = self._opened.setdefault(scope, {})
+            modules = [] if path in opened else Finder(self.model, path).on_the_way
             while path not in opened:
-                opened[path] = []
-                module = modules.pop()
+                module, opened[path] = modules.pop(), []
                 if type(module).forward is not nn.Module.forward:  # a list of modules is never called
                     put_behind(module, scope, only_there)
                     opened[path].append(partial(take_away, module, scope))
@@ -291,11 +292,9 @@ class Wiring:
             if not self._siblings:
                 for other in self._sites:
                     self._siblings.setdefault((other.path, other.kind), []).append(other)
-            siblings = self._siblings.get((site.path, site.kind), ())
-            if len(siblings) < 2:
-                return
+            siblings = self._siblings.get((site.path, site.kind), [])
             opened, key = self._opened.setdefault(scope, {}), f"{site.kind} of {site.path}"
-            if key not in opened:
+            if len(siblings) > 1 and key not in opened:
                 opened[key] = [self._watched(self._sites[other]) for other in siblings]
 
     def _watched(self, hook: SiteHook) -> Callable[[], None]:
@@ -317,6 +316,7 @@ class Wiring:
                     close()
 
     def _connect(self, point: HookPoint) -> None:
+        self.calls.change(1)
         home = self._homes[point]
         if home is None:
             site = point.point.site
@@ -333,6 +333,7 @@ class Wiring:
 
     def _disconnect(self, point: HookPoint) -> None:
         self._connected -= 1
+        self.calls.change(-1)
         home = self._homes[point]
         if home is None:
             self._taps.pop(point).disconnect(str(point.point.site.key), point)
