@@ -182,12 +182,15 @@ class WrappedModel(nn.Module):
             ]
         )
 
-    def __getattribute__(self, name: str) -> Any:
-        if name == "training" and "_modules" in object.__getattribute__(self, "__dict__"):
-            model = object.__getattribute__(self, "_modules").get("original_model")
-            if model is not None:
-                return model.training
-        return super().__getattribute__(name)
+    @property  # as many attributes of a bridge are read in every run, it has no `__getattribute__` of its own
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        model = self._modules.get("original_model")
+        return True if model is None else model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """The model's is the only one: see `train`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("original_model", "core") and "wiring" in self.__dict__ and value is not getattr(self, name):

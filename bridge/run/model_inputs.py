@@ -57,6 +57,8 @@ def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]
     Raises:
         TypeError: there is one.
     """
+    if not given:
+        return
     known = accepted_arguments(type(model).forward)
     for name in given:
         if name in ("input_ids", "inputs_embeds"):
@@ -89,7 +91,7 @@ def prepare(
         TypeError: the input is none of these.
         ValueError: it is too long, or empty, or its mask does not fit.
     """
-    device = input_device(bridge.original_model)
+    device = input_device(bridge.wiring.model)
     kwargs = dict(extra)
     tokens: Tensor | None = None
     mask = attention_mask
@@ -99,7 +101,7 @@ def prepare(
         if not isinstance(input, str):
             check_texts(input)
         batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side)
-        check_ids(bridge.core, bridge.cfg, batch.tokens)
+        check_ids(bridge.wiring.embedding, bridge.cfg, batch.tokens)
         tokens = batch.tokens.to(device)
         mask = batch.mask if mask is None else mask
     elif isinstance(input, Tensor) and input.is_floating_point():
@@ -109,12 +111,12 @@ def prepare(
         kwargs["inputs_embeds"] = input if input.ndim == 3 else input.unsqueeze(0)
     else:
         tokens = as_tokens(input)
-        check_ids(bridge.core, bridge.cfg, tokens)
+        check_ids(bridge.wiring.embedding, bridge.cfg, tokens)
         tokens = tokens.to(device)
     if tokens is not None:
         kwargs["input_ids"] = tokens
     if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():
-        check_ids(bridge.core, bridge.cfg, decoder, "decoder_input_ids")
+        check_ids(bridge.wiring.embedding, bridge.cfg, decoder, "decoder_input_ids")
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     _check_length(bridge, length, kwargs.get("past_key_values"))
     if kwargs.get("decoder_attention_mask") is not None:
