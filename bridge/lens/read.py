@@ -9,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.names import last_stream
 from bridge.lens.readable import Readable
 from bridge.lens.reading import Reading
 from bridge.lens.tuned import TunedLens
@@ -72,7 +73,7 @@ def lens(
         batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, "left")
         input, attention_mask = batch.tokens, batch.mask
     names = {
-        layer: f"blocks.{layer}.hook_resid_pre" if layer < n else f"blocks.{n - 1}.hook_resid_post" for layer in chosen
+        layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last_stream(bridge.hook_dict, n) for layer in chosen
     }
     _, cache = bridge.run_with_cache(
         input, names_filter=list(names.values()), pos_slice=pos_slice, attention_mask=attention_mask, return_type=None

@@ -126,7 +126,7 @@ def prepare(
             return Inputs(kwargs, tokens, None)
         wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs and not _places(bridge.core, kwargs)
         if wanted and "position_ids" in accepted_arguments(type(bridge.core).forward):
-            positions = _positions(mask)
+            positions = _positions(mask, bridge.core)
             if positions is not None:
                 if learns_prompt(bridge.original_model):
                     raise ValueError(
@@ -148,7 +148,17 @@ def _places(core: nn.Module, given: Collection[str]) -> bool:
     return any(name in given for name in taken if name not in ("input_ids", "inputs_embeds", "attention_mask"))
 
 
-def _positions(mask: Tensor) -> Tensor | None:
+def counts_from(core: nn.Module) -> int | None:
+    """The position of padding in a model that counts places from there on (RoBERTa); None where they begin at 0."""
+    name = "create_position_ids_from_input_ids"
+    for module in core.modules():
+        index = None if isinstance(module, nn.Embedding) else getattr(module, "padding_idx", None)
+        if index is not None and (hasattr(module, name) or name in inspect.unwrap(type(module).forward).__globals__):
+            return int(index)
+    return None
+
+
+def _positions(mask: Tensor, core: nn.Module) -> Tensor | None:
     """Each token's place among the tokens of its row; None where that is its place in the row.
 
     What is in the memory of an accelerator is not looked at: that would wait for everything under way there. Padding
@@ -156,19 +166,22 @@ def _positions(mask: Tensor) -> Tensor | None:
     """
     if mask.device.type == "cpu" and not ((mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)).any():
         return None  # there is no padding before a token
-    return places_among_tokens(mask)
+    return places_among_tokens(mask, counts_from(core))
 
 
-def places_among_tokens(mask: Tensor) -> Tensor:
+def places_among_tokens(mask: Tensor, padding: int | None) -> Tensor:
     """Each token's place among the tokens of its row; padding behind keeps its place in the row.
 
     Args:
         mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
+        padding: of a model that has a place for padding, and counts from there on (see `counts_from`); else None.
 
     Returns:
         ``[batch, pos]``.
     """
     count = mask.cumsum(-1)
+    if padding is not None:
+        return count * mask + padding
     own_place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     return torch.where(mask.bool() | (count == 0), (count - 1).clamp(min=0), own_place)
 

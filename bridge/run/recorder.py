@@ -105,7 +105,8 @@ class Recorder:
                 continue
             if view.contextual and call is _NO_CALL:
                 call = Call(module, args, kwargs).without_graph()
-            if self.everything and (view.deferrable or not view.contextual) and not inference:
+            can_wait = (view.deferrable or not view.contextual) and not view.at_once
+            if self.everything and can_wait and not inference:
                 self.values[point.name] = Deferred(view, x, call)
             else:
                 with torch.no_grad():

@@ -11,6 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForCondi
 
 from bridge import TransformerBridge
 from tests.conftest import FAMILIES, tiny, torch_hooks
+from tests.tiny_models import tiny_model
 
 
 def zero(x, hook):
@@ -280,3 +281,21 @@ def test_positions_of_rows_padded_in_front(bridge, hf, tokens):
     assert torch.equal(bridge(tokens, attention_mask=mask, position_ids=positions), theirs)
     bridge.cfg.positions_from_mask = False
     assert torch.equal(bridge(tokens, attention_mask=mask), theirs)
+
+
+@torch.no_grad()
+def test_positions_of_a_model_that_counts_them_from_its_padding():
+    """RoBERTa's first token is at the place after padding's: as the model itself has it, in a program too."""
+    model = tiny_model("roberta", "masked", num_hidden_layers=1)
+    bridge, padding = TransformerBridge(model), model.config.pad_token_id
+    tokens = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    assert torch.equal(bridge.program()(tokens, attention_mask=mask)["logits"], model(tokens).logits)
+    alone = model(tokens[1:, 3:]).logits
+    mask[1, :3] = 0
+    for ids in (tokens.where(mask.bool(), padding), tokens):  # what stands under the mask is no matter
+        logits = bridge(ids, attention_mask=mask)
+        torch.testing.assert_close(logits[1:, 3:], alone, atol=1e-5, rtol=1e-4)
+        assert torch.equal(bridge.program()(ids, attention_mask=mask)["logits"], logits)
+    padded = tokens.where(mask.bool(), padding)
+    assert torch.equal(bridge(padded, attention_mask=mask), model(padded, attention_mask=mask).logits)
