@@ -13,7 +13,7 @@ from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
 from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
-from adapters.paths import base_path, has_module, join, module_at, path_from
+from adapters.paths import base_path, call_number, has_module, join, module_at, module_path, path_from
 from adapters.points import Group, Point, PointList, Site
 from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
 
@@ -70,7 +70,6 @@ def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
         if norm:
             norm_points(points, "embed.ln", norm.kind, embed)
         points.add("hook_embed", embed, None if norm else scaled, aliases=("embed.hook_out",))
-        tokens = embed
     if architecture.token_types:
         points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"), axes=total)
     for path in architecture.more_embeds:
@@ -98,7 +97,8 @@ def _copied(points: list[Point], changed: Set[tuple[str, str]]) -> list[Point]:
 
 def more_embed_name(path: str) -> str:
     """The hook point of one of an architecture's `more_embeds`."""
-    return f"embed.{path.rpartition('.')[2]}.hook_out"
+    number = call_number(path)
+    return f"embed.{module_path(path).rpartition('.')[2]}{f'_{number + 1}' if number else ''}.hook_out"
 
 
 def _add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) -> None:

@@ -195,14 +195,17 @@ class Weights:
             if part.latent(letter.lower()) is None:  # what is made from a latent has no matrix that reads the stream
                 own = "_" if letter != "Q" and n != heads else ""
                 self._add_projection(f"{name}.{own}", at, letter, projection, n, width or d_head)
+                if bias := part.bias(letter.lower()):
+                    at_bias = f"{name}.{own}b_{letter}"
+                    self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, bias))
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = times(factor, lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads))
         self.getters[f"{name}.b_O"] = times(factor, self.bias(out, lambda: (self.cfg.d_model,)))
         for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
             if norm:
                 self.add_norm(f"{name}.{letter}_norm", at, norm)
-        if part.position_bias and self.has(bias := join(at, part.position_bias)):
-            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(bias)
+        if part.position_bias and self.has(table := join(at, part.position_bias)):
+            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(table)
 
     def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int, d_head: int) -> None:
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
@@ -210,6 +213,15 @@ class Weights:
         weight = lambda: rearrange(view.get(self.matrix(module), _NO_CALL), "m h d -> h m d")
         self.getters[f"{prefix}W_{letter}"] = weight
         self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, d_head), view)
+
+    def _with_bias(self, get: Get, path: str) -> Get:
+        holder, _, name = path.rpartition(".")
+
+        def both() -> Tensor:
+            own = get()
+            return own + self.module(holder).get_parameter(name).view_as(own)
+
+        return both
 
     def _add_mlp(self, name: str, path: str, mlp: MLP, factor: float) -> None:
         module = join(path, mlp.path)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from adapters.automatic.norms import norm_kind
 from adapters.automatic.recording import ModuleCall, Recording, Seen
 from adapters.paths import join, members_of
 
@@ -112,6 +113,18 @@ def number_calls(block: ModuleCall, recording: Recording) -> None:
     for path, count in counts.items():
         if count > 1 and "@" not in path:
             for number, call in enumerate([call for call in inside if call.path == path]):
+                recording.rename(call, f"{path}@{number}")
+
+
+def number_norms(stacks: list[FoundStack], recording: Recording) -> None:
+    """Names the calls of norms that run several times outside of blocks (before the first and behind the last)."""
+    blocks = [block for stack in stacks for block in stack.blocks]
+    outside = [call for call in recording.calls if not any(block.holds(call) for block in blocks)]
+    counts = Counter(call.path for call in outside)
+    for path, count in counts.items():
+        calls = [call for call in outside if call.path == path]
+        if 1 < count == len(recording.of(path)) and all(norm_kind(call) for call in calls):
+            for number, call in enumerate(calls):
                 recording.rename(call, f"{path}@{number}")
 
 

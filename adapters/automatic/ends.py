@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adapters.automatic.norms import norm_kind, tolerance
 from adapters.automatic.recording import ModuleCall, Recording, Seen, mark
+from adapters.config import config_of
 from adapters.norms import Norm
 from adapters.paths import token_embedding
 
@@ -84,32 +85,40 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         )
         return found
     known = {called[0].left[0].mark, target.mark, mark(tokens)}
-    others = []
+    others: list[tuple[ModuleCall, Tensor]] = []
+    again: dict[ModuleCall, list[str]] = {}
     for call in before:
         x = _for_each_row(call.left[0].value, shape) if call.is_leaf else None
+        same = [other for other, _ in others if other.left[0].mark == call.left[0].mark]
         if x is not None and call.left[0].mark not in known:
             known.add(call.left[0].mark)
             others.append((call, x))
+        elif same and same[0].module is call.module:
+            again.setdefault(same[0], []).append(recording.numbered(call))
     weights = _weights(target.value, [tokens, *(x for _, x in others)])
     if weights is None:
         found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
         return found
-    found.factor = weights[0]
+    found.factor, alone = weights[0], False
     if weights[0] == 0:  # what is added is a norm of it
         for index, (call, _) in enumerate(others, 1):
             kind = norm_kind(call) if call.entered and call.entered.mark == called[0].left[0].mark else None
             if kind is not None and weights[index] == 1 and found.norm is None:
                 found.norm, found.factor, weights[index] = Norm(call.path, kind), 1.0, 0.0
+                alone = True  # the norm of the tokens alone
         if weights[0] == 0 and found.norm is None:
             found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
             found.factor = 1.0
             return found
-    for (call, x), weight in zip(others, weights[1:], strict=True):
+    types = config_of(model).get_text_config()
+    rows = getattr(types, "type_vocab_size", None)
+    for (call, x), weight in sorted(zip(others, weights[1:], strict=True), key=lambda each: -_rows(each[0][0], rows)):
         if weight == 0:
             continue
         what = "token_types" if bool((x == x[:, :1]).all()) else "pos_embed"
-        if getattr(found, what) is not None and weight == 1 and len(recording.of(call.path)) == 1:
-            found.more.append(call.path)
+        times = 1 + len(again.get(call, ()))
+        if weight == times and (times > 1 or getattr(found, what) is not None):
+            found.more += [recording.numbered(call), *again.get(call, ())]
             continue
         if getattr(found, what) is not None or weight != 1 or not isinstance(call.module, nn.Module):
             found.missing[f"hook_{what}"] = f"{call.path} is added to the token embedding, times {weight:g}"
@@ -117,7 +126,7 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         setattr(found, what, call.path)
     if last and found.project == last[-1].path:
         found.module = found.project
-    elif found.norm and (found.pos_embed or found.token_types or found.project):
+    elif found.norm and not alone and (found.pos_embed or found.token_types or found.project):
         around = [
             call for call in before
             if call.left[0].mark == first.entered.mark and call.holds(called[0]) and not call.is_leaf
@@ -125,6 +134,12 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         # With no module around them, the norm is what puts out the first stream.
         found.module = min(around, key=lambda call: call.end - call.start).path if around else found.norm.path
     return found
+
+
+def _rows(call: ModuleCall, said: int | None) -> bool:
+    """Whether a table has as many rows as the configuration says that there are types of tokens."""
+    table = getattr(call.module, "weight", None)
+    return isinstance(table, Tensor) and said is not None and table.shape[0] == said
 
 
 def _is_in(tokens: Tensor, total: Tensor) -> bool:
@@ -182,7 +197,7 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
 def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, Norm | None] | None:
     """A linear layer and a norm between the last stream and the output layer, and the module around the two.
 
-    Without a norm, the module holds the output layer, too.
+    Without a norm, the module holds the output layer, too, or puts out what that reads.
 
     Returns:
         The paths of that module (of the linear layer itself, where there is none) and of the linear layer; the norm.
@@ -202,6 +217,10 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
             return linear[-1].path, linear[-1].path, Norm(norm.path, kind)
     linear = [call for call in behind if call.is_linear and call.end < unembed.start]
     around = [call for call in behind if linear and call.holds(unembed) and call.holds(linear[-1])]
+    around = around or [
+        call for call in behind if linear and call.holds(linear[-1]) and not call.is_leaf and call.end < unembed.start
+        and call.left and unembed.entered is not None and call.left[0].mark == unembed.entered.mark
+    ]  # fmt: skip
     if around:
         return min(around, key=lambda call: call.end - call.start).path, linear[-1].path, None
     return None

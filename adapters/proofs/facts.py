@@ -66,7 +66,7 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
     dense = {
         x.shape[-1]
         for name, x in evidence.activations.items()
-        if name.endswith("mlp.hook_post") and "expert" not in name
+        if name.endswith(".hook_post") and ".mlp" in name and "expert" not in name
     }
     yield from one("d_mlp", dense or _last_of_experts(evidence))
     embed = model.get_submodule(join(evidence.base, evidence.bridge.architecture.embed))

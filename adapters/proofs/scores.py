@@ -12,6 +12,7 @@ from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
 from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation
 from adapters.views import AlibiScores
@@ -97,14 +98,17 @@ class _Attention:
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
             return False
         rotated = False
-        if self.part.rotary:
+        if self.part.rotary or self.part.shared_keys:
             turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
             config = config_of(self.evidence.bridge.core).get_text_config()
             turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
             if self.part.kv_latent is not None:
                 rotated = self._latent(q, k, *turned)
             elif not self.padded:  # positions are counted in another way in each row of the batch
-                rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned)
+                if getattr(config, "is_heterogeneous", False):
+                    config = config.per_layer_config[self.place.layer]
+                own = self.part.rotary_dim, self.part.rotary_base
+                rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
             q, k = turned_q, turned_k
         assert q is not None and k is not None
         n_heads = pattern.shape[1]
@@ -177,6 +181,12 @@ class _Attention:
         elif part.z_is == "norm":
             self._normed_values(product, z)
             return
+        if part.branch is not None:
+            call = self.evidence.call(place.module, part.branch)
+            if call is None or call.result is None or call.result.ndim != 4:
+                self.findings.holds(VALUES, at, False, f"{part.branch} returned no tensor of heads")
+                return
+            product = product + call.result.transpose(1, 2).double()
         self.findings.equal(VALUES, at, z, product.to(z.dtype), float(v.abs().max()))
 
     def _normed_values(self, product: Tensor, z: Tensor) -> None:
@@ -214,6 +224,7 @@ class _Attention:
         made = torch.einsum("bqhd,bkhd->bhqk", q.double(), repeated.double())
         size = float(made.abs().max())
         scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
+        scale = self.part.scale or scale
         if cfg.scale_attn_by_inverse_layer_idx:
             scale *= self.place.layer + 1
         made, size = made / scale, size / scale
@@ -222,6 +233,13 @@ class _Attention:
             made = cap * (made / cap).tanh()
             size = min(size, cap)
         seen = scores.isfinite()
+        if self.part.adds is not None:
+            if not self.padded:
+                self._interaction(q, k, scale, at)
+            return
+        if bool((scores.amax(-1)[seen.any(-1)] == 0).all()):  # MiMo: the softmax is the same
+            made = made - made.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+            self.findings.untold(SCORES, f"{at} is less the largest score of each row")
         bias = torch.where(seen, scores.double() - made, torch.nan)
         kind = cfg.positional_embedding_type
         if self.padded and kind == "alibi":
@@ -237,6 +255,37 @@ class _Attention:
             self._alibi(one, at)
         else:
             self._relative(one, at, biases)
+
+    def _interaction(self, q: Heads, k: Heads, scale: float, at: str) -> None:
+        """Beside the product of queries and keys, scores are made of what each, or the places, make alone.
+
+        Four rows have two queries and two keys in all pairs: what each makes alone is gone from their alternating sum.
+        """
+        bridge, place = self.evidence.bridge, self.place.part
+        generator = torch.Generator().manual_seed(2)
+        rows = {"q": torch.tensor([0, 0, 1, 1]), "k": torch.tensor([0, 1, 0, 1])}
+        pairs = {
+            letter: torch.randn(2, *x.shape[1:], generator=generator)[rows[letter]].to(x)
+            for letter, x in (("q", q), ("k", k))
+        }
+        made: list[Tensor] = []
+        hooks: list[NamedHook] = [
+            *(([f"{place}hook_{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
+            ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
+        ]
+        with torch.no_grad():
+            bridge.run_with_hooks(self.evidence.tokens[:1].expand(4, -1).contiguous(), fwd_hooks=hooks)
+        products = [x.double() for x in pairs.values()]
+        keys = products[1].repeat_interleave(q.shape[2] // k.shape[2], 2)
+        product = torch.einsum("bqhd,bkhd->bhqk", products[0], keys) / scale
+        (scores,) = made
+        seen = scores.isfinite().all(0)
+        shown, computed = ((x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product))
+        if self.findings.equal(SCORES, at, shown, computed, float(product.abs().max())):
+            rest = (scores - product).where(seen, 0)
+            there = float((rest - rest.mean(-1, keepdim=True)).abs().max()) > 1e-4 * float(product.abs().max())
+            self.findings.holds(SCORES, at, there, "something is declared to be added to it, and nothing is")
+            self.findings.untold(SCORES, f"{at} is the product and what queries, keys or places alone add to it")
 
     def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
         _, queries, keys = bias.shape

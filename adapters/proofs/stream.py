@@ -300,7 +300,7 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
             if f"{evidence.from_model('.' + architecture.unembed)}.".startswith(f"{path}.") and not normed:
                 inner = evidence.call(evidence.from_model("." + architecture.unembed))
                 stream = inner.input if inner else None
-    unembed = evidence.call(evidence.from_model("." + architecture.unembed))
+    unembed = evidence.call(evidence.from_model("." + architecture.unembed)) if architecture.unembed else None
     base = evidence.call(evidence.base)
     last = unembed.input if unembed else base.result if base else None
     if last is None or stream is None or last.shape != stream.shape:

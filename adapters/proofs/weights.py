@@ -92,7 +92,9 @@ class _Layer:
             return
         entered = call.input.flatten(0, -2).double()
         expected = entered @ matrix.double().flatten(0, -2) + bias.double()
-        made = call.result * (1.0 if "shared" in matrix_name else self.place.named.step.last_factor)
+        step = self.place.named.step
+        own = step.part.shared_factor if isinstance(step.part, MoE) and "shared" in matrix_name else 1.0
+        made = call.result * (own * step.last_factor)
         self.findings.equal(CLAIM, f"{self.place.part}{matrix_name}", like(expected.to(made.dtype), made), made)
 
     def mlp(self, part: MLP, inside: str) -> None:

@@ -27,6 +27,7 @@ class Copied(View):
     """Of a tensor that the model writes over afterwards, a copy of what `inner` sees."""
 
     identity = False
+    at_once = True
 
     def __init__(self, inner: View) -> None:
         self.inner = inner

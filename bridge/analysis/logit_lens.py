@@ -17,7 +17,8 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
     """The logits that the model would give if it ended before each layer.
 
     The residual stream before each block, and after the last, goes through the model's own final norm and unembedding
-    (nostalgebraist 2020, "interpreting GPT: the logit lens").
+    (nostalgebraist 2020, "interpreting GPT: the logit lens"). This is the whole tensor, for pictures of short prompts;
+    `TransformerBridge.lens` reads likeliest tokens, ranks and divergences without it.
 
     Args:
         bridge: the bridge.

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.lens.readable import Readable
 from bridge.lens.reading import Reading
 from bridge.lens.tuned import TunedLens
 from bridge.run.positions import PosSlice
@@ -20,7 +20,7 @@ KINDS = ("normed", "raw")
 
 @refuse_wrong_types
 def lens(
-    bridge: TransformerBridge,
+    bridge: Readable,
     input: Input,
     kind: str | TunedLens = "normed",
     pos_slice: PosSlice = None,
@@ -85,11 +85,11 @@ def lens(
     return Reading(streams, chosen, decode, mask, n, _d_vocab(bridge))
 
 
-def _d_vocab(bridge: TransformerBridge) -> int:
+def _d_vocab(bridge: Readable) -> int:
     return int(bridge.core.get_output_embeddings().weight.shape[0])
 
 
-def _decoder(bridge: TransformerBridge, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
+def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
     """From a stream and its layer to logits.
 
     Raises:

@@ -105,7 +105,8 @@ class Recorder:
                 continue
             if view.contextual and call is _NO_CALL:
                 call = Call(module, args, kwargs).without_graph()
-            if self.everything and (view.deferrable or not view.contextual) and not inference:
+            waits = view.deferrable or not (view.contextual or view.at_once)
+            if self.everything and waits and not inference:
                 self.values[point.name] = Deferred(view, x, call)
             else:
                 with torch.no_grad():
