@@ -246,7 +246,11 @@ class _Inference:
         for total in found:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
-                declared = self._part(part, norms, call, note)
+                try:
+                    declared = self._part(part, norms, call, note)
+                except NotFound as unnamed:
+                    self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
+                    return Block(())
                 on_stream = self._norm_of(total, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
                     Step(
@@ -276,7 +280,7 @@ class _Inference:
         return None if total.norm is None else Norm(relative(total.norm.path, block.path), norms[total.norm])
 
     def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]) -> Part:
-        """What a part is, as far as it can be said."""
+        """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
         attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
         mixes = mixes_positions(part)
         try:

@@ -116,6 +116,16 @@ def test_what_the_model_writes_over_is_in_a_cache_of_everything() -> None:
     assert torch.equal(cache[name], seen[0])
 
 
+def test_a_part_of_which_nothing_says_what_it_is_has_no_name() -> None:
+    """RWKV writes over what a gradient would be taken from: its attention is no MLP."""
+    offered = TransformerBridge(tiny_model("rwkv")).offered()
+    assert (
+        "whether rwkv.blocks.1.attention mixes positions is not known" in offered.not_offered["blocks.1.hook_resid_mid"]
+    )
+    assert not any("mlp" in name or "attn" in name for name in offered.names)
+    assert {"blocks.1.hook_resid_pre", "blocks.1.hook_resid_post"} <= set(offered.names)
+
+
 def test_a_wrong_norm_is_no_norm() -> None:
     """A norm that computes something else than any known one is left out by name."""
 
