@@ -136,8 +136,9 @@ class Attention:
             from the latent; a part that all heads share is in `hook_rot_k` only.
         n_heads, n_kv_heads: its numbers of heads, where they are not those of `ModelConfig`.
         z_is: what stands between ``pattern @ v`` and `hook_z`, which is what enters the output projection: a ``gate``
-            (see `gate`), a ``norm``, a ``factor``; or ``sink``: the sigmoid of the scores' log-sum-exp less each head's
-            parameter, whose name `z_sinks` is. None: nothing.
+            (see `gate`), a ``norm``, a ``factor`` (`z_factor`); or ``sink``: the sigmoid of the scores' log-sum-exp
+            less each head's parameter, whose name `z_sinks` is. None: nothing.
+        z_factor: the factor that `z` is ``pattern @ v`` times.
         gate: the projection that makes the gate, with one column for each of a head's, or one for each head.
         gate_fn: the name of its activation function, of `GATE_FUNCTIONS`.
         v_norm: a norm of the values, relative to the attention module: the pattern is multiplied with what it puts out.
@@ -182,6 +183,7 @@ class Attention:
     n_heads: int | None = None
     n_kv_heads: int | None = None
     z_is: Literal["gate", "norm", "factor", "sink"] | None = None
+    z_factor: float = 1.0
     gate: Projection | None = None
     gate_fn: str | None = None
     z_sinks: str | None = None

@@ -62,11 +62,15 @@ def members_of(modules: nn.Module) -> list[nn.Module]:
     return [module for module in modules._modules.values() if module is not None]
 
 
+#: What to do where a model has other modules than its adapter declares: a class was replaced by one of another layout.
+INFER = 'If a patch has another layout, TransformerBridge(model, automatic="always") finds out what is where'
+
+
 def gone(path: str) -> str:
-    """What to say of a module that is not where it was when the bridge was made."""
+    """What to say of a module that is not where it was when the bridge was made, or not where it is declared."""
     return (
         f"the model has no module {path}. If it was replaced since the bridge was made, make a new bridge of the "
-        "changed model, TransformerBridge(model)"
+        f"changed model, TransformerBridge(model). {INFER}"
     )
 
 

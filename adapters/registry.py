@@ -20,8 +20,10 @@ Declare = Callable[[PreTrainedConfig], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
 _FAMILIES = (
-    "bert", "bloom", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "helium", "llama", "mixtral", "native",
-    "opt", "phi", "phi3", "qwen", "qwen_moe", "t5",
+    "apertus", "bert", "bloom", "codegen", "cohere", "deepseek", "dots", "exaone", "falcon", "flint", "gemma", "glm",
+    "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium", "hunyuan", "kolibri",
+    "llama", "mixtral", "modernbert_decoder", "moshi", "mpt", "native", "olmo", "openai_gpt", "opt", "persimmon",
+    "phi", "phi3", "qwen", "qwen_moe", "stablelm", "starcoder2", "t5", "xglm",
 )  # fmt: skip
 _loaded = False
 _LOADING = threading.RLock()
@@ -31,6 +33,10 @@ ENTRY_POINTS = "transformer_bridge.adapters"
 
 class UnsupportedModelError(TypeError):
     """There is no adapter for this model's class."""
+
+
+class UndeclaredOptionError(UnsupportedModelError):
+    """The adapter of this model's class says nothing of an option that its configuration takes: it may be inferred."""
 
 
 def register(*class_names: str) -> Callable[[Declare], Declare]:
@@ -57,6 +63,30 @@ def register(*class_names: str) -> Callable[[Declare], Declare]:
         return declare
 
     return add
+
+
+def only(config: PreTrainedConfig, **fields: object) -> None:
+    """Says which options a declaration is for: with any other, what plays which part has to be inferred.
+
+    Args:
+        config: a Hugging Face configuration.
+        fields: its fields, with the value that the declaration is true of; a tuple has several.
+
+    Raises:
+        UndeclaredOptionError: a field has another value; it is named.
+
+    Example:
+        >>> from transformers import OlmoConfig
+        >>> from adapters.registry import only
+        >>> only(OlmoConfig(), clip_qkv=None)
+    """
+    for name, value in fields.items():
+        found = getattr(config, name, None)
+        if found not in (value if isinstance(value, tuple) else (value,)):
+            said = " or ".join(map(repr, value if isinstance(value, tuple) else (value,)))
+            raise UndeclaredOptionError(
+                f"the adapter for {type(config).__name__} is for {name}={said}, and this one has {found!r}"
+            )
 
 
 def supported() -> list[str]:

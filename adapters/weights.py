@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
-from adapters.experts import ExpertPart, expert_bias, expert_weight
+from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_layers
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
@@ -204,8 +204,8 @@ class Weights:
         for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
             if norm:
                 self.add_norm(f"{name}.{letter}_norm", at, norm)
-        if part.position_bias and self.has(bias := join(at, part.position_bias)):
-            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(bias)
+        if part.position_bias and self.has(table := join(at, part.position_bias)):
+            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(table)
 
     def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int, d_head: int) -> None:
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
@@ -245,15 +245,17 @@ class Weights:
         self.getters[f"{name}.W_gate.weight"] = self.parameter(router)
         if getattr(self.module(router), "bias", None) is not None:
             self.getters[f"{name}.W_gate.bias"] = self.parameter(router, "bias")
-        has_bias = bool(self.module(at).has_bias)
 
         def add(index: int, part: ExpertPart) -> None:
             own, scale = f"{name}.experts.{index}.{part}", factor * moe.factor if part == "W_out" else 1.0
-            self.getters[f"{own}.weight"] = times(scale, lambda: expert_weight(self.module(at), index, part))
-            if has_bias:
-                self.getters[f"{own}.bias"] = times(scale, lambda: expert_bias(self.module(at), index, part))
+            weight = lambda: expert_weight(self.module(at), index, part, moe.layers)
+            self.getters[f"{own}.weight"] = times(scale, weight)
+            if has_bias(self.module(at), part, moe.layers):
+                self.getters[f"{own}.bias"] = times(
+                    scale, lambda: expert_bias(self.module(at), index, part, moe.layers)
+                )
 
-        for e in range(self.cfg.num_experts or 0):
+        for e in range(self.cfg.num_experts or 0) if has_layers(self.module(at), moe.layers) else ():
             for part in ("W_gate", "W_in", "W_out"):
                 add(e, part)
         if moe.shared:

@@ -8,6 +8,9 @@ higher, `+` for `-`, a True for a False, a statement left out, a returned value 
 tree, in a copy of the checkout, and the same seed makes the same mutants. Nothing is changed in docstrings,
 annotations, imports and the words of errors. Whether one that nobody noticed is equivalent (an optimisation left out,
 say) is for a reader to judge: each is shown as a line before and after.
+
+The tests of the rooms in `TESTS` are run, in one process that stops at the first failure, those files first that name
+the changed function. A test counts only where it passes without the change: they are run again at the end.
 """
 
 from __future__ import annotations
@@ -15,15 +18,23 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import itertools
+import multiprocessing
 import os
 import pathlib
 import random
+import re
+import resource
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import pytest
+import transformers.pytorch_utils  # noqa: F401  with torch: what every test needs, imported once
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = ("bridge", "adapters", "weight_processing")
@@ -37,9 +48,10 @@ TESTS = {
     "bridge/cache": "tests/cache tests/run tests/analysis",
     "bridge/circuits": "tests/circuits",
     "bridge/embedded": "tests/embedded",
-    "bridge/export": "tests/export",
+    "bridge/export": "tests/programs",
     "bridge/facade": "tests/run tests/hooks tests/weights tests/robustness tests/generation tests/trace tests/analysis",
     "bridge/facade/loading.py": "tests/loading tests/native",
+    "bridge/facade/lenses.py": "tests/lens tests/analysis",
     "bridge/facade/processing.py": "tests/weight_processing",
     "bridge/facade/tokens.py": "tests/run/test_tokens.py tests/robustness",
     "bridge/generation": "tests/generation tests/hunt tests/trace tests/robustness",
@@ -50,6 +62,7 @@ TESTS = {
     "bridge/native": "tests/native",
     "bridge/patching": "tests/patching",
     "bridge/pictures": "tests/pictures",
+    "bridge/programs": "tests/programs",
     "bridge/run": "tests/run tests/robustness tests/hunt tests/hooks tests/matrix",
     "bridge/taps": "tests/taps tests/run tests/robustness tests/hunt tests/matrix tests/adapters",
     "bridge/tasks": "tests/tasks",
@@ -58,6 +71,11 @@ TESTS = {
     "bridge/wiring": "tests/wiring tests/run tests/hooks tests/robustness tests/hunt tests/matrix",
     "weight_processing": "tests/weight_processing tests/robustness",
 }
+
+#: What is said of a mutant that no test noticed in the time there was: it hangs, or more time is needed to know.
+NO_END = "the tests did not end"
+#: The times of files as they are changed and put back: each a second later, which is what compiled files tell apart.
+CLOCK = itertools.count(int(time.time()))
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -78,13 +96,14 @@ class Mutant:
     before: str
     after: str
     source: str
+    inside: tuple[str, ...]
 
 
 def changed(node: ast.AST) -> ast.AST | None:
     """The node with one thing changed, or None where nothing of it is to be."""
-    new = copy.deepcopy(node)
+    new = copy.copy(node)
     if isinstance(new, ast.Compare) and type(new.ops[0]) in COMPARISONS:
-        new.ops[0] = COMPARISONS[type(new.ops[0])]()
+        new.ops = [COMPARISONS[type(new.ops[0])](), *new.ops[1:]]
     elif isinstance(new, ast.BoolOp):
         new.op = ast.And() if isinstance(new.op, ast.Or) else ast.Or()
     elif isinstance(new, ast.BinOp) and type(new.op) in OPERATORS:
@@ -134,7 +153,15 @@ def mutant_of(path: str, index: int) -> Mutant:
     else:
         getattr(parent, field)[at] = new
     ast.fix_missing_locations(tree)
-    return Mutant(path, index, getattr(node, "lineno", 0), before, after, ast.unparse(tree))
+    line = getattr(node, "lineno", 0)
+    return Mutant(path, index, line, before, after, ast.unparse(tree), names_around(path, line))
+
+
+def names_around(path: str, line: int) -> tuple[str, ...]:
+    """The classes and functions that a line stands in."""
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, kinds)]
+    return tuple(node.name for node in nodes if node.lineno <= line <= (node.end_lineno or 0) and "__" not in node.name)
 
 
 def files(only: str) -> list[str]:
@@ -153,31 +180,91 @@ def chosen(n: int, seed: int, only: str) -> list[Mutant]:
     return [mutant_of(*place) for place in random.Random(seed).sample(every, min(n, len(every)))]
 
 
-def tests_for(path: str) -> list[str]:
-    """The tests of what a file belongs to."""
-    fitting = [folder for folder in TESTS if path.startswith(folder)]
-    return [test for test in TESTS[max(fitting, key=len)].split() if (ROOT / test).exists()]
+def tests_for(mutant: Mutant) -> list[str]:
+    """The files of tests of what was changed, those first that speak of it: of its function, then of its file."""
+    fitting = [folder for folder in TESTS if mutant.path.startswith(folder)]
+    rooms = [ROOT / test for test in TESTS[max(fitting, key=len)].split()]
+    found = [file for room in rooms for file in ([room] if room.is_file() else sorted(room.rglob("test_*.py")))]
+    near, stem = pathlib.Path(mutant.path).with_suffix("").parts[-1], mutant.path.rsplit("/", 1)[0].replace("/", ".")
+    texts = {file: file.read_text() for file in found}
+
+    def score(file: pathlib.Path) -> tuple[int, int, int]:
+        words = [name for name in mutant.inside if re.search(rf"\b{name}\b", texts[file])]
+        room = next(number for number, room in enumerate(rooms) if file == room or room in file.parents)
+        return (-len(words), -(f"{stem}.{near}" in texts[file] or near in file.stem), room)
+
+    return [str(file.relative_to(ROOT)) for file in sorted(texts, key=score)]
 
 
-def noticed(mutant: Mutant, checkout: pathlib.Path, limit: float, workers: str) -> str:
-    """Which tests notice it, "" where none does."""
-    target = checkout / mutant.path
-    original = target.read_text()
-    target.write_text(mutant.source)
-    try:
-        for test in tests_for(mutant.path):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-            command += ["-n", workers, test]
-            environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
-            try:
-                run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=limit)
-            except subprocess.TimeoutExpired:
-                return f"{test} (it never ended)"
-            if run.returncode not in (0, 5):  # 5: nothing there to run
-                return test
+class Failed:
+    """Writes the name of the test that fails, or of the file that cannot be collected."""
+
+    def __init__(self, file: pathlib.Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.file.write_text(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.file.write_text(report.nodeid)
+
+
+def run_tests(checkout: pathlib.Path, tests: list[str], log: pathlib.Path, limit: int) -> None:
+    """In a process of its own, which has torch and transformers already: one pytest that stops at the first failure."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(checkout)
+    os.environ["PYTHONPATH"] = str(checkout)
+    sys.path[:] = [str(checkout), *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "benchmarks"), ""))]
+    known = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins that were imported here before
+    code = pytest.main(
+        ["-x", "-n", "0", "--no-header", "-p", "no:cacheprovider", *known, *tests],
+        [Failed(log.with_name("log.failed"))],
+    )
+    sys.stdout.flush()
+    os._exit(int(code))
+
+
+def outcome(checkout: pathlib.Path, tests: list[str], limit: int) -> str:
+    """The first of the tests that fails, "" where all pass, `NO_END` where they take longer."""
+    log, failed = checkout.parent / "log", checkout.parent / "log.failed"
+    failed.unlink(missing_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(checkout, tests, log, limit))
+    process.start()
+    process.join(20 * limit)
+    if process.is_alive():
+        os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+    if process.exitcode in (-signal.SIGKILL, -signal.SIGXCPU):
+        return NO_END
+    if process.exitcode == 0:
         return ""
+    if failed.exists():
+        return failed.read_text()
+    if "while loading conftest" in log.read_text():
+        return "tests/conftest.py"
+    raise RuntimeError(f"the tests ended with {process.exitcode}, and none failed:\n{log.read_text()[-3000:]}")
+
+
+def noticed(mutant: Mutant, checkout: pathlib.Path, limit: int) -> str:
+    """Which test notices it, "" where none does."""
+    target, tests = checkout / mutant.path, tests_for(mutant)
+    original = target.read_text()
+
+    def write(text: str) -> None:
+        target.write_text(text)
+        os.utime(target, (time.time(), next(CLOCK)))  # no compiled file of another text is taken for this one's
+
+    write(mutant.source)
+    try:
+        return outcome(checkout, tests, limit)
     finally:
-        target.write_text(original)
+        write(original)
 
 
 def main() -> int:
@@ -186,30 +273,35 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=100, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0, help="which")
     parser.add_argument("--only", default="", help="only files whose path begins so")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for one folder of tests")
-    parser.add_argument(
-        "--workers", default="auto", help="how many processes run the tests of one mutant (pytest-xdist)"
-    )
+    parser.add_argument("--limit", type=int, default=600, help="seconds of processor time for the tests of one mutant")
+    parser.add_argument("--numbers", default="", help="of these mutants only those with these numbers: 3,17")
     parser.add_argument("--allowed", type=int, default=None, help="fail where more are not noticed")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     arguments = parser.parse_args()
-    mutants = chosen(arguments.n, arguments.seed, arguments.only)
-    missed = []
+    mutants = dict(enumerate(chosen(arguments.n, arguments.seed, arguments.only), 1))
+    if arguments.numbers:
+        mutants = {int(number): mutants[int(number)] for number in arguments.numbers.split(",")}
+    found: dict[int, str] = {}
+    lines = {number: f"{m.path}:{m.line}: {m.before}  ->  {m.after}" for number, m in mutants.items()}
+    if arguments.list:
+        print("\n".join(f"{number:4} {line}" for number, line in lines.items()))
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         checkout = pathlib.Path(folder) / "checkout"
-        if not arguments.list:
-            ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
-            shutil.copytree(ROOT, checkout, ignore=ignored)
-        for number, mutant in enumerate(mutants, 1):
-            where = f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
-            by = "listed" if arguments.list else noticed(mutant, checkout, arguments.limit, arguments.workers)
-            print(f"{number:4} {by if by else 'NOT NOTICED':36} {where}", flush=True)
-            if not by:
-                missed.append(where)
-    if not arguments.list:
-        print(f"\nnoticed {len(mutants) - len(missed)} of {len(mutants)} (seed {arguments.seed}); not noticed:")
-        print("\n".join(missed))
-    return int(arguments.allowed is not None and len(missed) > arguments.allowed)
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
+        shutil.copytree(ROOT, checkout, ignore=ignored)
+        for number, mutant in mutants.items():
+            found[number] = noticed(mutant, checkout, arguments.limit)
+            print(f"{number:4} {found[number] or 'NOT NOTICED'}\n     {lines[number]}", flush=True)
+        by = sorted({test for test in found.values() if test not in ("", NO_END)})
+        if by and (wrong := outcome(checkout, by, 100 * arguments.limit)):
+            raise RuntimeError(f"without any change, {wrong} fails too: it says nothing")
+    missed = [number for number, by in found.items() if not by]
+    open_ = [number for number, by in found.items() if by == NO_END]
+    print(f"\nnoticed {len(found) - len(missed) - len(open_)} of {len(found)} (seed {arguments.seed})")
+    print("\n".join(["not noticed:", *(lines[number] for number in missed)]))
+    print("\n".join([f"{NO_END}:", *(lines[number] for number in open_)]) if open_ else "")
+    return int(arguments.allowed is not None and len(missed) + len(open_) > arguments.allowed)
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ class FoundAttention:
         over = {self._over(call) for _, call in filter(None, (q_norm, k_norm))}
         if len(over) > 1:
             raise NotFound("the norms of queries and keys are given different shapes")
-        core = self._core()
+        core = self.softmax.path
         declared = Attention(
             relative(owner, self.block),
             projections["q"],
@@ -245,14 +245,15 @@ class FoundAttention:
         wider = len(self.found["q"][1][0]) > len(self.found["k"][1][0])
         return wider and not self.rotated()
 
-    def _core(self) -> str:
-        """The module whose forward computes scores and pattern."""
-        return self.softmax.path
-
     def norm_of(self, letter: str) -> Norm | None:
         """The norm of queries, keys or values."""
         found = self._norm(letter)
         return found and found[0]
+
+    def made_by(self, letter: str) -> ModuleCall:
+        """The call that left queries, keys or values: their norm's, or else their projection's."""
+        found = self._norm(letter)
+        return found[1] if found else self.found[letter][0]
 
     def _norm(self, letter: str) -> tuple[Norm, ModuleCall] | None:
         """The norm between a projection and the scores."""

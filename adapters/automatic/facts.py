@@ -67,9 +67,11 @@ class Facts:
         self.windows.append(measured.window(found))
         if declared.rotary:
             self.add("positional_embedding_type", "rotary")
-            if (rotation := measured.rotation(found)) is not None:
+            rotation = measured.rotation(found)
+            if declared.kv_latent is not None and declared.d_q and declared.d_k:
+                self.add("rotary_dim", declared.d_q - declared.d_k)  # the last columns, which all heads share
+            elif rotation is not None:
                 self.add("rotary_dim", rotation[0])
-                self.add("rotary_adjacent_pairs", rotation[1])
                 self.exact_rotation |= rotation[2]
                 base = measured.rotary_base(found, *rotation[:2])
                 self.add("rotary_base", base)
@@ -77,6 +79,8 @@ class Facts:
                     declared = replace(declared, rotary_dim=rotation[0])
                 if getattr(config_of(self.model).get_text_config(), "is_heterogeneous", False):
                     declared = replace(declared, rotary_base=base)
+            if rotation is not None:
+                self.add("rotary_adjacent_pairs", rotation[1])
         elif alibi is not None or isinstance(declared.scores, AlibiScores):
             self.add("positional_embedding_type", "alibi")
         elif table := find_table(found, self.table):

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adapters.paths import token_embedding
+from adapters.views.kernel_arguments import KernelArguments
 
 #: What two tensors of the same numbers share, whatever their shapes.
 Mark = tuple[int, int]
@@ -185,6 +186,24 @@ def gradient_of(total: Tensor, live: Tensor) -> Tensor | None:
         raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
 
 
+def is_linear_through(made: Tensor, through: Tensor, source: Tensor) -> bool:
+    """Whether `made` is linear in `through`, and `source` reaches it that way alone.
+
+    Args:
+        made: what is made.
+        through: a tensor on the way.
+        source: what that is made from.
+    """
+    total = made.pow(2).sum()
+    reached, whole = gradient_of(total, through), gradient_of(total, source)
+    if reached is None or whole is None:
+        return False
+    (via,) = torch.autograd.grad(through, [source], [reached], retain_graph=True)
+    # Euler: along `through`, the square of what is linear in it grows by twice itself.
+    grows = (reached * through).sum() / total - 2
+    return abs(float(grows.detach())) < 1e-4 and bool(((via - whole).abs() <= 1e-4 * whole.abs().max()).all())
+
+
 _SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _CHOICES = {torch.topk, Tensor.topk}
@@ -207,7 +226,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return self._attention(KernelArguments(*args, **kwargs))
         if func in _PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))
         out = func(*args, **kwargs)
@@ -229,18 +248,9 @@ class _Watch(TorchFunctionMode):
         )
         self.recording.softmaxes.append(Softmax(self.tick(), path, scores, pattern.detach().clone(), query, key, fused))
 
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def _attention(self, given: KernelArguments) -> Tensor:
         """What the kernel computes, in full."""
+        query, key, value, attn_mask, _, is_causal, scale, _ = given
         if key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -12,7 +12,7 @@ from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import heads_view, parameter_of, relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import Norms
-from adapters.automatic.recording import NotFound
+from adapters.automatic.recording import NotFound, is_linear_through
 from adapters.mixers.part import axes_of
 from adapters.paths import join
 from adapters.proofs.gradients import by_position
@@ -43,12 +43,14 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
 
     if is_z(mixed):
         return declared
-    if is_z(mixed * float((mixed * z).sum() / (mixed * mixed).sum())):
-        return replace(declared, z_is="factor")
+    factor = float(f"{float((mixed * z).sum() / (mixed * mixed).sum()):.6g}")
+    made, entered = found.made_by("v").left[0].live, found.found["v"][0].entered
+    if is_z(mixed * factor) and entered and is_linear_through(found.z_by_head, made, entered.live):
+        return replace(declared, z_is="factor", z_factor=factor)
     flat = mixed.flatten(2)
     for call in found.sources:
-        behind = not call.is_linear and call.left[0].mark == found.z.mark and call.entered is not None
-        if behind and call.entered and bool(((call.entered.value.flatten(2) - flat).abs() <= bound).all()):
+        behind = call.entered if not call.is_linear and call.left[0].mark == found.z.mark else None
+        if behind and bool(((behind.value.flatten(2) - flat).abs() <= bound).all()):
             return replace(declared, z_is="norm")
     for call, sets in found.gates:
         rows = by_position(call.left[0].value, found.recording.batch, found.query_pos)
@@ -64,8 +66,12 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
         if bias is not None:
             return replace(declared, v_bias=bias)
     for call in found.recording.between(found.owner.start, found.owner.end):
-        made = call.left[0].value if call.left and call.is_leaf else None
-        if made is not None and made.shape == z.transpose(1, 2).shape and is_z(mixed + made.transpose(1, 2).double()):
+        added = call.left[0].value if call.left and call.is_leaf else None
+        if (
+            added is not None
+            and added.shape == z.transpose(1, 2).shape
+            and is_z(mixed + added.transpose(1, 2).double())
+        ):
             return replace(declared, branch=relative(call.path, found.owner.path))
     total = found.softmax.scores.detach().double().logsumexp(-1).transpose(1, 2)[..., None]
     for name, parameter in found.owner.module.named_parameters(recurse=False):

@@ -178,13 +178,7 @@ class Evidence:
 
     def places(self) -> Iterator[Place]:
         """Every step of every block that is there."""
-        for stack in self.bridge.architecture.stacks:
-            index = 0
-            while f"{stack.name}.{index}.hook_resid_pre" in self.bridge.hook_dict:
-                for named in stack.block_at(index).named:
-                    path = join(self.base, stack.place_of(index))
-                    yield Place(f"{stack.name}.{index}.", path, index, stack, named)
-                index += 1
+        return places_of(self.bridge)
 
     def call(self, *parts: str) -> ModuleCall | None:
         """The first call of a module, by its path; None where it did not run."""
@@ -203,6 +197,17 @@ class Evidence:
     def get(self, name: str) -> Tensor | None:
         """An activation; None where there is no such hook point."""
         return self.activations.get(name)
+
+
+def places_of(bridge: Bridge) -> Iterator[Place]:
+    """Every step of every block that is there."""
+    for stack in bridge.architecture.stacks:
+        index = 0
+        while f"{stack.name}.{index}.hook_resid_pre" in bridge.hook_dict:
+            for named in stack.block_at(index).named:
+                path = join(base_path(bridge.original_model), stack.place_of(index))
+                yield Place(f"{stack.name}.{index}.", path, index, stack, named)
+            index += 1
 
 
 def some_tokens(bridge: Bridge, batch: int, pos: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from adapters.architecture import Step
 from adapters.config import config_of
-from adapters.experts import expert_bias, expert_weight
+from adapters.experts import expert_bias, expert_weight, has_bias
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
@@ -168,9 +168,9 @@ class _Mixture:
             if post is None:
                 continue
             rank, rows = chosen.T.eq(e).nonzero(as_tuple=True)
-            result = post.double() @ expert_weight(experts, e, "W_out").detach().double().T
-            if getattr(experts, "has_bias", False):
-                result = result + expert_bias(experts, e, "W_out").detach().double()
+            result = post.double() @ expert_weight(experts, e, "W_out", self.part.layers).detach().double().T
+            if has_bias(experts, "W_out", self.part.layers):
+                result = result + expert_bias(experts, e, "W_out", self.part.layers).detach().double()
             total.index_add_(0, rows, result * top[rows, rank].double()[:, None])
         total = total * self.part.factor
         if self.part.shared:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,7 +12,7 @@ from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
-from adapters.proofs.rotation import prove_rotation
+from adapters.proofs.rotation import prove_rotation, relative_buckets
 from adapters.views import AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
@@ -144,6 +142,8 @@ class _Attention:
         self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
         shared = turned_k[..., width:]
         self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
+        dims, said = q.shape[-1] - width, self.cfg.rotary_dim
+        self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
         sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
         ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
@@ -161,7 +161,7 @@ class _Attention:
         repeated = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
         product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
         if part.z_is == "factor":
-            product = product * float((product * z.double()).sum() / product.pow(2).sum())
+            product = product * part.z_factor
         elif part.z_is == "gate" and part.gate is not None and part.gate_fn is not None:
             gate = self.get("gate")
             if gate is None:
@@ -283,8 +283,8 @@ class _Attention:
         product = torch.einsum("bqhd,bkhd->bhqk", products[0], keys) / scale
         (scores,) = made
         seen = scores.isfinite().all(0)
-        made_of, expected = ((x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product))
-        if self.findings.equal(SCORES, at, made_of, expected, float(product.abs().max())):
+        shown, computed = ((x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product))
+        if self.findings.equal(SCORES, at, shown, computed, float(product.abs().max())):
             rest = (scores - product).where(seen, 0)
             there = float((rest - rest.mean(-1, keepdim=True)).abs().max()) > 1e-4 * float(product.abs().max())
             self.findings.holds(SCORES, at, there, "something is declared to be added to it, and nothing is")
@@ -374,26 +374,3 @@ class _Attention:
             self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
         else:
             self.findings.holds(MASK, at, True)
-
-
-def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -> Tensor:
-    """The number of the bias for each distance (Raffel et al. 2020): exact for short ones, logarithmic up to `most`.
-
-    Args:
-        distance: from the query to the key.
-        buckets: how many there are.
-        most: from which distance on all have the last.
-        both: half of them are for keys behind the query.
-    """
-    found = torch.zeros_like(distance)
-    if both:
-        buckets //= 2
-        found = (distance > 0).long() * buckets
-        distance = distance.abs()
-    else:
-        distance = -distance.clamp_max(0)
-    exact = buckets // 2
-    far = exact + (
-        (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
-    ).long().clamp_max(buckets - exact - 1)
-    return found + torch.where(distance < exact, distance, far)

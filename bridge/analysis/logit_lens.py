@@ -7,9 +7,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.norms import at_least_float32
-from bridge.analysis.requirements import AnalysedModel
 from bridge.analysis.residual_norms import norm_of
 from bridge.analysis.runnable import RunnableModel
+from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
 
 
@@ -18,7 +18,8 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
     """The logits that the model would give if it ended before each layer.
 
     The residual stream before each block, and after the last, goes through the model's own final norm and unembedding
-    (nostalgebraist 2020, "interpreting GPT: the logit lens").
+    (nostalgebraist 2020, "interpreting GPT: the logit lens"). This is the whole tensor, for pictures of short prompts;
+    `TransformerBridge.lens` reads likeliest tokens, ranks and divergences without it.
 
     Args:
         bridge: the bridge.
@@ -35,15 +36,9 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
         True
     """
     n = bridge.cfg.n_layers
-    names = [*(f"blocks.{i}.hook_resid_pre" for i in range(n)), last_stream(bridge)]
+    names = [*(f"blocks.{i}.hook_resid_pre" for i in range(n)), last_stream(bridge.hook_dict, n)]
     _, cache = bridge.run_with_cache(tokens, names_filter=names)
     return torch.stack([bridge(cache[name], start_at_layer=n) for name in names])
-
-
-def last_stream(bridge: AnalysedModel) -> str:
-    """The name of what leaves the last block: of blocks that end in a norm on the stream (BERT), what that makes."""
-    normed = f"blocks.{bridge.cfg.n_layers - 1}.hook_normalized_resid_post"
-    return normed if normed in bridge.hook_dict else f"blocks.{bridge.cfg.n_layers - 1}.hook_resid_post"
 
 
 @refuse_wrong_types

@@ -16,6 +16,7 @@ from adapters.automatic.proof import Proof
 from adapters.config import ModelConfig, is_language_part
 from adapters.model import Automatic
 from adapters.paths import base_path, join
+from adapters.registry import has_declaration
 from bridge.facade.offered import Offered, beside
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
@@ -105,7 +106,8 @@ class WrappedModel(nn.Module):
             >>> bridge.offered().inferred, dict(bridge.offered().not_offered)
             (True, {})
         """
-        named = (self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred)
+        has_adapter = has_declaration(self.core)
+        named = (self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred, has_adapter)
         if not is_language_part(self.core):
             return Offered(*named)
         stacks, base = self.architecture.stacks, base_path(self.core)

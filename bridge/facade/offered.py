@@ -18,7 +18,8 @@ class Offered:
         model: its name.
         names: the hook points, in the order of the computation.
         not_offered: hook points, or what their names begin with, that are missing, and why.
-        inferred: the model's class has no adapter: all this was inferred from a run and proved on the model.
+        inferred: all this was inferred from a run and proved on the model.
+        has_adapter: the model's class has an adapter, also where it is not asked (``automatic="always"``).
         beside: of a model of images or sound and text, the modules beside the text's, which have no hook points, with
             their classes.
     """
@@ -27,6 +28,7 @@ class Offered:
     names: tuple[str, ...]
     not_offered: Mapping[str, str]
     inferred: bool
+    has_adapter: bool
     beside: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -35,8 +37,9 @@ class Offered:
         if not self.inferred:
             return f"{self.model}: {len(self.names)} hook points, as its adapter declares"
         left_out = f"; {len(self.not_offered)} things are not offered: print(bridge.offered())"
+        why = " has an adapter, which was not asked" if self.has_adapter else " has no adapter"
         return (
-            f"{self.model} has no adapter. One was inferred and proved on it, with {len(self.names)} hook points"
+            f"{self.model}{why}. One was inferred and proved on it, with {len(self.names)} hook points"
             f"{left_out if self.not_offered else ''}"
         )
 

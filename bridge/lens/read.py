@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from bridge.analysis.logit_lens import last_stream
-from bridge.bridge import TransformerBridge
+from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.lens.readable import Readable
 from bridge.lens.reading import Reading
 from bridge.lens.tuned import TunedLens
 from bridge.run.positions import PosSlice
@@ -21,7 +21,7 @@ KINDS = ("normed", "raw")
 
 @refuse_wrong_types
 def lens(
-    bridge: TransformerBridge,
+    bridge: Readable,
     input: Input,
     kind: str | TunedLens = "normed",
     pos_slice: PosSlice = None,
@@ -72,7 +72,8 @@ def lens(
             raise ValueError("attention_mask is for tokens; for texts it is worked out")
         batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, "left")
         input, attention_mask = batch.tokens, batch.mask
-    names = {layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last_stream(bridge) for layer in chosen}
+    last = last_stream(bridge.hook_dict, n)
+    names = {layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last for layer in chosen}
     _, cache = bridge.run_with_cache(
         input, names_filter=list(names.values()), pos_slice=pos_slice, attention_mask=attention_mask, return_type=None
     )
@@ -84,11 +85,11 @@ def lens(
     return Reading(streams, chosen, decode, mask, n, _d_vocab(bridge))
 
 
-def _d_vocab(bridge: TransformerBridge) -> int:
+def _d_vocab(bridge: Readable) -> int:
     return int(bridge.core.get_output_embeddings().weight.shape[0])
 
 
-def _decoder(bridge: TransformerBridge, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
+def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
     """From a stream and its layer to logits.
 
     Raises:

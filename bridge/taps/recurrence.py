@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from adapters.mixers.functions import FUNCTIONS, ONE_STEP, Seen
 from adapters.mixers.part import functions_of
@@ -69,13 +70,26 @@ class _MixerCall:
         for seen in FUNCTIONS[name]:
             if seen.parameter is not None:
                 given.arguments[seen.parameter] = self._show(seen, given.arguments[seen.parameter])
+        gate = self._gate_behind(name, given)
         returned = self._through_states(own, name, given)
         for seen in FUNCTIONS[name]:
             if seen.parameter is None:
                 several = isinstance(returned, tuple)
                 new = self._show(seen, returned[0] if several else returned)
                 returned = (new, *returned[1:]) if several else new
-        return returned
+        return returned if gate is None else returned * silu(gate)
+
+    def _gate_behind(self, name: str, given: inspect.BoundArguments) -> Tensor | None:
+        """The gate that a step's function is not to apply, since what is shown stands before it.
+
+        Mamba 2 gates what its scan returns; Falcon H1 leaves that to the function of a step.
+        """
+        if name != "mamba2_selective_state_update" or not self._tap.heard(("recurrence",)):
+            return None
+        gate: Tensor | None = given.arguments.get("z")
+        if gate is not None:
+            given.arguments["z"] = None
+        return gate
 
     def _show(self, seen: Seen, x: Tensor) -> Tensor:
         """Shows an argument or a result, and returns what is made of it."""

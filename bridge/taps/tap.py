@@ -154,3 +154,5 @@ class Watch(TorchFunctionMode):
 
 #: The functions that compute a softmax.
 SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
+#: The functions in which eager attention multiplies queries and keys.
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}

@@ -1,5 +1,6 @@
 """Inside mixers: what their functions are given and return, and the states they go through."""
 
+import copy
 import inspect
 import threading
 
@@ -12,6 +13,7 @@ from adapters.mixers.functions import FUNCTIONS, ONE_STEP, POINTS
 from bridge import TransformerBridge
 from tests.conftest import torch_hooks
 from tests.taps.mixers import MODELS, build
+from tests.tiny_models import tiny_model
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
 
@@ -117,6 +119,20 @@ def test_generation_shows_every_step(bridge: TransformerBridge) -> None:
     whole = bridge.run_with_cache(tokens[:, :-1], names_filter=names)[1]
     for name in names:
         torch.testing.assert_close(cache[name], whole[name], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_gate_of_a_step_stands_behind_what_is_shown() -> None:
+    """Falcon H1 gates in the function of a step, and behind that of a whole sequence."""
+    bridge = TransformerBridge(tiny_model("falcon_h1", num_hidden_layers=1))
+    tokens, name = TOKENS[:1], "blocks.0.mixer.hook_recurrence_out"
+    past = bridge.original_model(tokens[:, :-1]).past_key_values
+    for edit in (lambda x, hook: None, lambda x, hook: x + (torch.arange(x.shape[1]) == x.shape[1] - 1)[:, None, None]):
+        with bridge.hooks([(name, edit)]):
+            whole, all_of_it = bridge.run_with_cache(tokens, names_filter=name)
+            step, last = bridge.run_with_cache(tokens[:, -1:], names_filter=name, past_key_values=copy.deepcopy(past))
+        torch.testing.assert_close(last[name], all_of_it[name][:, -1:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(step, whole[:, -1:], rtol=1e-4, atol=1e-5)
 
 
 STATE = "blocks.0.mixer.hook_ssm_state"
