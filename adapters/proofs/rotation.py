@@ -1,4 +1,4 @@
-"""Rotary embeddings, told by what they do: which dimensions turn together, and by which angle; buckets of distances."""
+"""Relative positions: which dimensions turn together, by which angle (rotary embeddings); buckets of biases (T5)."""
 
 from __future__ import annotations
 

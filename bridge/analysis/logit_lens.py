@@ -9,8 +9,8 @@ from torch import Tensor
 from adapters.norms import at_least_float32
 from bridge.analysis.residual_norms import norm_of
 from bridge.analysis.runnable import RunnableModel
+from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
-from bridge.hooks.names import last_stream
 
 
 @refuse_wrong_types
