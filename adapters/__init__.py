@@ -1,8 +1,9 @@
 """Which module of a Hugging Face model plays which part: declarations, and the hook points they make."""
 
-from adapters.architecture import Architecture, Block, Head, Mixer, Stack, Step
+from adapters.architecture import Architecture, Block, Head, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP, MoE
+from adapters.mixers.part import Mixer
 from adapters.model import ModelMap, map_model
 from adapters.norms import Norm
 from adapters.registry import UnsupportedModelError, register, supported

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.norms import Norm, norm_points
-from adapters.paths import join
+from adapters.paths import join, module_path
 from adapters.points import Follower, PointList, Site
 from adapters.views import (
+    Biased,
     Branch,
     Call,
     Composed,
@@ -135,12 +136,26 @@ class Attention:
             from the latent; a part that all heads share is in `hook_rot_k` only.
         n_heads, n_kv_heads: its numbers of heads, where they are not those of `ModelConfig`.
         z_is: what stands between ``pattern @ v`` and `hook_z`, which is what enters the output projection: a ``gate``
-            (see `gate`), a ``norm``, a ``factor``; or ``sink``: the sigmoid of the scores' log-sum-exp less each head's
-            parameter, whose name `z_sinks` is. None: nothing.
+            (see `gate`), a ``norm``, a ``factor`` (`z_factor`); or ``sink``: the sigmoid of the scores' log-sum-exp
+            less each head's parameter, whose name `z_sinks` is. None: nothing.
+        z_factor: the factor that `z` is ``pattern @ v`` times.
         gate: the projection that makes the gate, with one column for each of a head's, or one for each head.
         gate_fn: the name of its activation function, of `GATE_FUNCTIONS`.
         v_norm: a norm of the values, relative to the attention module: the pattern is multiplied with what it puts out.
         flat_heads: scores and pattern are ``[(batch head), query, key]``.
+        q_bias, k_bias, v_bias: parameters that are added behind the projections, relative to the attention module:
+            `hook_q` (`hook_k`, `hook_v`) shows the sum (DeBERTa).
+        adds: something that queries alone, keys alone, or places alone make is added to the product of queries and keys
+            (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to the attention
+            module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
+        branch: a module that reads the values too, and whose output is added to ``pattern @ v`` (Nystroemformer's
+            convolution), relative to the attention module; it returns ``batch head pos d_head``.
+        scale: what its product of queries and keys is divided by, where that is not `ModelConfig.attn_scale`.
+        rotary_dim, rotary_base: of its rotation, where they are not the model's.
+        shared_keys: keys made from a latent have further columns, which all heads share and nothing rotates:
+            `hook_rot_q` and `hook_rot_k` show what enters the product.
+        beside: further modules inside that make something of their own (an indexer), relative to the attention module,
+            with the axes of what they return.
         d_q, d_k, d_v: how wide a head's queries, keys and values are, where that is not its `d_head`.
     """
 
@@ -168,14 +183,29 @@ class Attention:
     n_heads: int | None = None
     n_kv_heads: int | None = None
     z_is: Literal["gate", "norm", "factor", "sink"] | None = None
+    z_factor: float = 1.0
     gate: Projection | None = None
     gate_fn: str | None = None
     z_sinks: str | None = None
     v_norm: Norm | None = None
     flat_heads: bool = False
+    q_bias: str | None = None
+    k_bias: str | None = None
+    v_bias: str | None = None
+    adds: tuple[str, ...] | None = None
+    branch: str | None = None
+    scale: float | None = None
+    rotary_dim: int | None = None
+    rotary_base: float | None = None
+    shared_keys: bool = False
+    beside: tuple[tuple[str, str], ...] = ()
     d_q: int | None = None
     d_k: int | None = None
     d_v: int | None = None
+
+    def bias(self, letter: str) -> str | None:
+        """The parameter that is added to queries (``q``), keys (``k``) or values (``v``)."""
+        return {"q": self.q_bias, "k": self.k_bias, "v": self.v_bias}[letter]
 
     def latent(self, letter: str) -> str | None:
         """The latent that queries (``q``), keys (``k``) or values (``v``) are made from."""
@@ -253,13 +283,18 @@ def attention_points(
         own_pos = key_pos if part.cross and letter != "q" else pos
         site = Site(join(module, projection.path), "output")
         axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
-        inner.add(f"hook_{letter}", site, view, axes, aliases=(f"{letter}.hook_out",))
+        shown: View = view
+        sources: tuple[Site, ...] = ()
+        if bias := part.bias(letter):
+            holder, _, name = bias.rpartition(".")
+            shown, sources = Biased(view, name), (Site(join(module, holder), "input"),)
+        inner.add(f"hook_{letter}", site, shown, axes, aliases=(f"{letter}.hook_out",), sources=sources)
         if not fused and part.latent(letter) is None:
             entered = Site(site.path, "input")
             inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
     if part.shows_scores:
         core = join(module, part.core)
-        if part.rotary:
+        if part.rotary or part.shared_keys:
             for letter, own_pos in (("q", pos), ("k", key_pos)):
                 axes = f"batch {own_pos} {part.heads(letter)} {part.width('q')}"
                 heads = n_heads if letter == "q" else n_kv_heads
@@ -271,6 +306,15 @@ def attention_points(
             scores, pattern = Composed(HeadsOfBatch(n_heads), scores), Composed(HeadsOfBatch(n_heads), pattern)
         inner.add("hook_attn_scores", Site(core, "attention", "scores"), scores, square, n_heads=n_heads)
         inner.add("hook_pattern", Site(core, "attention", "pattern"), pattern, square, n_heads=n_heads)
+    for path in part.adds or ():
+        made = module_path(path).rpartition(".")[2]
+        inner.add(f"{made}.hook_places", Site(join(module, path), "output"), axes=f"one places d_{made}", group="extra")
+    for path, axes in part.beside:
+        named = " ".join(pos if axis == "pos" else axis for axis in axes.split())
+        inner.add(f"{module_path(path)}.hook_out", Site(join(module, path), "output"), axes=named, group="extra")
+    if part.branch:
+        axes = f"batch {part.heads('q')} {pos} {part.width('v')}"
+        inner.add("hook_branch", Site(join(module, part.branch), "output"), axes=axes, group="extra")
     if part.gate:
         gate = Site(join(module, part.gate.path), "output")
         inner.add(

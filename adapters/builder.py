@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, Head, Mixer, NamedStep, Opaque, Part, Stack, feeds_forward
+from adapters.architecture import Architecture, Head, NamedStep, Opaque, Part, Stack, feeds_forward
 from adapters.attention import Attention, attention_points, qk_norm_points
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
-from adapters.mixers.part import mixer_points
+from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
-from adapters.paths import base_path, has_module, join, members_of, path_from
+from adapters.paths import base_path, call_number, has_module, join, module_at, module_path, path_from
 from adapters.points import Group, Point, PointList, Site
 from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
 
@@ -33,7 +34,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
             continue
         if stack.embed:
             _add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, stack.embed, base)
-        n = len(members_of(model.get_submodule(blocks)))
+        n = len(stack.modules(model.get_submodule(base)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
         if stack.final_norm:
@@ -55,35 +56,49 @@ def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
     points = PointList("", -1, "")
     together = architecture.embeddings is not None  # HookedTransformer's encoder has one part for all of them
     points.add("embed.hook_in", Site(tokens.path, "input"), axes="batch pos", group="extra")
-    norm = architecture.embed_norm
+    norm, project = architecture.embed_norm, architecture.embed_project
+    width = "d_model" if architecture.d_embed is None else str(architecture.d_embed)
+    axes = f"batch pos {width}"  # of the embeddings
+    total = axes if project == architecture.embeddings else None  # of their sum
     scaled = Scaled(architecture.embed_factor) if architecture.embed_factor != 1 else None
     if together:
-        points.add("embed.hook_embed", tokens, scaled, aliases=("hook_embed", "embed.hook_out"))
+        points.add("embed.hook_embed", tokens, scaled, axes, aliases=("hook_embed", "embed.hook_out"))
+        if project and project != architecture.embeddings:
+            points.add("embed.hook_projected", Site(join(base, project), "output"))
     else:
         embed = Site(join(base, norm.path), "output") if norm else tokens
         if norm:
             norm_points(points, "embed.ln", norm.kind, embed)
         points.add("hook_embed", embed, None if norm else scaled, aliases=("embed.hook_out",))
-        tokens = embed
     if architecture.token_types:
-        points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"))
+        points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"), axes=total)
     for path in architecture.more_embeds:
-        points.add(more_embed_name(path), Site(join(base, path), "output"), group="extra")
+        site = Site(join(base, path), "output")
+        points.add(more_embed_name(path), site, WithBatchAxis(), total, group="extra", sources=(tokens,))
     if architecture.pos_embed:
         site = Site(join(base, architecture.pos_embed), "output")
         names = ("hook_pos_embed", "pos_embed.hook_out")
         name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
-        points.add(name, site, WithBatchAxis(), aliases=aliases, sources=(tokens,))
+        points.add(name, site, WithBatchAxis(), total, aliases=aliases, sources=(tokens,))
     if architecture.embeddings is not None:
         if norm:
-            norm_points(points, "embed.ln", norm.kind, Site(join(base, norm.path), "output"))
+            norm_points(points, "embed.ln", norm.kind, Site(join(base, norm.path), "output"), axes=total)
         points.add("hook_full_embed", Site(join(base, architecture.embeddings), "output"))
-    return points.points
+    return _copied(points.points, {(join(base, path), kind) for path, kind in architecture.changed_in_place})
+
+
+def _copied(points: list[Point], changed: Set[tuple[str, str]]) -> list[Point]:
+    """The points, of which those that stand where the model writes over show copies."""
+    return [
+        replace(point, view=Copied(point.view)) if (point.site.path, point.site.kind) in changed else point
+        for point in points
+    ]
 
 
 def more_embed_name(path: str) -> str:
     """The hook point of one of an architecture's `more_embeds`."""
-    return f"embed.{path.rpartition('.')[2]}.hook_out"
+    number = call_number(path)
+    return f"embed.{module_path(path).rpartition('.')[2]}{f'_{number + 1}' if number else ''}.hook_out"
 
 
 def _add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) -> None:
@@ -117,7 +132,10 @@ def _add_head(points: PointList, head: Head, model: nn.Module) -> None:
     if not has_module(model, path):
         return
     if head.norm:
-        norm_points(points, f"{head.name}.ln", head.norm.kind, Site(path_from(model, head.norm.path), "output"))
+        axes = None if head.width is None else f"batch {points.pos} {head.width}"
+        norm_points(
+            points, f"{head.name}.ln", head.norm.kind, Site(path_from(model, head.norm.path), "output"), axes=axes
+        )
     if head.hook:
         points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=head.axes)
 
@@ -125,7 +143,9 @@ def _add_head(points: PointList, head: Head, model: nn.Module) -> None:
 def _add_unembedding(points: PointList, architecture: Architecture, model: nn.Module) -> None:
     path = path_from(model, "." + architecture.unembed)
     if architecture.unembed and has_module(model, path):
-        points.add("unembed.hook_in", Site(path, "input"), group="extra")
+        width = next((head.width for head in architecture.heads if head.unembeds and head.width), None)
+        entered = None if width is None else f"batch {points.pos} {width}"
+        points.add("unembed.hook_in", Site(path, "input"), axes=entered, group="extra")
         axes = f"batch {points.pos} d_vocab_out"
         points.add("unembed.hook_out", Site(path, "output"), axes=axes, group="extra", aliases=("hook_unembed",))
 
@@ -144,14 +164,16 @@ class BlockBuilder:
     def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int, model: nn.Module) -> None:
         self.stack, self.cfg, self.base, self.model = stack, cfg, base, model
         self.block, self.last = stack.block_at(index), index == n - 1
-        self.path = join(base, stack.path, str(index))
+        self.path = join(base, stack.place_of(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
-        self.rows = (Site(self.path, "input"),)
+        self.rows = (Site(join(self.path, self.block.entry), "input"),)
 
     def build(self) -> list[Point]:
         """The points, in the order of the computation."""
-        self.points.add("hook_resid_pre", Site(self.path, "input"), aliases=("hook_in",))
+        # Without a module around it all, what its first module is given is also what is added to.
+        view = WriteThrough() if self.block.entry else None
+        self.points.add("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
         steps = self.block.named
         for index, named in enumerate(steps):
             self._add_reading(named)
@@ -160,18 +182,14 @@ class BlockBuilder:
             if norm := named.step.stream_norm:
                 following = steps[index + 1].step.part if index + 1 < len(steps) else None
                 self._add_norm_on_the_stream(named, norm, following)
-        output = Site(self.path, "output", self.stack.output_key)
+        output = Site(join(self.path, self.block.exit), "output", self.stack.output_key)
         if steps and steps[-1].step.stream_norm:
             self.points.add("hook_normalized_resid_post", output, aliases=("hook_out",))
         else:
             others = ("ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
             self.points.add("hook_resid_post", output, aliases=("hook_out",), other_names=others)
         changed = {(join(self.path, path), kind) for path, kind in self.block.changed_in_place}
-        points = [
-            replace(point, view=Copied(point.view)) if (point.site.path, point.site.kind) in changed else point
-            for point in self.points.points
-        ]
-        return self._with_other_names(points)
+        return self._with_other_names(_copied(self.points.points, changed))
 
     def _add(
         self,
@@ -297,7 +315,7 @@ class BlockBuilder:
             if experts is None:
                 raise ValueError(f"{module} is declared as a mixture, and config_values has no num_experts")
             path = join(module, part.experts)
-            held = self.model.get_submodule(path) if has_module(self.model, path) else None
+            held = module_at(self.model, path) if has_module(self.model, path) else None
             mixture_points(self.points.inside(named.name), part, module, self.rows, experts, held)
         elif isinstance(part, Mixer):
             mixer_points(self.points.inside(named.name), part, module)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Mixer, feeds_forward
+from adapters.architecture import Architecture, feeds_forward
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
+from adapters.mixers.part import Mixer
 from adapters.offloaded import input_device
-from adapters.paths import core_path, has_module, members_of, path_from
+from adapters.paths import core_path, has_module, module_at, path_from
 
 #: Says what was done to a model's weights: given what was noted last, what is true of them now.
 ReadsRecord = Callable[[dict[str, str]], dict[str, str]]
@@ -165,10 +166,19 @@ class ModelConfig:
         if name == "normalization_type":
             return f"{known}Pre" if known in ("LN", "RMS") and self.processed.get("fold_ln") == "done" else known
         if name == "tie_word_embeddings":
-            model = self._model
-            return known if model is None else _ties(config_of(model.get_submodule(core_path(model))))
+            return known if self._model is None else self._ties_now(self._model.get_submodule(core_path(self._model)))
         rows = self._rows_at(("d_vocab", "d_vocab_out").index(name))
         return known if rows is None else rows
+
+    def _ties_now(self, core: nn.Module) -> bool:
+        """Whether one tensor is embedding and unembedding; of models with several embeddings, what they say."""
+        config = config_of(core)
+        if config.is_encoder_decoder or not all(has_module(core, path) for path in self._vocabularies if path):
+            return _ties(config)
+        both = [getattr(core.get_submodule(path), "weight", None) for path in self._vocabularies if path]
+        if len(both) < 2 or not all(isinstance(each, Tensor) for each in both):
+            return _ties(config)
+        return both[0] is both[1]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         if self._model is None:
@@ -277,7 +287,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     n_kv = given["n_key_value_heads"] if own_groups else first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = given.pop("d_model", None) or hf.hidden_size
     d_head = given.pop("d_head") if "d_head" in given else first(hf, "head_dim") or d_model // n_heads
-    layers = members_of(root.get_submodule(stack.path))
+    layers = stack.modules(root)
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
         "original_architecture": type(model).__name__,
@@ -332,7 +342,7 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
     for layer, module in enumerate(layers):
         norms = architecture.stack.block_at(layer).norms
         if norms and norms[0].kind.name is not None:
-            eps = norms[0].kind.epsilon(module.get_submodule(norms[0].path))
+            eps = norms[0].kind.epsilon(module_at(module, norms[0].path))
             break
     kind = architecture.norm_kind
     return {

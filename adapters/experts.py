@@ -1,7 +1,11 @@
-"""How transformers keeps the experts of a mixture: all in two parameters, ``gate_up_proj`` and ``down_proj``.
+"""How the experts of a mixture are kept.
 
-A family's experts module says of itself how they lie there: with the outputs first or last (``is_transposed``), gate
-and up one after the other or in turn (``is_concatenated``), with biases or without (``has_bias``).
+transformers keeps all of them in two parameters, ``gate_up_proj`` and ``down_proj``. A family's experts module says of
+itself how they lie there: with the outputs first or last (``is_transposed``), gate and up one after the other or in
+turn (``is_concatenated``), with biases or without (``has_bias``).
+
+Where a patch has put a list of modules in that place, each expert is one of them, and its projections are linear
+layers.
 """
 
 from __future__ import annotations
@@ -12,10 +16,52 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from adapters.linear import weight_in_out
 from adapters.offloaded import held
+from adapters.paths import gone, has_module
 
 #: The projections of an expert, by HookedTransformer's names: before the activation function, beside it, after it.
 ExpertPart = Literal["W_gate", "W_in", "W_out"]
+#: The paths of an expert's layers from its own module: gate, up, down.
+Layers = tuple[str, str, str]
+#: As transformers' own models name them.
+_USUAL: tuple[Layers, ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def are_modules(experts: nn.Module | None) -> bool:
+    """Whether each expert is a module of its own."""
+    return isinstance(experts, nn.ModuleList)
+
+
+def has_layers(experts: nn.Module, declared: Layers | None = None) -> bool:
+    """Whether it is known where each expert's projections are."""
+    return not are_modules(experts) or layers_of(experts.get_submodule("0"), declared) is not None
+
+
+def layers_of(expert: nn.Module, declared: Layers | None = None) -> Layers | None:
+    """The layers of an expert that is a module; None where they have unknown names.
+
+    Args:
+        expert: the module.
+        declared: what its mixture's declaration says of them.
+    """
+    known = _USUAL if declared is None else (declared,)
+    return next((layers for layers in known if all(has_module(expert, path) for path in layers)), None)
+
+
+def expert_layer(experts: nn.Module, index: int, part: ExpertPart, declared: Layers | None = None) -> nn.Module | None:
+    """The linear layer of an expert that is a module; None where the experts are kept in one parameter.
+
+    Raises:
+        RuntimeError: it has no such layer.
+    """
+    if not are_modules(experts):
+        return None
+    expert = experts.get_submodule(str(index))
+    layers = layers_of(expert, declared)
+    if layers is None:
+        raise RuntimeError(gone(f"{index}.{(declared or _USUAL[0])[2]} in {type(experts).__name__}"))
+    return expert.get_submodule(layers[("W_gate", "W_in", "W_out").index(part)])
 
 
 def _held(experts: nn.Module, name: str) -> Tensor:
@@ -57,8 +103,19 @@ def width(experts: nn.Module) -> int:
     return _held(experts, "down_proj").shape[1 if experts.is_transposed else 2]
 
 
-def expert_weight(experts: nn.Module, index: int, part: ExpertPart) -> Float[Tensor, "d_out d_in"]:
-    """One projection of one expert, ``[d_out, d_in]`` as in a linear layer: a view."""
+def expert_weight(
+    experts: nn.Module, index: int, part: ExpertPart, declared: Layers | None = None
+) -> Float[Tensor, "d_out d_in"]:
+    """One projection of one expert, ``[d_out, d_in]`` as in a linear layer: a view.
+
+    Raises:
+        TypeError: it is no plain matrix.
+    """
+    if (layer := expert_layer(experts, index, part, declared)) is not None:
+        weight = weight_in_out(layer)
+        if weight is None:
+            raise TypeError(f"{part} of expert {index} is a {type(layer).__name__}, whose weight is not a plain matrix")
+        return weight.T
     if part == "W_out":
         weight = _held(experts, "down_proj")[index]
         return weight.mT if experts.is_transposed else weight
@@ -66,8 +123,19 @@ def expert_weight(experts: nn.Module, index: int, part: ExpertPart) -> Float[Ten
     return gate_and_up(experts, both.mT if experts.is_transposed else both, dim=0)[part == "W_in"]
 
 
-def expert_bias(experts: nn.Module, index: int, part: ExpertPart) -> Float[Tensor, " d_out"]:
+def has_bias(experts: nn.Module, part: ExpertPart, declared: Layers | None = None) -> bool:
+    """Whether a projection of the experts has a bias."""
+    layer = expert_layer(experts, 0, part, declared)
+    return bool(experts.has_bias) if layer is None else getattr(layer, "bias", None) is not None
+
+
+def expert_bias(
+    experts: nn.Module, index: int, part: ExpertPart, declared: Layers | None = None
+) -> Float[Tensor, " d_out"]:
     """The bias of one projection of one expert, ``[d_out]``: a view."""
+    if (layer := expert_layer(experts, index, part, declared)) is not None:
+        bias: Tensor = held(layer, "bias")
+        return bias
     if part == "W_out":
         return _held(experts, "down_proj_bias")[index]
     return gate_and_up(experts, _held(experts, "gate_up_proj_bias")[index])[part == "W_in"]

@@ -8,8 +8,9 @@ from typing import Literal
 from torch import nn
 
 from adapters.attention import Projection
+from adapters.experts import Layers, are_modules, layers_of
 from adapters.norms import LAYER_NORM, norm_points
-from adapters.paths import has_module, join
+from adapters.paths import join
 from adapters.points import Group, PointList, Site
 from adapters.views import Composed, FlatRows, View
 
@@ -52,6 +53,8 @@ class MoE:
         router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
             returns their scores, and the weights and indices of the chosen ones.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
+        layers: where each expert is a module of its own, the paths in it of its projections: gate, up, down; None: the
+            usual names.
         chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; their
             ``logits``, with a softmax over the chosen ones afterwards; or ``scores``, each made from its logit alone (a
             sigmoid), perhaps by groups.
@@ -77,18 +80,21 @@ class MoE:
     shared_gate: str | None = None
     out: str | None = None
     out_key: int | None = None
+    layers: Layers | None = None
 
 
-def _expert_sites(path: str, e: int, experts: nn.Module | None) -> dict[str, Site]:
+def _expert_sites(path: str, e: int, experts: nn.Module | None, layers: Layers | None) -> dict[str, Site]:
     """Where the activations of an expert stand: inside the module that holds all, or in a module of its own."""
-    if not isinstance(experts, nn.ModuleList):
+    if not are_modules(experts):
         return {part: Site(path, "experts", f"{e}.{part}") for part in ("in", "gate", "pre", "post", "out")}
     own = join(path, str(e))
     sites = {"in": Site(own, "input")}
-    for gate, up, down in _PROJECTIONS:
-        if all(has_module(experts[e], name) for name in (gate, up, down)):
-            sites["gate"], sites["pre"] = Site(join(own, gate), "output"), Site(join(own, up), "output")
-            sites["post"] = Site(join(own, down), "input")
+    assert experts is not None
+    found = layers_of(experts.get_submodule(str(e)), layers)
+    if found is not None:
+        gate, up, down = found
+        sites["gate"], sites["pre"] = Site(join(own, gate), "output"), Site(join(own, up), "output")
+        sites["post"] = Site(join(own, down), "input")
     return sites | {"out": Site(own, "output")}
 
 
@@ -122,10 +128,6 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
     add("hook_post", Site(join(module, mlp.down), "input"), aliases=("out.hook_in",))
 
 
-#: An expert's projections where each expert is a module: gate, up, down.
-_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-
-
 def mixture_points(
     points: PointList, mlp: MoE, module: str, rows: tuple[Site, ...], num_experts: int, experts: nn.Module | None
 ) -> None:
@@ -155,7 +157,7 @@ def mixture_points(
     add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
     path = join(module, mlp.experts)
     for e in range(num_experts):
-        for part, site in _expert_sites(path, e, experts).items():
+        for part, site in _expert_sites(path, e, experts, mlp.layers).items():
             # Its rows are of no batch: in caches only when named.
             axes = "row d_model" if part in ("in", "out") else "row d_expert"
             points.add(f"experts.{e}.hook_{part}", site, axes=axes, group="extra")

@@ -14,7 +14,7 @@ from adapters.builder import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.paths import base_path, core_path, join
 from adapters.points import Point
-from adapters.registry import UnsupportedModelError, declaration_for, has_declaration
+from adapters.registry import UnsupportedModelError, declaration_for, is_declared
 
 #: Whether what plays which part is inferred: where a class has no adapter, never, always.
 Automatic = bool | Literal["always"]
@@ -75,7 +75,7 @@ def map_model(model: nn.Module, declared: Architecture | None = None, *, automat
         ['transformer.h.0', 'transformer.h.1']
     """
     core = model.get_submodule(core_path(model))
-    if declared is None and (automatic == "always" or (automatic and not has_declaration(core))):
+    if declared is None and (automatic == "always" or (automatic and not is_declared(core))):
         try:
             found = infer(model)
         except NotInferable as why:
@@ -105,7 +105,7 @@ def _mapped(model: nn.Module, core: nn.Module, architecture: Architecture, infer
         architecture=architecture,
         cfg=cfg,
         points=hook_points(architecture, model, cfg),
-        block_paths=[join(base, stack.path, str(i)) for i in range(cfg.n_layers)],
+        block_paths=[join(base, stack.place_of(i)) for i in range(cfg.n_layers)],
         block_output=(stack.output_key, stack.output_length),
         no_layer_runs=architecture.no_layer_runs,
         inferred=inferred is not None,

@@ -1,8 +1,36 @@
-"""Where things are in a model: dotted paths."""
+"""Where things are in a model: dotted paths.
+
+A module may run several times in a pass (ALBERT's one layer is all of its blocks). ``layers.0@2`` is the third call of
+it, and what is inside during that call.
+"""
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
+
+_CALL = re.compile(r"@(\d+)")
+
+
+def module_path(path: str) -> str:
+    """A path without the numbers of calls."""
+    return _CALL.sub("", path)
+
+
+def call_number(path: str) -> int | None:
+    """Which call of its module a path means, None where that is called once."""
+    found = _CALL.search(path)
+    return int(found[1]) if found else None
+
+
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """The module at a path, whichever call of it is meant.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    return model.get_submodule(module_path(path))
 
 
 def join(*parts: str) -> str:
@@ -12,7 +40,7 @@ def join(*parts: str) -> str:
 
 def has_module(model: nn.Module, path: str) -> bool:
     """Whether there is a module at a path."""
-    for part in path.split("."):
+    for part in module_path(path).split("."):
         if not isinstance(model, nn.Module) or getattr(model, part, None) is None:
             return False
         model = getattr(model, part)
@@ -34,11 +62,15 @@ def members_of(modules: nn.Module) -> list[nn.Module]:
     return [module for module in modules._modules.values() if module is not None]
 
 
+#: What to do where a model has other modules than its adapter declares: a class was replaced by one of another layout.
+INFER = 'If a patch has another layout, TransformerBridge(model, automatic="always") finds out what is where'
+
+
 def gone(path: str) -> str:
-    """What to say of a module that is not where it was when the bridge was made."""
+    """What to say of a module that is not where it was when the bridge was made, or not where it is declared."""
     return (
         f"the model has no module {path}. If it was replaced since the bridge was made, make a new bridge of the "
-        "changed model, TransformerBridge(model)"
+        f"changed model, TransformerBridge(model). {INFER}"
     )
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from adapters.architecture import Architecture
 from adapters.config import config_of
@@ -20,8 +20,10 @@ Declare = Callable[[PreTrainedConfig], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
 _FAMILIES = (
-    "bert", "bloom", "gemma", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "helium", "llama", "mixtral", "native",
-    "opt", "phi", "phi3", "qwen", "qwen_moe", "t5",
+    "apertus", "bart", "bert", "bloom", "codegen", "cohere", "deepseek", "dots", "exaone", "falcon", "flint", "gemma",
+    "glm", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium", "hunyuan",
+    "image_text", "kolibri", "llama", "mixtral", "modernbert_decoder", "moshi", "mpt", "native", "olmo", "openai_gpt",
+    "opt", "persimmon", "phi", "phi3", "qwen", "qwen_moe", "stablelm", "starcoder2", "t5", "xglm",
 )  # fmt: skip
 _loaded = False
 _LOADING = threading.RLock()
@@ -31,6 +33,10 @@ ENTRY_POINTS = "transformer_bridge.adapters"
 
 class UnsupportedModelError(TypeError):
     """There is no adapter for this model's class."""
+
+
+class UndeclaredOptionError(UnsupportedModelError):
+    """The adapter of this model's class says nothing of an option that its configuration takes: it may be inferred."""
 
 
 def register(*class_names: str) -> Callable[[Declare], Declare]:
@@ -59,6 +65,30 @@ def register(*class_names: str) -> Callable[[Declare], Declare]:
     return add
 
 
+def only(config: PreTrainedConfig, **fields: object) -> None:
+    """Says which options a declaration is for: with any other, what plays which part has to be inferred.
+
+    Args:
+        config: a Hugging Face configuration.
+        fields: its fields, with the value that the declaration is true of; a tuple has several.
+
+    Raises:
+        UndeclaredOptionError: a field has another value; it is named.
+
+    Example:
+        >>> from transformers import OlmoConfig
+        >>> from adapters.registry import only
+        >>> only(OlmoConfig(), clip_qkv=None)
+    """
+    for name, value in fields.items():
+        found = getattr(config, name, None)
+        if found not in (value if isinstance(value, tuple) else (value,)):
+            said = " or ".join(map(repr, value if isinstance(value, tuple) else (value,)))
+            raise UndeclaredOptionError(
+                f"the adapter for {type(config).__name__} is for {name}={said}, and this one has {found!r}"
+            )
+
+
 def supported() -> list[str]:
     """The class names that have an adapter, sorted.
 
@@ -82,6 +112,23 @@ def has_declaration(model: nn.Module) -> bool:
     return any(
         cls.__name__ in _REGISTRY and not _is_namesake(cls, _REGISTRY[cls.__name__]) for cls in type(model).__mro__
     )
+
+
+def is_declared(model: nn.Module) -> bool:
+    """Whether a model's class has an adapter that is for the options of its configuration.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    if not has_declaration(model):
+        return False
+    try:
+        declaration_for(model)
+    except UndeclaredOptionError:
+        return False
+    except UnsupportedModelError:
+        pass  # a refusal, which is said as such
+    return True
 
 
 def declaration_for(model: nn.Module) -> Architecture:
@@ -117,6 +164,25 @@ def declaration_for(model: nn.Module) -> Architecture:
         f"there is no adapter for {name}.{hint} Adapters exist for: {', '.join(sorted(_REGISTRY))}. "
         "docs/adapters.md shows how to write one."
     )
+
+
+def declaration_of(config: PreTrainedConfig) -> Architecture:
+    """What is declared for the model that a configuration is of: the text model inside of another.
+
+    Args:
+        config: a Hugging Face configuration.
+
+    Raises:
+        UndeclaredOptionError: that model has no adapter.
+    """
+    found = MODEL_MAPPING.get(type(config), None)
+    text = found[0] if isinstance(found, tuple) else found
+    classes = () if text is None else text.__mro__
+    # Of some, transformers keeps no such list: their configuration has their name.
+    for name in (*(cls.__name__ for cls in classes), f"{type(config).__name__.removesuffix('Config')}Model"):
+        if name in _REGISTRY:
+            return _REGISTRY[name](config)
+    raise UndeclaredOptionError(f"the model of a {type(config).__name__} inside of it has no adapter")
 
 
 def _is_namesake(cls: type, declare: Declare) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
-from adapters.proofs.coverage import prove_coverage
-from adapters.proofs.evidence import driven, some_tokens, with_graph
+from adapters.proofs.coverage import prove_coverage, prove_modules
+from adapters.proofs.evidence import driven, places_of, some_tokens, with_graph
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -82,6 +82,10 @@ def verify(bridge: Bridge, tokens: Tensor | None = None, level: Level = "full") 
         tokens, _ = some_tokens(bridge, 2, 9)
     tokens = tokens.to(bridge.cfg.device)
     report = Report(bridge.cfg.model_name)
+    there = prove_modules(bridge.original_model, places_of(bridge))
+    if not there.passed:  # nothing else can be looked at
+        report.checks.append(there)
+        return report
     with evaluating(bridge):
         with torch.no_grad():
             mechanics = Mechanics(bridge, tokens, _tolerance(bridge))

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
-from adapters.experts import ExpertPart, expert_bias, expert_weight
+from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_layers
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
 from adapters.offloaded import held
-from adapters.paths import base_path, core_path, gone, has_module, join, members_of
+from adapters.paths import base_path, core_path, gone, has_module, join, module_at
 from adapters.views import Call, Heads, View
 
 Get = Callable[[], Tensor]
@@ -63,7 +63,7 @@ class Weights:
         """The module at a path from the base model; a path that begins with a dot is from the model itself."""
         at = self.full_path(path)
         try:
-            return self.model.get_submodule(at)
+            return module_at(self.model, at)
         except AttributeError:
             raise RuntimeError(gone(at)) from None
 
@@ -144,11 +144,11 @@ class Weights:
         return get
 
     def _add_stack(self, stack: Stack) -> None:
-        count = len(members_of(self.module(stack.path)))
+        count = len(stack.modules(self.module("")))
         if stack is self.architecture.stack:
             count = max(count, self.cfg.n_layers)  # one that was deleted is missed by name
         for index in range(count):
-            path = join(stack.path, str(index))
+            path = stack.place_of(index)
             for named in stack.block_at(index).named:
                 self._add_step(f"{stack.name}.{index}", path, named)
         if stack.final_norm:
@@ -195,14 +195,17 @@ class Weights:
             if part.latent(letter.lower()) is None:  # what is made from a latent has no matrix that reads the stream
                 own = "_" if letter != "Q" and n != heads else ""
                 self._add_projection(f"{name}.{own}", at, letter, projection, n, width or d_head)
+                if added := part.bias(letter.lower()):
+                    at_bias = f"{name}.{own}b_{letter}"
+                    self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, added))
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = times(factor, lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads))
         self.getters[f"{name}.b_O"] = times(factor, self.bias(out, lambda: (self.cfg.d_model,)))
         for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
             if norm:
                 self.add_norm(f"{name}.{letter}_norm", at, norm)
-        if part.position_bias and self.has(bias := join(at, part.position_bias)):
-            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(bias)
+        if part.position_bias and self.has(table := join(at, part.position_bias)):
+            self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(table)
 
     def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int, d_head: int) -> None:
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
@@ -210,6 +213,15 @@ class Weights:
         weight = lambda: rearrange(view.get(self.matrix(module), _NO_CALL), "m h d -> h m d")
         self.getters[f"{prefix}W_{letter}"] = weight
         self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, d_head), view)
+
+    def _with_bias(self, get: Get, path: str) -> Get:
+        holder, _, name = path.rpartition(".")
+
+        def both() -> Tensor:
+            own = get()
+            return own + self.module(holder).get_parameter(name).view_as(own)
+
+        return both
 
     def _add_mlp(self, name: str, path: str, mlp: MLP, factor: float) -> None:
         module = join(path, mlp.path)
@@ -233,15 +245,17 @@ class Weights:
         self.getters[f"{name}.W_gate.weight"] = self.parameter(router)
         if getattr(self.module(router), "bias", None) is not None:
             self.getters[f"{name}.W_gate.bias"] = self.parameter(router, "bias")
-        has_bias = bool(self.module(at).has_bias)
 
         def add(index: int, part: ExpertPart) -> None:
             own, scale = f"{name}.experts.{index}.{part}", factor * moe.factor if part == "W_out" else 1.0
-            self.getters[f"{own}.weight"] = times(scale, lambda: expert_weight(self.module(at), index, part))
-            if has_bias:
-                self.getters[f"{own}.bias"] = times(scale, lambda: expert_bias(self.module(at), index, part))
+            weight = lambda: expert_weight(self.module(at), index, part, moe.layers)
+            self.getters[f"{own}.weight"] = times(scale, weight)
+            if has_bias(self.module(at), part, moe.layers):
+                self.getters[f"{own}.bias"] = times(
+                    scale, lambda: expert_bias(self.module(at), index, part, moe.layers)
+                )
 
-        for e in range(self.cfg.num_experts or 0):
+        for e in range(self.cfg.num_experts or 0) if has_layers(self.module(at), moe.layers) else ():
             for part in ("W_gate", "W_in", "W_out"):
                 add(e, part)
         if moe.shared:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from bridge import TransformerBridge
 from bridge.circuits import EdgeScores, Graph, edge_attribution, edge_effects, faithfulness_curve, logit_difference
+from bridge.circuits.evaluation import evaluations
 from bridge.tasks import Pairs, embedded_pairs, ioi
 
 SHARES = (0.02, 0.05, 0.1, 0.2)
@@ -70,14 +71,16 @@ def times(rounds: int = 7) -> None:
 
 def table(bridge: TransformerBridge, pairs: Pairs, held_out: Pairs, scores: EdgeScores) -> None:
     """Circuits of several sizes, on the prompts that they were found with and on others."""
-    for share in SHARES:
-        circuit = scores.greedy(round(share * scores.graph.n_edges))
-        figures = []
-        for some in (pairs, held_out):
-            found = circuit.evaluate(bridge, some.clean, some.corrupted, some.metric())
-            figures.append(f"{found.faithfulness:6.3f} {found.complement_faithfulness:7.3f}")
+    circuits = [scores.greedy(round(share * scores.graph.n_edges)) for share in SHARES]
+    masks = [circuit.mask for circuit in circuits]
+    figures = [
+        evaluations(scores.graph, masks, bridge, some.clean, some.corrupted, some.metric(), "resample", None)
+        for some in (pairs, held_out)
+    ]
+    for share, circuit, *found in zip(SHARES, circuits, *figures, strict=True):
+        numbers = "   ".join(f"{one.faithfulness:6.3f} {one.complement_faithfulness:7.3f}" for one in found)
         nodes = len(circuit.pruned().nodes)
-        print(f"  {share:5.0%} {circuit.n_edges:6} edges, {nodes:3} nodes  {'   '.join(figures)}", flush=True)
+        print(f"  {share:5.0%} {circuit.n_edges:6} edges, {nodes:3} nodes  {numbers}", flush=True)
 
 
 def shipped() -> None:
@@ -123,7 +126,7 @@ def smollm(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file).eval()
     bridge = TransformerBridge(model, tokenizer)
     model.requires_grad_(False)
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     pairs, held_out = ioi(bridge, 8, seed=0), ioi(bridge, 8, seed=5)
     with torch.no_grad():
         difference = pairs.metric()(bridge(pairs.clean)).item()
@@ -133,11 +136,14 @@ def smollm(folder: Path) -> None:
         print(f"the indirect object is likelier in {right:.0%} of {len(held_out)} others")
     start = time.perf_counter()
     scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
-    print(f"{scores.graph}: EAP-IG, 5 steps, {len(pairs)} pairs: {time.perf_counter() - start:.0f} s")
+    print(f"{scores.graph}: EAP-IG, 5 steps, {len(pairs)} pairs: {time.perf_counter() - start:.0f} s", flush=True)
     start = time.perf_counter()
     print("by EAP-IG: faithfulness and that of the complement, on these prompts and on the others")
     table(bridge, pairs, held_out, scores)
-    print(f"evaluation: {time.perf_counter() - start:.0f} s; all: {time.perf_counter() - begin:.0f} s")
+    print(
+        f"evaluation: {time.perf_counter() - start:.0f} s; all: {time.perf_counter() - begin:.0f} s, and "
+        f"{time.process_time() - used:.0f} s of a processor"
+    )
     for sender, receiver, score in scores.top(15).edges:
         print(f"  {sender:>8} -> {receiver:<9} {score:+.3f}")
 

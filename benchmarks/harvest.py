@@ -12,6 +12,7 @@ one process, and medians of them are printed. ``saelens`` needs sae-lens, which 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import os
 import resource
@@ -168,98 +169,82 @@ def ray_scaling(rounds: int, batches: int) -> None:
     print(f"ray: one worker {medians[1]:,.0f} tokens/s, two {medians[2]:,.0f}; ratio {ratio:.2f} (median of {rounds})")
 
 
-def saelens(rounds: int, batches: int) -> None:
-    """Beside SAELens' CacheActivationsRunner on the same inputs, with a Hugging Face model and with its own."""
+#: What SAELens is compared on: blocks, of which the first so many are needed; heads; width; positions.
+SHAPES = {
+    "GPT-2 small, six blocks": (12, LAYER + 1, 12, 768, 1024),
+    "one block, d1024 (tiny-stories-1L-21M, which SAELens' tutorial harvests)": (1, 1, 16, 1024, 2048),
+    "one block, d64": (1, 1, 1, 64, 1024),
+}
+
+
+def saelens(name: str, rounds: int, batches: int) -> None:
+    """Beside SAELens' CacheActivationsRunner on the same inputs, with a Hugging Face model and with its own.
+
+    "Bare" is the forward to the last needed layer and nothing else: no harvest is quicker. SAELens fills whole
+    buffers of two batches, so an odd number of batches would be unfair.
+    """
     import sae_lens.cache_activations_runner as theirs
     from datasets import Dataset
+    from sae_lens.load_model import HookedProxyLM
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    whole = model("cpu")
+    blocks, needed, heads, width, positions = SHAPES[name]
+    torch.manual_seed(0)
+    whole = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=blocks, n_head=heads, n_embd=width, n_positions=positions)
+    ).eval()
+    point, module = f"blocks.{needed - 1}.hook_resid_post", f"transformer.h.{needed - 1}"
     bridge = TransformerBridge(whole)
+    bare = copy.deepcopy(whole).transformer
+    bare.h, bare.ln_f = bare.h[:needed], torch.nn.Identity()
     source = rows(BATCH * batches)
     data = Dataset.from_dict({"tokens": source})
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
     config = HookedTransformerConfig(
-        n_layers=12, d_model=768, n_ctx=1024, d_head=64, n_heads=12, d_mlp=3072, d_vocab=50257, act_fn="gelu_new",
-        normalization_type="LN", device="cpu",
+        n_layers=blocks, n_heads=heads, d_model=width, d_head=64, d_mlp=4 * width, n_ctx=positions, d_vocab=50257,
+        act_fn="gelu_new", normalization_type="LN", device="cpu",
     )  # fmt: skip
-    tl = HookedTransformer(config, tokenizer=tokenizer).eval()
     kinds = {
-        "Hugging Face model": (
-            theirs.load_model.__globals__["HookedProxyLM"](whole, tokenizer),
-            f"transformer.h.{LAYER}",
-        ),
-        "HookedTransformer": (tl, POINT),
+        "Hugging Face model": (HookedProxyLM(whole, tokenizer), module),
+        "HookedTransformer": (HookedTransformer(config, tokenizer=tokenizer).eval(), point),
     }
     with tempfile.TemporaryDirectory() as folder:
 
         def ours(number: int) -> None:
             harvest(
-                bridge, source, hook_points=[POINT], out=f"{folder}/ours{number}", context_size=CONTEXT,
+                bridge, source, hook_points=[point], out=f"{folder}/ours{number}", context_size=CONTEXT,
                 batch_size=BATCH, prepend_bos=False, tokens_per_shard=CONTEXT * BATCH * 2,
             )  # fmt: skip
+
+        def forward_alone() -> None:
+            with torch.no_grad():
+                for place in range(0, len(source), BATCH):
+                    bare(torch.tensor(source[place : place + BATCH]), use_cache=False)
 
         def runner(kind: str, number: int) -> None:
             loaded, hook = kinds[kind]
             theirs.load_model = lambda **_: loaded
             cfg = theirs.CacheActivationsRunnerConfig(
-                dataset_path="", model_name="gpt2", model_batch_size=BATCH, hook_name=hook, d_in=768,
+                dataset_path="", model_name="gpt2", model_batch_size=BATCH, hook_name=hook, d_in=width,
                 training_tokens=len(source) * CONTEXT, context_size=CONTEXT, dtype="float16", device="cpu",
                 new_cached_activations_path=f"{folder}/{kind}{number}", shuffle=False, prepend_bos=False,
-                buffer_size_gb=CONTEXT * BATCH * 2 * 768 * 2 / 1e9 + 1e-6, streaming=False,
+                buffer_size_gb=CONTEXT * BATCH * 2 * width * 2 / 1e9 + 1e-6, streaming=False,
             )  # fmt: skip
             theirs.CacheActivationsRunner(cfg, override_dataset=data).run()
 
         ours(-1)
-        wall: dict[str, list[float]] = {kind: [] for kind in kinds}
-        cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
+        wall: dict[str, list[float]] = {kind: [] for kind in [*kinds, "bare"]}
+        cpu: dict[str, list[float]] = {kind: [] for kind in [*kinds, "bare"]}
         for number in range(rounds):
-            for place, kind in enumerate(kinds):
-                its = timed(lambda kind=kind, number=number: runner(kind, number), "cpu")  # type: ignore[misc]
-                own = timed(lambda number=2 * number + place: ours(number), "cpu")  # type: ignore[misc]
+            own = timed(lambda number=number: ours(number), "cpu")  # type: ignore[misc]
+            others = {kind: timed(lambda kind=kind, number=number: runner(kind, number), "cpu") for kind in kinds}  # type: ignore[misc]
+            for kind, its in {**others, "bare": timed(forward_alone, "cpu")}.items():
                 wall[kind].append(its[0] / own[0])
                 cpu[kind].append(its[1] / own[1])
-    print(f"saelens: {len(source) * CONTEXT:,} tokens a round, {rounds} rounds; its cache runner's time / ours")
-    for kind in kinds:
+    print(f"saelens, {name}: {len(source) * CONTEXT:,} tokens a round, {rounds} rounds; time / ours")
+    for kind in wall:
         print(f"  {kind}: {statistics.median(wall[kind]):.2f} ({spread(wall[kind])}), in CPU time", end=" ")
         print(f"{statistics.median(cpu[kind]):.2f} ({spread(cpu[kind])})")
-
-
-def saelens_pipe(rounds: int, batches: int) -> None:
-    """Beside SAELens where the model only looks up embeddings, as when a forward pass costs next to nothing."""
-    import sae_lens.cache_activations_runner as theirs
-    from datasets import Dataset
-
-    small = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1)).eval()
-    bridge, source = TransformerBridge(small), rows(BATCH * batches)
-    data = Dataset.from_dict({"tokens": source})
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
-    loaded = theirs.load_model.__globals__["HookedProxyLM"](small, tokenizer)
-    theirs.load_model = lambda **_: loaded
-    with tempfile.TemporaryDirectory() as folder:
-
-        def ours(number: int) -> None:
-            harvest(
-                bridge, source, hook_points=["embed.hook_out"], out=f"{folder}/ours{number}", context_size=CONTEXT,
-                batch_size=BATCH, prepend_bos=False, tokens_per_shard=CONTEXT * BATCH * 4,
-            )  # fmt: skip
-
-        def runner(number: int) -> None:
-            cfg = theirs.CacheActivationsRunnerConfig(
-                dataset_path="", model_name="gpt2", model_batch_size=BATCH, hook_name="transformer.wte", d_in=768,
-                training_tokens=len(source) * CONTEXT, context_size=CONTEXT, dtype="float16", device="cpu",
-                new_cached_activations_path=f"{folder}/theirs{number}", shuffle=False, prepend_bos=False,
-                buffer_size_gb=CONTEXT * BATCH * 4 * 768 * 2 / 1e9 + 1e-6, streaming=False,
-            )  # fmt: skip
-            theirs.CacheActivationsRunner(cfg, override_dataset=data).run()
-
-        ours(-1)
-        runner(-1)
-        pairs = [(timed(lambda n=n: runner(n), "cpu"), timed(lambda n=n: ours(n), "cpu")) for n in range(rounds)]  # type: ignore[misc]
-    print(f"saelens, pipe alone: {len(source) * CONTEXT:,} tokens a round, {rounds} rounds; its time / ours")
-    for place, name in enumerate(("in time", "in CPU time")):
-        ratios = [its[place] / own[place] for its, own in pairs]
-        print(f"  {name}: {statistics.median(ratios):.2f} ({spread(ratios)})")
 
 
 def main() -> None:
@@ -278,8 +263,8 @@ def main() -> None:
     elif given.only == "ray":
         ray_scaling(given.rounds, given.batches)
     elif given.only == "saelens":
-        saelens_pipe(given.rounds, given.batches * 4)
-        saelens(given.rounds, given.batches)
+        for name in SHAPES:
+            saelens(name, given.rounds, given.batches)
     else:
         for part, needed in (("forward", "bridge"), ("reading", "bridge"), ("ray", "ray"), ("saelens", "sae_lens")):
             if importlib.util.find_spec(needed) is None:

@@ -21,6 +21,7 @@ from adapters import UnsupportedModelError, verify
 from adapters.architecture import Opaque
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
+from adapters.mixers.part import Mixer
 from bridge import TransformerBridge
 from bridge.native.model import NativeModel
 from tests.tiny_models import CANNOT_BE_BUILT, Task, model_class, tiny_model, types
@@ -125,7 +126,8 @@ def how_much(bridge: TransformerBridge) -> str:
     if any(not block.steps for block in blocks):
         return "stream" if any(name.endswith("hook_resid_pre") for name in bridge.hook_dict) else "–"
     opaque = any(isinstance(step.part, Opaque) for block in blocks for step in block.steps)
-    known = any(isinstance(step.part, Attention | MLP | MoE) for block in blocks for step in block.steps)
+    parts = [step.part for block in blocks for step in block.steps]
+    known = any(isinstance(part, Attention | MLP | MoE) or (isinstance(part, Mixer) and part.modules) for part in parts)
     if opaque or not_offered:
         return "parts"
     return "full" if known else "parts"

@@ -30,16 +30,18 @@ from bridge.patching import sweep
 SWEEPS = ("resid_pre", "attn_head_out_all_pos", "attn_head_out_by_pos", "attn_head_pattern_all_pos")
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def both_times(function: Callable[[], Any]) -> tuple[float, float]:
+    """By the clock, and of all processors."""
+    start, used = time.perf_counter(), time.process_time()
     function()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - used
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+def timed(function: Callable[[], Any]) -> tuple[float, float, Any]:
+    """By the clock, of all processors, and the result."""
+    start, used = time.perf_counter(), time.process_time()
     result = function()
-    return time.perf_counter() - start, result
+    return time.perf_counter() - start, time.process_time() - used, result
 
 
 def gpt2(rounds: int, sweeps: Sequence[str]) -> None:
@@ -52,7 +54,8 @@ def gpt2(rounds: int, sweeps: Sequence[str]) -> None:
     _, cache = bridge.run_with_cache(clean)
     pairs = ("prompts that differ from position 1 on", everywhere), ("at position 9 alone", one)
     for title, corrupted in pairs:
-        print(f"\n{title:<40} {'sweep':>8} {'whole runs':>11} {'faster':>7} {'largest difference':>19}")
+        heads = f"{'sweep':>8} {'whole runs':>11} {'faster':>7} {'processor time':>16} {'largest difference':>19}"
+        print(f"\n{title:<40} {heads}")
         for name in sweeps:
             patcher = getattr(ready, f"get_act_patch_{name}")
 
@@ -66,15 +69,17 @@ def gpt2(rounds: int, sweeps: Sequence[str]) -> None:
                 ):
                     return run()
 
-            ours, ratios, difference = [], [], 0.0
+            ours, ratios, of_processors, difference = [], [], [], 0.0
             for _ in range(rounds if "by_pos" not in name else 1):
-                time_, found = timed(run)
-                slow, right = timed(whole)
+                time_, used, found = timed(run)
+                slow, slow_used, right = timed(whole)
                 ours.append(time_)
                 ratios.append(slow / time_)
+                of_processors.append(slow_used / used)
                 difference = max(difference, (found - right).abs().max().item())
-            time_, ratio = statistics.median(ours), statistics.median(ratios)
-            print(f"{name:<40} {time_:>7.2f}s {time_ * ratio:>10.2f}s {ratio:>6.1f}x {difference:>19.1e}", flush=True)
+            time_, ratio, used = (statistics.median(some) for some in (ours, ratios, of_processors))
+            row = f"{time_:>7.2f}s {time_ * ratio:>10.2f}s {ratio:>6.1f}x {used:>15.1f}x {difference:>19.1e}"
+            print(f"{name:<40} {row}", flush=True)
 
 
 def smollm(folder: Path, rounds: int) -> None:
@@ -90,17 +95,25 @@ def smollm(folder: Path, rounds: int) -> None:
     )
     _, cache = bridge.run_with_cache(clean)
     work: list[tuple[int, int, int]] = []
-    options = sweep.CorruptedRun.options
+    ends: list[tuple[int, int]] = []
+    options, logits_of = sweep.CorruptedRun.options, sweep.CorruptedRun.logits_of
 
     def counting(self: Any, layer: int, stop: int, repeats: int, start: int) -> Any:
         work.append((stop - layer, repeats * len(clean), clean.shape[1] - start))
         return options(self, layer, stop, repeats, start)
 
+    def ending(self: Any, stream: torch.Tensor) -> Any:
+        ends.append((stream.shape[0], stream.shape[1]))
+        return logits_of(self, stream)
+
     def run() -> Any:
         patcher = ready.get_act_patch_attn_head_out_all_pos
         return patcher(bridge, corrupted, cache, lambda logits: logits[:, -1, 7].mean(), verbose=False)
 
-    with mock.patch.object(sweep.CorruptedRun, "options", counting):
+    with (
+        mock.patch.object(sweep.CorruptedRun, "options", counting),
+        mock.patch.object(sweep.CorruptedRun, "logits_of", ending),
+    ):
         run()
     parts: dict[int, Any] = {}
     for layers, _, _ in work:
@@ -115,18 +128,27 @@ def smollm(folder: Path, rounds: int) -> None:
         for layers, batch, length in work:
             parts[layers](inputs_embeds=torch.zeros(batch, length, bridge.cfg.d_model), use_cache=False)
 
-    plain()
-    ratios, times = [], []
-    for _ in range(rounds):
-        times.append(seconds(run))
-        ratios.append(times[-1] / seconds(plain))
+    def unembedded() -> None:
+        for batch, length in ends:
+            model.lm_head(torch.zeros(batch, length, bridge.cfg.d_model))
+
+    plain(), unembedded()
+    rounds_of = [[both_times(function) for function in (run, plain, unembedded)] for _ in range(rounds)]
     token_layers = sum(layers * batch * length for layers, batch, length in work)
     all_of_them = bridge.cfg.n_layers * bridge.cfg.n_heads * clean.numel() * bridge.cfg.n_layers
     print(
         f"\nSmolLM2-135M, {bridge.cfg.n_layers * bridge.cfg.n_heads} heads, {len(clean)} prompts of {clean.shape[1]} "
-        f"tokens: {statistics.median(times):.1f} s; against plain forwards of the same token-layers "
-        f"{statistics.median(ratios):.2f}; whole runs have {all_of_them / token_layers:.1f} times as many token-layers"
+        f"tokens; whole runs have {all_of_them / token_layers:.1f} times as many token-layers"
     )
+    for clock, name in enumerate(("seconds", "seconds of processors")):
+        ours, layers, logits = ([each[which][clock] for each in rounds_of] for which in range(3))
+        with_logits = [a / (b + c) for a, b, c in zip(ours, layers, logits, strict=True)]
+        print(
+            f"{statistics.median(ours):.1f} {name}; against plain forwards of the same token-layers with logits at the "
+            f"same positions {statistics.median(with_logits):.2f}, and without logits "
+            f"{statistics.median(a / b for a, b in zip(ours, layers, strict=True)):.2f}",
+            flush=True,
+        )
 
 
 def main() -> None:

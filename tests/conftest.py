@@ -5,13 +5,9 @@ from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import jaxtyping
-from jaxtyping import install_import_hook
+from tests.shapes import Checks, install
 
-from tests.shapes import checked
-
-CHECKED = [] if os.environ.get("UNCHECKED") else ["adapters", "bridge", "weight_processing"]
-install_import_hook(CHECKED, f"{checked.__module__}.{checked.__name__}").__enter__()
+install([] if os.environ.get("UNCHECKED") else ["adapters", "bridge", "weight_processing"])
 
 import pytest
 import torch
@@ -64,9 +60,9 @@ def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.flo
 @pytest.fixture(autouse=True)
 def _types_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test marked `unchecked` runs without these checks: to see our errors for wrong types, or to time."""
-    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("unchecked") is not None)
+    Checks.on = request.node.get_closest_marker("unchecked") is None
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    Checks.on = True
 
 
 FAMILIES = ["gpt2", "llama", "gpt_neox"]

@@ -33,10 +33,11 @@ MAY_USE = {
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"bridge.native", "bridge.hooks"},
+    "bridge.lens": {"adapters", "bridge.hooks", "bridge.run"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
         "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native",
-        "bridge.embedded", "bridge.loading",
+        "bridge.lens", "bridge.embedded", "bridge.loading",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},
@@ -46,7 +47,7 @@ MAY_USE = {
 #: What stands on top, and may use every room but these.
 ON_TOP = (
     "bridge.cli", "bridge.legacy", "bridge.harvest", "bridge.pictures",
-    "bridge.circuits", "bridge.lens", "bridge.tasks",
+    "bridge.circuits", "bridge.tasks",
 )  # fmt: skip
 
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.

@@ -86,6 +86,11 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": _COMPASS_ROPE, "full_attention": _COMPASS_ROPE},
     },
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2": {
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "position_buckets": 4,
+        "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    },
     "dots3_note": {"num_key_value_heads": 4, "adapter_in_dim": 32},
     "dots3_note_text": {"num_key_value_heads": 4},
     "encoder-decoder": {"decoder_start_token_id": 1},

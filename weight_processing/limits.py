@@ -23,6 +23,8 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
             f"{type(core).__name__} is not one stack of blocks, each reading the residual stream through a norm; "
             "HookedTransformer has no processing for it either"
         )
+    if architecture.stack.shares_modules:
+        return "its blocks are one module: what is folded into one would be folded into all of them"
     attentions = [part for block in architecture.stack.every_block for part in block.attentions]
     if any(part.q_latent is not None or part.kv_latent is not None for part in attentions):
         return "its queries, or its keys and values, are made from latents: no matrix of theirs reads the stream"

@@ -90,7 +90,7 @@ class Parts:
     def blocks(self) -> Iterator[tuple[str, str]]:
         """Each block's canonical prefix and its path."""
         for i in range(self.cfg.n_layers):
-            yield f"blocks.{i}", join(self.architecture.stack.path, str(i))
+            yield f"blocks.{i}", self.architecture.stack.place_of(i)
 
     @property
     def steps(self) -> Iterator[tuple[str, str, NamedStep]]:

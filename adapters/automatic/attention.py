@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from adapters.attention import GATE_FUNCTIONS, Attention, Projection
-from adapters.automatic.layouts import heads_view, relative
+from adapters.attention import Attention, Projection
+from adapters.automatic.layouts import heads_view, parameter_of, relative
 from adapters.automatic.norms import same_numbers, tolerance
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
@@ -116,6 +116,24 @@ class FoundAttention:
                 self.missing[letter] = "no projection has columns of its own for each head"
             else:
                 self.found[letter] = carrier
+        self.biases = {letter: bias for letter in "qk" if (bias := self._bias_behind(letter))}
+
+    def _bias_behind(self, letter: str) -> tuple[str, Tensor] | None:
+        """A parameter between a projection and the product, with its numbers ``[head, d_head]``."""
+        factor = self.softmax.query if letter == "q" else self.softmax.key
+        if letter not in self.found or factor is None or factor.shape[1] != len(self.found[letter][1]):
+            return None
+        before, after = self._by_head(self.found[letter][0].left[0].value, letter), factor.detach().transpose(1, 2)
+        if before.shape != after.shape:
+            return None
+        x, y = (each.double() - each.double().mean((0, 1)) for each in (before, after))
+        scale = float((x * y).sum() / (x * x).sum())
+        rest = after.double() / scale - before.double()
+        close = 10 * tolerance(before) * float(before.abs().max())
+        if bool(((rest - rest[:1, :1]).abs() > close).any()) or float(rest.abs().max()) <= close:
+            return None
+        name = parameter_of(self.owner.module, rest[0, 0], close)
+        return None if name is None else (name, rest[0, 0].to(before))
 
     def _from_before(self, call: ModuleCall, query: int) -> bool:
         """Whether `z` at a position is made from what a call puts out at the one before: a gate's is not."""
@@ -167,7 +185,7 @@ class FoundAttention:
         over = {self._over(call) for _, call in filter(None, (q_norm, k_norm))}
         if len(over) > 1:
             raise NotFound("the norms of queries and keys are given different shapes")
-        core = self._core()
+        core = self.softmax.path
         declared = Attention(
             relative(owner, self.block),
             projections["q"],
@@ -186,9 +204,12 @@ class FoundAttention:
             core="" if core == owner else relative(core, owner),
             q_latent=self._latent("q"),
             kv_latent=None if self.cross else self._latent("k", "v"),
+            shared_keys=self.shares_keys(),
             cross=self.cross,
             n_heads=self.n_heads,
             n_kv_heads=len(self.found["k"][1]),
+            q_bias=self.biases["q"][0] if "q" in self.biases else None,
+            k_bias=self.biases["k"][0] if "k" in self.biases else None,
             d_q=len(self.found["q"][1][0]),
             d_k=len(self.found["k"][1][0]),
             d_v=len(self.found["v"][1][0]),
@@ -196,7 +217,7 @@ class FoundAttention:
         )
         if len(self.found["v"][1]) != declared.n_kv_heads:
             raise NotFound(f"it has {declared.n_kv_heads} heads of keys, and {len(self.found['v'][1])} of values")
-        return self._with_values(declared)
+        return declared
 
     def _latent(self, *letters: str) -> str | None:
         """What a projection reads that is neither the part's input nor its norm: made inside of it.
@@ -219,9 +240,20 @@ class FoundAttention:
             raise NotFound("keys and values are not made from one latent")
         return found.pop()
 
-    def _core(self) -> str:
-        """The module whose forward computes scores and pattern."""
-        return self.softmax.path
+    def shares_keys(self) -> bool:
+        """Whether keys enter the product with more columns than their projection makes, and nothing is rotated."""
+        wider = len(self.found["q"][1][0]) > len(self.found["k"][1][0])
+        return wider and not self.rotated()
+
+    def norm_of(self, letter: str) -> Norm | None:
+        """The norm of queries, keys or values."""
+        found = self._norm(letter)
+        return found and found[0]
+
+    def made_by(self, letter: str) -> ModuleCall:
+        """The call that left queries, keys or values: their norm's, or else their projection's."""
+        found = self._norm(letter)
+        return found[1] if found else self.found[letter][0]
 
     def _norm(self, letter: str) -> tuple[Norm, ModuleCall] | None:
         """The norm between a projection and the scores."""
@@ -278,7 +310,8 @@ class FoundAttention:
         call, sets, _ = self.found[letter]
         norm = self._norm(letter)
         if norm is None or (self.normed_last and letter in "qk"):
-            return self._by_head(call.left[0].value, letter)
+            made = self._by_head(call.left[0].value, letter)
+            return made + self.biases[letter][1] if letter in self.biases else made
         rows = by_position(norm[1].left[0].value, self.recording.batch, self._positions(letter))
         assert rows is not None
         return rows.unflatten(-1, (len(sets), -1))
@@ -354,47 +387,3 @@ class FoundAttention:
             if bool((taken.abs() <= close).all()) or bool((highest.abs() <= close).all()):
                 return name
         raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")
-
-    def _with_values(self, declared: Attention) -> Attention:
-        """The declaration with the norm of the values, and what stands between `pattern @ v` and `z`.
-
-        Raises:
-            NotFound: something unknown does.
-        """
-        norm = self._norm("v")
-        declared = replace(declared, v_norm=norm and norm[0])
-        v = self.normed("v").double()
-        pattern = self.softmax.pattern[..., : v.shape[1]].double()
-        mixed = torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(self.n_heads // v.shape[2], dim=2))
-        z = self.z_by_head.detach().double()
-        if mixed.shape != z.shape:
-            raise NotFound(
-                f"what enters its output projection is {z.shape[-1]} wide for each head, values {v.shape[-1]}"
-            )
-        bound = 10 * tolerance(self.z.value) * float(z.abs().max())
-
-        def is_z(x: Tensor) -> bool:
-            return bool(((x - z).abs() <= bound).all())
-
-        if is_z(mixed):
-            return declared
-        if is_z(mixed * float((mixed * z).sum() / (mixed * mixed).sum())):
-            return replace(declared, z_is="factor")
-        flat = mixed.flatten(2)
-        for call in self.sources:
-            behind = not call.is_linear and call.left[0].mark == self.z.mark and call.entered is not None
-            if behind and call.entered and bool(((call.entered.value.flatten(2) - flat).abs() <= bound).all()):
-                return replace(declared, z_is="norm")
-        for call, sets in self.gates:
-            rows = by_position(call.left[0].value, self.recording.batch, self.query_pos)
-            gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
-            for name, function in GATE_FUNCTIONS.items():
-                if gate is not None and gate.shape[-1] in (1, z.shape[-1]) and is_z(mixed * function(gate)):
-                    view = heads_view(sets, call.left[0].value.shape[-1])
-                    path = relative(call.path, self.owner.path)
-                    return replace(declared, z_is="gate", gate=Projection(path, view), gate_fn=name)
-        total = self.softmax.scores.detach().double().logsumexp(-1).transpose(1, 2)[..., None]
-        for name, parameter in self.owner.module.named_parameters(recurse=False):
-            if parameter.shape == (self.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
-                return replace(declared, z_is="sink", z_sinks=name)
-        raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from adapters.automatic.norms import norm_kind
 from adapters.automatic.recording import ModuleCall, Recording, Seen
 from adapters.paths import join, members_of
 
@@ -20,6 +22,9 @@ class FoundStack:
         outputs: what each passes on.
         indices: where in the list each stands.
         length: of the list.
+        members: where each block stands in the list, if that is not its index: one that runs several times has all of
+            them.
+        ends: for blocks that are no modules, those that the stream enters first and leaves last, relative to `path`.
     """
 
     path: str
@@ -27,6 +32,8 @@ class FoundStack:
     outputs: tuple[Seen, ...]
     indices: tuple[int, ...]
     length: int
+    members: tuple[str, ...] = ()
+    ends: tuple[tuple[str, str], ...] = ()
 
     @property
     def stream(self) -> Seen:
@@ -59,7 +66,13 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
         calls = [recording.of(at) for at in paths]
         ran = [index for index, each in enumerate(calls) if len(each) == 1]
         if not ran or any(len(each) > 1 for each in calls) or (len(ran) < len(calls) and len(ran) < 2):
-            if any(len(each) > 1 for each in calls) and len(paths) > 1:
+            inner = [join(at, f"{name}.{index}") for at, each in zip(paths, members_of(module), strict=True)
+                     for name, child in each.named_children() if isinstance(child, nn.ModuleList)
+                     for index in range(len(members_of(child)))]  # fmt: skip
+            shared = _shared(path, inner, recording) or _shared(path, paths, recording)
+            if shared is not None:
+                found.append(shared)
+            elif any(len(each) > 1 for each in calls) and len(paths) > 1:
                 almost.append(f"the blocks of {path} run more than once")
             continue
         blocks = tuple(calls[index][0] for index in ran)
@@ -70,8 +83,82 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
             found.append(stack)
         elif reason:
             almost.append(reason)
+    if not found and (parallel := _parallel(model, recording)):
+        found.append(parallel)
     found.sort(key=lambda stack: stack.blocks[0].start)
     return found, "" if found else "; ".join(almost[:2]) or "no list of blocks that each run once"
+
+
+def _shared(path: str, paths: list[str], recording: Recording) -> FoundStack | None:
+    """A list of which some members run several times, each time as a block of its own: their calls follow each other.
+
+    The calls, and those inside of them, are named by their number from then on.
+    """
+    calls = sorted((call for each in paths for call in recording.of(each)), key=lambda call: call.start)
+    if len(calls) < 2 or any(call.entered is None or not call.left for call in calls):
+        return None
+    found, _ = _chained(path, tuple(calls), recording, list(range(len(calls))), len(calls))
+    if found is None:
+        return None
+    counts: Counter[str] = Counter()
+    members = []
+    for call in calls:
+        old, number = call.path, counts[call.path]
+        counts[old] += 1
+        members.append(f"{old[len(path) + 1 :]}@{number}")
+        recording.rename(call, f"{old}@{number}")
+    return replace(found, members=tuple(members))
+
+
+def _parallel(model: nn.Module, recording: Recording) -> FoundStack | None:
+    """Blocks that are no modules: lists beside each other, of which each has one member in every block (XLM)."""
+    for path, module in model.named_modules():
+        lists = [
+            [calls[0] if len(calls := recording.of(join(path, name, str(i)))) == 1 else None for i in range(len(child))]
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList)
+        ]
+        whole = [[call for call in each if call is not None] for each in lists if each and None not in each]
+        if len(whole) < 2 or len({len(each) for each in whole}) > 1:
+            continue
+        found = []
+        ends = []
+        for together in zip(*whole, strict=True):
+            calls = sorted(together, key=lambda call: call.start)
+            first, last = calls[0], calls[-1]
+            if first.entered is None or len(last.left) != 1 or last.left[0].key is not None:
+                break
+            block = ModuleCall(path, module, first.start - 1, last.end, first.entered, list(last.left))
+            found.append(block)
+            ends.append((first.path[len(path) + 1 :], last.path[len(path) + 1 :]))
+        stack = None
+        if len(found) == len(whole[0]):
+            stack, _ = _chained(path, tuple(found), recording, list(range(len(found))), len(found))
+        if stack is not None:
+            return replace(stack, members=("",) * len(found), ends=tuple(ends))
+    return None
+
+
+def number_calls(block: ModuleCall, recording: Recording) -> None:
+    """Names the calls of modules that run several times in one block by their number."""
+    inside = recording.between(block.start, block.end)
+    counts = Counter(call.path for call in inside)
+    for path, count in counts.items():
+        if count > 1 and "@" not in path:
+            for number, call in enumerate([call for call in inside if call.path == path]):
+                recording.rename(call, f"{path}@{number}")
+
+
+def number_norms(stacks: list[FoundStack], recording: Recording) -> None:
+    """Names the calls of norms that run several times outside of blocks (before the first and behind the last)."""
+    blocks = [block for stack in stacks for block in stack.blocks]
+    outside = [call for call in recording.calls if not any(block.holds(call) for block in blocks)]
+    counts = Counter(call.path for call in outside)
+    for path, count in counts.items():
+        calls = [call for call in outside if call.path == path]
+        if 1 < count == len(recording.of(path)) and all(norm_kind(call) for call in calls):
+            for number, call in enumerate(calls):
+                recording.rename(call, f"{path}@{number}")
 
 
 def _chained(

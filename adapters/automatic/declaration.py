@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
-from adapters.automatic.blocks import FoundStack, find_stacks
+from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms
 from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
@@ -23,6 +23,7 @@ from adapters.automatic.norms import norm_kind
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
+from adapters.automatic.values import beside, with_values
 from adapters.config import act_fn_name, config_of, first
 from adapters.feed_forward import MoE
 from adapters.mixers.part import Mixer, axes_of, functions_of
@@ -117,6 +118,7 @@ class _Inference:
         if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
         (found, *others) = stacks
+        number_norms(stacks, self.recording)
         embedding = find_embedding(self.model, self.recording, found.blocks[0])
         if embedding is None:
             raise NotInferable("no token embedding ran")
@@ -139,8 +141,11 @@ class _Inference:
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
             more_embeds=tuple(map(self.relative, embedding.more)),
+            embed_project=embedding.project and self.relative(embedding.project),
+            d_embed=embedding.width,
+            changed_in_place=self._changed_before(found.blocks[0].start),
             heads=self._heads(stacks[-1], last_norm, unembed),
-            no_layer_runs="its decoder needs the encoder's output" if two else "",
+            no_layer_runs=_why_no_layers(found, two),
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
@@ -148,6 +153,8 @@ class _Inference:
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
         self.facts.table = None
+        for call in found.blocks:
+            number_calls(call, self.recording)
         blocks = all_rotated([self._block(found, index, name) for index in range(found.length)])
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
@@ -162,6 +169,7 @@ class _Inference:
             layers,
             final_norm=final and Norm(self.relative(final.path), final.kind),
             name=name,
+            members=found.members,
             output_key=found.outputs[0].key,
             output_length=found.blocks[0].n_left,
         )
@@ -187,17 +195,26 @@ class _Inference:
         )
         return stack, final
 
+    def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
+        """What the model writes over, at the borders of the modules that run before the blocks."""
+        before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
+        return tuple((self.relative(call.path), which) for call in before for which in call.changed)
+
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
         if unembed is None or unembed.entered is None:
             return ()
-        if final is not None and self.recording.of(final.path)[-1].left[0].mark == unembed.entered.mark:
+        last = found.outputs[-1] if final is None else self.recording.of(final.path)[-1].left[0]
+        if last.mark == unembed.entered.mark:
             return ()
         head = find_head(self.recording, found.blocks[-1].end, unembed)
         if head is None:
             return ()
-        around, linear, norm = ("." + relative(each, self.core) for each in head[:3])
-        return (Head("mlm_head", around, linear=linear, norm=Norm(norm, head[3]), unembeds=True),)
+        around, linear = ("." + relative(each, self.core) for each in head[:2])
+        norm = head[2] and Norm("." + relative(head[2].path, self.core), head[2].kind)
+        width = unembed.entered.value.shape[-1]
+        own = None if width == found.d_model else width
+        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True, width=own),)
 
     def relative(self, path: str) -> str:
         """A path of the model as one from its base model."""
@@ -242,7 +259,8 @@ class _Inference:
                     )
                 )
                 notes.append(note)
-        block = Block(tuple(steps), _changed(call, inside))
+        entry, left = stack.ends[place] if stack.ends else ("", "")
+        block = Block(tuple(steps), _changed(call, inside), entry, left)
         for named, note in zip(block.named, notes, strict=True):
             for what, why in note.items():
                 if what == "entry":
@@ -277,9 +295,8 @@ class _Inference:
 
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
-        declared = found.declare()
-        declared = self.facts.add_attention(found, declared)
-        return declared
+        declared = self.facts.add_attention(found, with_values(found, found.declare()))
+        return replace(declared, beside=beside(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts)
@@ -306,11 +323,15 @@ class _Inference:
         found = []
         for call in self.recording.calls:
             once = owner.holds(call) and call is not owner and len(self.recording.of(call.path)) == 1
+            once = once and not isinstance(call.module, nn.Dropout)
             if once and call.is_leaf and call.n_left == 1 and call.left and call.left[0].key is None:
                 path, shape = relative(call.path, owner.path), call.left[0].value.shape
-                if "." not in path and len(shape) > 1:
-                    found.append((path, axes_of(path, shape, self.recording.batch, self.recording.pos)))
-        return tuple(found)
+                if len(shape) > 1:
+                    name = path.rpartition(".")[2]
+                    found.append((path, axes_of(name, shape, self.recording.batch, self.recording.pos)))
+        direct = [each for each in found if "." not in each[0]]
+        names = [path.rpartition(".")[2] for path, _ in found]
+        return tuple(direct or (found if len(set(names)) == len(names) else []))
 
     def _opaque(
         self,
@@ -331,7 +352,7 @@ class _Inference:
         if kind is Mixer:
             functions = functions_of(owner.module)
             modules = self._modules_of(owner)
-            if not (functions or modules):
+            if not (functions or modules) and any(True for _ in owner.module.parameters()):
                 note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
             return Mixer(path, out_path, seen.key, modules, functions)
         return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key)
@@ -340,6 +361,15 @@ class _Inference:
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
     """What the model writes over, at the borders of modules that hook points may stand on."""
     return tuple((relative(call.path, block.path), which) for call in (block, *inside) for which in call.changed)
+
+
+def _why_no_layers(found: FoundStack, two: bool) -> str:
+    """Why a run cannot start or stop at a layer."""
+    if two:
+        return "its decoder needs the encoder's output"
+    if found.ends:
+        return "its blocks are no modules of their own"
+    return "its blocks are one module" if any("@" in member for member in found.members) else ""
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

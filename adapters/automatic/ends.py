@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.norms import norm_kind, tolerance
-from adapters.automatic.recording import ModuleCall, Recording, Seen
-from adapters.norms import Norm, NormKind
+from adapters.automatic.recording import ModuleCall, Recording, Seen, mark
+from adapters.config import config_of
+from adapters.norms import Norm
 from adapters.paths import token_embedding
 
 
@@ -25,6 +26,8 @@ class FoundEmbedding:
         more: what is added besides.
         norm: the norm of the sum.
         module: the one around all of them, where there is a sum with a norm behind it.
+        project: a linear layer behind the tokens, or behind all of it; it is `module` then.
+        width: of the tokens' embeddings, where that is not the stream's.
         missing: what could not be found, by hook name.
     """
 
@@ -34,6 +37,8 @@ class FoundEmbedding:
     token_types: str | None = None
     norm: Norm | None = None
     module: str | None = None
+    project: str | None = None
+    width: int | None = None
     more: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -47,7 +52,7 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         first: the call of the first block.
         since: the time from which on its embeddings run: when the stack before it has ended.
     """
-    before = [call for call in recording.calls if -1 < call.end < first.start and call.left and call.start > since]
+    before = [call for call in recording.calls if -1 < call.end <= first.start and call.left and call.start > since]
     module = token_embedding(model)
     called = [call for call in before if call.module is module] or [
         call for call in before if isinstance(call.module, nn.Embedding)
@@ -56,50 +61,72 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         return None
     found = FoundEmbedding(called[0].path)
     tokens, target = called[0].left[0].value, first.entered
+    found.width = None if tokens.shape[-1] == target.value.shape[-1] else tokens.shape[-1]
+    last = [call for call in before if call.left[0].mark == target.mark and call.is_linear and call.entered]
+    if last and last[-1].entered is not None and last[-1].entered.value.shape[:2] == tokens.shape[:2]:
+        found.project, target = last[-1].path, last[-1].entered
     norms = [call for call in before if call.left[0].mark == target.mark and norm_kind(call)]
     if norms and norms[-1].entered is not None:
         kind = norm_kind(norms[-1])
         assert kind is not None
         found.norm, target = Norm(norms[-1].path, kind), norms[-1].entered
     shape = target.value.shape
+    if tokens.shape != shape or not _is_in(tokens, target.value):
+        made = [
+            call for call in before
+            if call.is_linear and call.start > called[0].end and call.left[0].value.shape == shape
+            and found.project is None
+        ]  # fmt: skip
+        if made and _reads(made[0], tokens):
+            found.project, tokens = made[0].path, made[0].left[0].value
     if tokens.shape != shape:
         found.missing["hook_embed"] = (
             f"{found.embed} puts out the shape {tuple(tokens.shape)}, the stream has {tuple(shape)}"
         )
         return found
-    known = {called[0].left[0].mark, target.mark}
-    others = []
+    known = {called[0].left[0].mark, target.mark, mark(tokens)}
+    others: list[tuple[ModuleCall, Tensor]] = []
+    again: dict[ModuleCall, list[str]] = {}
     for call in before:
         x = _for_each_row(call.left[0].value, shape) if call.is_leaf else None
+        same = [other for other, _ in others if other.left[0].mark == call.left[0].mark]
         if x is not None and call.left[0].mark not in known:
             known.add(call.left[0].mark)
             others.append((call, x))
+        elif same and same[0].module is call.module:
+            again.setdefault(same[0], []).append(recording.numbered(call))
     weights = _weights(target.value, [tokens, *(x for _, x in others)])
     if weights is None:
         found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
         return found
-    found.factor = weights[0]
+    found.factor, alone = weights[0], False
     if weights[0] == 0:  # what is added is a norm of it
         for index, (call, _) in enumerate(others, 1):
             kind = norm_kind(call) if call.entered and call.entered.mark == called[0].left[0].mark else None
             if kind is not None and weights[index] == 1 and found.norm is None:
                 found.norm, found.factor, weights[index] = Norm(call.path, kind), 1.0, 0.0
+                alone = True  # the norm of the tokens alone
         if weights[0] == 0 and found.norm is None:
             found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
             found.factor = 1.0
             return found
-    for (call, x), weight in zip(others, weights[1:], strict=True):
+    types = config_of(model).get_text_config()
+    rows = getattr(types, "type_vocab_size", None)
+    for (call, x), weight in sorted(zip(others, weights[1:], strict=True), key=lambda each: -_rows(each[0][0], rows)):
         if weight == 0:
             continue
         what = "token_types" if bool((x == x[:, :1]).all()) else "pos_embed"
-        if getattr(found, what) is not None and weight == 1 and len(recording.of(call.path)) == 1:
-            found.more.append(call.path)
+        times = 1 + len(again.get(call, ()))
+        if weight == times and (times > 1 or getattr(found, what) is not None):
+            found.more += [recording.numbered(call), *again.get(call, ())]
             continue
         if getattr(found, what) is not None or weight != 1 or not isinstance(call.module, nn.Module):
             found.missing[f"hook_{what}"] = f"{call.path} is added to the token embedding, times {weight:g}"
             continue
         setattr(found, what, call.path)
-    if found.norm and (found.pos_embed or found.token_types):
+    if last and found.project == last[-1].path:
+        found.module = found.project
+    elif found.norm and not alone and (found.pos_embed or found.token_types or found.project):
         around = [
             call for call in before
             if call.left[0].mark == first.entered.mark and call.holds(called[0]) and not call.is_leaf
@@ -107,6 +134,24 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         # With no module around them, the norm is what puts out the first stream.
         found.module = min(around, key=lambda call: call.end - call.start).path if around else found.norm.path
     return found
+
+
+def _rows(call: ModuleCall, said: int | None) -> bool:
+    """Whether a table has as many rows as the configuration says that there are types of tokens."""
+    table = getattr(call.module, "weight", None)
+    return isinstance(table, Tensor) and said is not None and table.shape[0] == said
+
+
+def _is_in(tokens: Tensor, total: Tensor) -> bool:
+    """Whether a sum goes with the token embedding: they are alike beyond chance."""
+    rows = [(x - x.mean((0, 1))).double().flatten() for x in (tokens, total)]
+    return float(rows[0] @ rows[1]) > 0.05 * float(rows[0].norm() * rows[1].norm())
+
+
+def _reads(linear: ModuleCall, tokens: Tensor) -> bool:
+    """Whether a linear layer is given the token embedding, alone or before others."""
+    x = None if linear.entered is None else linear.entered.value
+    return x is not None and x.shape[:2] == tokens.shape[:2] and torch.equal(x[..., : tokens.shape[-1]], tokens)
 
 
 def _for_each_row(x: Tensor, shape: torch.Size) -> Tensor | None:
@@ -149,14 +194,16 @@ def find_unembedding(model: nn.Module, recording: Recording, after: int) -> Modu
     return next((call for call in recording.calls if call.module is layer and call.start > after and call.left), None)
 
 
-def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, str, NormKind] | None:
+def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[str, str, Norm | None] | None:
     """A linear layer and a norm between the last stream and the output layer, and the module around the two.
 
+    Without a norm, the module holds the output layer, too, or puts out what that reads.
+
     Returns:
-        The paths of that module (of the linear layer itself, where there is none), of the linear layer and of the norm,
-        and what the norm computes.
+        The paths of that module (of the linear layer itself, where there is none) and of the linear layer; the norm.
     """
     behind = [call for call in recording.calls if call.start > after]
+    linear: list[ModuleCall]
     for norm in behind:
         kind = norm_kind(norm) if norm.end < unembed.start else None
         if kind is None or unembed.entered is None or norm.left[0].mark != unembed.entered.mark:
@@ -165,9 +212,17 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
         around = [call for call in behind if linear and call.holds(norm) and call.holds(linear[-1])]
         if around:
             head = min(around, key=lambda call: call.end - call.start)
-            return head.path, linear[-1].path, norm.path, kind
+            return head.path, linear[-1].path, Norm(norm.path, kind)
         if linear:  # nothing is around them but the model (DistilBERT)
-            return linear[-1].path, linear[-1].path, norm.path, kind
+            return linear[-1].path, linear[-1].path, Norm(norm.path, kind)
+    linear = [call for call in behind if call.is_linear and call.end < unembed.start]
+    around = [call for call in behind if linear and call.holds(unembed) and call.holds(linear[-1])]
+    around = around or [
+        call for call in behind if linear and call.holds(linear[-1]) and not call.is_leaf and call.end < unembed.start
+        and call.left and unembed.entered is not None and call.left[0].mark == unembed.entered.mark
+    ]  # fmt: skip
+    if around:
+        return min(around, key=lambda call: call.end - call.start).path, linear[-1].path, None
     return None
 
 

@@ -57,18 +57,30 @@ class Facts:
         scale = measured.scale(found)
         alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
         biased = measured.scale(found, biased=True) if scale is None and alibi is None else None
-        self.add("attn_scale", scale or alibi or biased)
+        beside = measured.scale_beside(found) if not (scale or alibi or declared.rotary) else None
+        said = scale or alibi or biased or beside
+        self.add("attn_scale", said)
+        declared = replace(declared, scale=said)
         self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
         cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
         self.add("attn_scores_soft_cap", measured.soft_cap(found, cap))
         self.windows.append(measured.window(found))
         if declared.rotary:
             self.add("positional_embedding_type", "rotary")
-            if (rotation := measured.rotation(found)) is not None:
+            rotation = measured.rotation(found)
+            if declared.kv_latent is not None and declared.d_q and declared.d_k:
+                self.add("rotary_dim", declared.d_q - declared.d_k)  # the last columns, which all heads share
+            elif rotation is not None:
                 self.add("rotary_dim", rotation[0])
-                self.add("rotary_adjacent_pairs", rotation[1])
                 self.exact_rotation |= rotation[2]
-                self.add("rotary_base", measured.rotary_base(found, *rotation[:2]))
+                base = measured.rotary_base(found, *rotation[:2])
+                self.add("rotary_base", base)
+                if rotation[2]:
+                    declared = replace(declared, rotary_dim=rotation[0])
+                if getattr(config_of(self.model).get_text_config(), "is_heterogeneous", False):
+                    declared = replace(declared, rotary_base=base)
+            if rotation is not None:
+                self.add("rotary_adjacent_pairs", rotation[1])
         elif alibi is not None or isinstance(declared.scores, AlibiScores):
             self.add("positional_embedding_type", "alibi")
         elif table := find_table(found, self.table):
@@ -78,6 +90,8 @@ class Facts:
             most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
             self.add("relative_attention_max_distance", most)
             return replace(declared, position_bias=table.path)
+        elif beside is not None and not declared.cross:
+            return replace(declared, adds=measured.adding(found))
         return declared
 
     def values(self, found: FoundStack, unembed: ModuleCall | None, not_offered: dict[str, str]) -> dict[str, object]:
@@ -132,7 +146,9 @@ class Facts:
         seen = {window for window in self.windows if window is not None}
         whole = config_of(self.model)
         told = None if getattr(whole, "is_heterogeneous", False) else first(whole, "sliding_window", "layer_types")
-        if len(seen) == 1 and n_layers == len(self.windows) and told is None:
+        # A text as long as this one shows whether it is the window that the configuration tells.
+        other = isinstance(told, int) and seen and told not in seen and told < self.recording.pos
+        if len(seen) == 1 and n_layers == len(self.windows) and (told is None or other):
             types = ["global" if window is None else "local" for window in self.windows]
             return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
         return {}
@@ -165,6 +181,7 @@ def all_rotated(blocks: list[Block]) -> list[Block]:
 def sized(block: Block, values: Mapping[str, object]) -> Block:
     """A block whose parts say their sizes only where these are not those of the model."""
     n_heads, d_head = values["n_heads"], values["d_head"]
+    scale = values["attn_scale"] or (float(str(d_head)) ** 0.5 if d_head else None)
     n_kv_heads = values["n_key_value_heads"] or n_heads
 
     def own(part: Part) -> Part:
@@ -176,6 +193,9 @@ def sized(block: Block, values: Mapping[str, object]) -> Block:
             part,
             n_heads=None if part.n_heads == n_heads else part.n_heads,
             n_kv_heads=None if part.n_kv_heads == n_kv_heads else part.n_kv_heads,
+            scale=None if part.scale == scale else part.scale,
+            rotary_base=None if part.rotary_base == values.get("rotary_base") else part.rotary_base,
+            rotary_dim=None if part.rotary_dim == values.get("rotary_dim") else part.rotary_dim,
             d_q=None if part.d_q == d_head else part.d_q,
             d_k=None if part.d_k == d_head else part.d_k,
             d_v=None if part.d_v == d_head else part.d_v,

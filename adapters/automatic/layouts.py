@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor, nn
+
 from adapters.views import View, columns, gathered, interleaved
 
 
@@ -47,3 +49,19 @@ def neurons_view(index: Sequence[int], width: int) -> View | None:
     if list(index) == list(range(start, stop)):
         return None if len(index) == width else columns(start, stop)
     return gathered((tuple(index),), flat=True)
+
+
+def parameter_of(module: nn.Module, row: Tensor, close: float) -> str | None:
+    """The name of the parameter of a module, or of one inside, that is a row of numbers; None where none is.
+
+    Args:
+        module: the module.
+        row: the numbers, of any shape.
+        close: what they may differ by.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.numel() == row.numel() and bool(
+            ((parameter.detach().flatten() - row.flatten()).abs() <= close).all()
+        ):
+            return name
+    return None

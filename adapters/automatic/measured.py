@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
+from adapters.automatic.recording import gradient_of
+from adapters.proofs.gradients import by_position
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
@@ -89,7 +91,7 @@ def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
     """
     found = attention.product()
     q, k = attention.normed("q").double(), attention.normed("k").double()
-    rotated = attention.rotated()
+    rotated = attention.rotated() or attention.shares_keys()
     if found is None or not (rotated or (found[1].transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
         return None
     product, query, key = found
@@ -111,6 +113,44 @@ def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
         )
     usual = q.shape[-1] ** 0.5
     return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
+
+
+def scale_beside(attention: FoundAttention) -> float | None:
+    """What the product is divided by, where queries alone, keys alone or places alone add to it.
+
+    The gradient of a score with respect to its query is the key, divided, and what is the same in every row.
+    """
+    call, sets, _ = attention.found["q"]
+    live, scores = call.left[0].live, attention.softmax.scores
+    position = min(5, attention.query_pos - 1)
+    batch = attention.recording.batch
+    gradient = gradient_of(scores[:, :, position, position - 1].sum(), live)
+    rows = None if gradient is None else by_position(gradient, batch, attention.query_pos)
+    if rows is None or attention.rotated() or batch < 2:
+        return None
+    reached = rows[:, position][..., torch.tensor(sets, device=rows.device)].double()
+    keys = attention.normed("k").double()[:, position - 1]
+    keys = keys.repeat_interleave(attention.n_heads // keys.shape[1], dim=1)
+    if reached.shape != keys.shape:
+        return None
+    factor = _ratio(reached - reached.mean(0), keys - keys.mean(0))
+    if factor is None:
+        return None
+    usual = keys.shape[-1] ** 0.5
+    return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
+
+
+def adding(attention: FoundAttention) -> tuple[str, ...]:
+    """The linear layers inside that have a part in the scores, and are neither queries nor keys."""
+    known = {attention.found[letter][0].path for letter in "qk"}
+    total = (attention.softmax.scores * torch.linspace(-1, 1, attention.key_pos).to(attention.softmax.scores)).sum()
+    found = []
+    for call in attention.recording.between(attention.owner.start, attention.softmax.time):
+        if call.is_linear and call.path not in known and attention.owner.holds(call) and len(call.left) == 1:
+            gradient = gradient_of(total, call.left[0].live)
+            if gradient is not None and bool(gradient.any()):
+                found.append(relative(call.path, attention.owner.path))
+    return tuple(found)
 
 
 def alibi_scale(attention: FoundAttention) -> float | None:

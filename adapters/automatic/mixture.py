@@ -14,13 +14,21 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart
 from adapters.automatic.recording import ModuleCall, NotFound, Recording
+from adapters.experts import Layers, are_modules, layers_of, width
 from adapters.feed_forward import MLP, MoE
+from adapters.offloaded import held
+from adapters.paths import members_of
 
 
 def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
-    """The call of the module that keeps a mixture's experts, as transformers does; None where there is none."""
+    """The call of the module that keeps a mixture's experts; None where there is none.
+
+    It has two parameters for all of them, as transformers has it, or is a list of modules with a forward of its own.
+    """
     inside = recording.between(part.start, part.producer.end)
     for call in inside:
+        if are_modules(call.module) and any(True for _ in call.module.children()):
+            return call
         weights = [getattr(call.module, name, None) for name in ("gate_up_proj", "down_proj")]
         if all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
             return call
@@ -47,21 +55,25 @@ class FoundMixture:
 
     def __init__(self, part: FoundPart, recording: Recording, block: str, experts: ModuleCall) -> None:
         self.part, self.recording, self.block, self.experts = part, recording, block, experts
-        missing = [
-            name for name in ("is_transposed", "is_concatenated", "has_bias") if not hasattr(experts.module, name)
-        ]
-        if missing:
-            raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
-        down = experts.module.down_proj
-        assert isinstance(down, Tensor)
-        self.num_experts = len(down)
-        self.d_expert = down.shape[1 if experts.module.is_transposed else 2]
+        self.layers: Layers | None = None
+        self.d_expert: int | None = None
+        self.act_fn: str | None = None
+        if are_modules(experts.module):
+            self.num_experts = len(members_of(experts.module))
+            self._look_into_an_expert()
+        else:
+            missing = [
+                name for name in ("is_transposed", "is_concatenated", "has_bias") if not hasattr(experts.module, name)
+            ]
+            if missing:
+                raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
+            self.num_experts, self.d_expert = len(held(experts.module, "down_proj")), width(experts.module)
+            self.act_fn = self._activation()
         self.router = self._router()
         self.experts_per_token = self.router.output(1).value.shape[-1]
         self.owner = self._owner()
         self.d_shared: int | None = None
         self.factors = (1.0, 1.0)
-        self.act_fn = self._activation()
 
     def _router(self) -> ModuleCall:
         """What chooses: it returns logits, and weights and indices of the chosen ones."""
@@ -74,6 +86,23 @@ class FoundMixture:
         raise NotFound(
             f"no module before {self.experts.path} returns logits, weights and indices of the chosen experts"
         )
+
+    def _look_into_an_expert(self) -> None:
+        """The layers of the expert that most tokens were sent to: which of two is the gate, a few rows say."""
+        prefix = f"{self.experts.path}."
+        ran = [
+            call for call in self.recording.between(self.experts.start, self.experts.end)
+            if call.path.startswith(prefix) and "." not in call.path[len(prefix) :] and call.left
+        ]  # fmt: skip
+        most = max(ran, key=lambda call: len(call.left[0].value), default=None)
+        if most is None or len(most.left[0].value) < 3:
+            raise NotFound(f"no module in {self.experts.path} was given three tokens, by which it could be known")
+        mlp, found = self._mlp(most)
+        if mlp.gate is not None and mlp.gate.part is None and mlp.up.part is None:
+            self.layers = mlp.gate.path, mlp.up.path, mlp.down
+            if layers_of(most.module) == self.layers:
+                self.layers = None  # as it is without being said
+            self.d_expert, self.act_fn = found.d_mlp, found.act_fn
 
     def _owner(self) -> ModuleCall:
         around = [
@@ -134,6 +163,7 @@ class FoundMixture:
             shared_gate=None if gate is None else relative(gate.path, owner),
             out=None if out is self.owner else relative(out.path, self.block),
             out_key=seen.key,
+            layers=self.layers,
         )
 
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:
@@ -157,7 +187,9 @@ class FoundMixture:
                 if gate is not None:
                     value = value * gate.left[0].value.flatten(0, -2).double().sigmoid()
                 if self._is_sum(total, [routed, value.flatten()]):
-                    return self._mlp(call), gate
+                    shared, found = self._mlp(call, self.owner.path)
+                    self.d_shared = found.d_mlp
+                    return shared, gate
         raise NotFound("what it puts out is not the sum of its experts and of one that all tokens are sent to")
 
     def _is_sum(self, total: Tensor, terms: list[Tensor]) -> bool:
@@ -173,7 +205,8 @@ class FoundMixture:
         self.factors = (first, second[0] if second else 1.0)
         return True
 
-    def _mlp(self, call: ModuleCall) -> MLP:
+    def _mlp(self, call: ModuleCall, base: str = "") -> tuple[MLP, FoundMLP]:
+        """What a module of a mixture is as an MLP, with its path from `base`, and how that was found."""
         inside = [c for c in self.recording.calls if call.holds(c) and c.is_linear]
         last = [c for c in inside if c.left[0].mark == call.left[0].mark]
         if not last:
@@ -181,10 +214,8 @@ class FoundMixture:
         matrices = [c for c in inside if c is not last[-1]]
         seen = call.left[0]
         part = FoundPart(call, (call, seen), last[-1], None, None, matrices, [], self.part.reads, call.start)
-        found = FoundMLP(part, self.owner.path)
-        declared = found.declare()
-        self.d_shared = found.d_mlp
-        return replace(declared, d_mlp=None)
+        found = FoundMLP(part, base)
+        return replace(found.declare(), d_mlp=None), found
 
     def _activation(self) -> str | None:
         for call in self.recording.calls:

@@ -31,7 +31,7 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
     if seen is None or not call.is_leaf or call.is_linear or len(call.left) != 1 or call.left[0].key is not None:
         return None
     x, y = seen.value, call.left[0].value
-    if x.shape != y.shape or x.ndim < 2 or x.shape[-1] < 2:
+    if x.shape != y.shape or x.ndim < 2 or x.shape[-1] < 2 or not x.numel():
         return None
     weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
     for parameter in (weight, bias):

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adapters.paths import token_embedding
+from adapters.views.kernel_arguments import KernelArguments
 
 #: What two tensors of the same numbers share, whatever their shapes.
 Mark = tuple[int, int]
@@ -146,6 +147,22 @@ class Recording:
                 self._by_path.setdefault(call.path, []).append(call)
         return self._by_path.get(path, [])
 
+    def numbered(self, call: ModuleCall) -> str:
+        """The path of a call, with its number where its module runs several times."""
+        calls = [other for other in self.calls if other.module is call.module]
+        return call.path if len(calls) == 1 or "@" in call.path else f"{call.path}@{calls.index(call)}"
+
+    def rename(self, call: ModuleCall, path: str) -> None:
+        """Gives a call, and those inside of it, another path."""
+        before = call.path
+        for each in self.calls:
+            if call.holds(each) and (each.path == before or each.path.startswith(f"{before}.")):
+                each.path = path + each.path[len(before) :]
+        for softmax in self.softmaxes:
+            if call.start < softmax.time < call.end and (softmax.path + ".").startswith(f"{before}."):
+                softmax.path = path + softmax.path[len(before) :]
+        self._by_path.clear()
+
     def between(self, start: int, end: int) -> list[ModuleCall]:
         """The calls that began and ended between two times."""
         return [call for call in self.calls if start < call.start and call.end <= end]
@@ -169,6 +186,24 @@ def gradient_of(total: Tensor, live: Tensor) -> Tensor | None:
         raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
 
 
+def is_linear_through(made: Tensor, through: Tensor, source: Tensor) -> bool:
+    """Whether `made` is linear in `through`, and `source` reaches it that way alone.
+
+    Args:
+        made: what is made.
+        through: a tensor on the way.
+        source: what that is made from.
+    """
+    total = made.pow(2).sum()
+    reached, whole = gradient_of(total, through), gradient_of(total, source)
+    if reached is None or whole is None:
+        return False
+    (via,) = torch.autograd.grad(through, [source], [reached], retain_graph=True)
+    # Euler: along `through`, the square of what is linear in it grows by twice itself.
+    grows = (reached * through).sum() / total - 2
+    return abs(float(grows.detach())) < 1e-4 and bool(((via - whole).abs() <= 1e-4 * whole.abs().max()).all())
+
+
 _SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _CHOICES = {torch.topk, Tensor.topk}
@@ -180,7 +215,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.recording, self.stack, self.time = recording, list[ModuleCall](), 0
-        self.product: tuple[Tensor, Tensor] | None = None
+        self.products: list[tuple[Tensor, Tensor]] = []
 
     def tick(self) -> int:
         self.time += 1
@@ -191,35 +226,31 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return self._attention(KernelArguments(*args, **kwargs))
         if func in _PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
-            self.product = (args[0], args[1].transpose(-1, -2))
+            self.products.append((args[0], args[1].transpose(-1, -2)))
         out = func(*args, **kwargs)
         if func in _CHOICES:
             self.recording.choices.append(self.tick())
         if func not in _SOFTMAXES or not isinstance(out, Tensor) or out.ndim < 2:
             return out
         scores = args[0] if args else kwargs["input"]
-        self._add(scores, out, self.product, fused=False)
+        self._add(scores, out, self.products, fused=False)
+        self.products = []
         return out.detach() if out.ndim > 2 else out
 
-    def _add(self, scores: Tensor, pattern: Tensor, product: tuple[Tensor, Tensor] | None, *, fused: bool) -> None:
+    def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:
         path = self.stack[-1].path if self.stack else ""
-        query, key = product if product and product[0].shape[-2] == scores.shape[-2] else (None, None)
+        queries, keys = scores.shape[-2:]
+        query, key = next(
+            ((q, k) for q, k in reversed(products) if q.shape[-2] == queries and k.shape[-2] in (keys, keys - 1)),
+            (None, None),
+        )
         self.recording.softmaxes.append(Softmax(self.tick(), path, scores, pattern.detach().clone(), query, key, fused))
 
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def _attention(self, given: KernelArguments) -> Tensor:
         """What the kernel computes, in full."""
+        query, key, value, attn_mask, _, is_causal, scale, _ = given
         if key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -230,7 +261,7 @@ class _Watch(TorchFunctionMode):
         elif attn_mask is not None:
             scores = scores + attn_mask
         pattern = scores.float().softmax(-1).to(scores.dtype)
-        self._add(scores, pattern, (query, key), fused=True)
+        self._add(scores, pattern, [(query, key)], fused=True)
         return pattern.detach() @ value
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, language_part
-from adapters.families.llama import ATTENTION, llama_like
+from adapters.families.shapes.llama import ATTENTION, llama_like
 from adapters.norms import GEMMA_NORM, Norm
 from adapters.registry import register
 
@@ -17,7 +17,7 @@ POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def _direction(config: PreTrainedConfig) -> dict[str, object]:
-    return {"attention_dir": "bidirectional" if config.use_bidirectional_attention else "causal"}
+    return {"attention_dir": "bidirectional" if getattr(config, "use_bidirectional_attention", False) else "causal"}
 
 
 def _scales(config: PreTrainedConfig) -> dict[str, object]:
@@ -46,3 +46,9 @@ def gemma3(config: PreTrainedConfig) -> Architecture:
     attn = replace(ATTENTION, q_norm=q_norm, k_norm=k_norm, qk_norm_over="heads first")
     # Its configuration has attn_logit_softcapping, but its attention leaves the scores as they are.
     return llama_like(config, attn=attn, norm=GEMMA_NORM, pre=PRE, post=POST, config_values=_scales(config))
+
+
+@register("VaultGemmaPreTrainedModel")
+def vaultgemma(config: PreTrainedConfig) -> Architecture:
+    values = _scales(config) | {"attn_scores_soft_cap": config.attn_logit_softcapping or -1.0}
+    return llama_like(config, norm=GEMMA_NORM, pre=PRE, config_values=values)

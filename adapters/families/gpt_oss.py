@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.llama import ATTENTION, llama_like
+from adapters.families.shapes.llama import ATTENTION, llama_like
 from adapters.feed_forward import MoE
 from adapters.registry import UnsupportedModelError, register
 

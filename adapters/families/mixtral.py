@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.llama import llama_like
+from adapters.families.shapes.llama import llama_like
 from adapters.feed_forward import MoE
 from adapters.registry import register
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.llama import ATTENTION, llama_like
-from adapters.norms import RMS_NORM, Norm
+from adapters.families.shapes.llama import NORMED_ATTENTION, llama_like
 from adapters.registry import register
 
-#: Llama's attention, with norms of queries and keys.
-NORMED_ATTENTION = replace(ATTENTION, q_norm=Norm("q_norm", RMS_NORM), k_norm=Norm("k_norm", RMS_NORM))
 # Their tokenizers have no beginning-of-sequence token.
 VALUES = {"default_prepend_bos": False}
 
 
-@register("Qwen2PreTrainedModel")
+@register("Qwen2PreTrainedModel", "Qwen2VLTextModel", "Qwen2_5_VLTextModel")
 def qwen2(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, config_values=VALUES)
 
 
-@register("Qwen3PreTrainedModel")
+@register("Qwen3PreTrainedModel", "Qwen3VLTextModel")
 def qwen3(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=NORMED_ATTENTION, config_values=VALUES)

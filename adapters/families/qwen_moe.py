@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.attention import Attention
-from adapters.families.llama import ATTENTION, FEED_FORWARD, llama_like
-from adapters.families.qwen import NORMED_ATTENTION, VALUES
+from adapters.families.qwen import VALUES
+from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, NORMED_ATTENTION, llama_like
 from adapters.feed_forward import MoE
 from adapters.registry import register
 
 
 @register("Qwen2MoePreTrainedModel")
 def qwen2_moe(config: PreTrainedConfig) -> Architecture:
-    """Qwen 2, with one expert more that every token is sent to."""
     shared = replace(FEED_FORWARD, path="shared_expert", flat=True)
     moe = MoE("mlp", router="gate", shared=shared, shared_gate="shared_expert_gate")
-    return _mixed(config, ATTENTION, moe, config.shared_expert_intermediate_size)
+    return sparse_steps(config, ATTENTION, moe, config.shared_expert_intermediate_size)
 
 
 @register("Qwen3MoePreTrainedModel")
 def qwen3_moe(config: PreTrainedConfig) -> Architecture:
-    return _mixed(config, NORMED_ATTENTION, MoE("mlp", router="gate"))
+    return sparse_steps(config, NORMED_ATTENTION, MoE("mlp", router="gate"))
 
 
-def _mixed(config: PreTrainedConfig, attn: Attention, moe: MoE, d_shared_expert: int | None = None) -> Architecture:
+@register("Qwen3VLMoeTextModel")
+def qwen3_vl_moe(config: PreTrainedConfig) -> Architecture:
+    values = VALUES | {"use_local_attn": False, "window_size": None, "attn_types": None}  # its configuration has one
+    return sparse_steps(config, NORMED_ATTENTION, MoE("mlp", router="gate"), None, values)
+
+
+def sparse_steps(
+    config: PreTrainedConfig,
+    attn: Attention,
+    moe: MoE,
+    d_shared_expert: int | None = None,
+    said: Mapping[str, object] = VALUES,
+) -> Architecture:
     """A mixture in each layer, but for those that the configuration excepts."""
-    n = config.num_hidden_layers
-    step, excepted = config.decoder_sparse_step, config.mlp_only_layers
+    n, step, excepted = config.num_hidden_layers, config.decoder_sparse_step, config.mlp_only_layers
     mixtures = [i for i in range(n) if config.num_experts > 0 and i not in excepted and (i + 1) % step == 0]
     if not mixtures:
-        return llama_like(config, attn=attn, config_values=VALUES)
-    values = VALUES | {
+        return llama_like(config, attn=attn, config_values=said)
+    values = {
+        **said,
         "num_experts": config.num_experts,
         "experts_per_token": config.num_experts_per_tok,
         "d_expert": config.moe_intermediate_size,

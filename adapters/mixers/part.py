@@ -89,7 +89,8 @@ def mixer_points(points: PointList, mixer: Mixer, module: str) -> None:
         )
     taken = {POINTS[channel][0] for channel in channels}
     for path, axes_returned in mixer.modules:
-        name = f"hook_{_NAMES.get(path, path)}"
+        last = path.rpartition(".")[2]
+        name = f"hook_{_NAMES.get(last, last)}"
         if name not in taken:
             renamed = " ".join(points.pos if axis == "pos" else axis for axis in axes_returned.split())
             points.add(name, Site(join(module, path), "output"), axes=renamed)

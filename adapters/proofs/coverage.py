@@ -1,4 +1,7 @@
-"""Nothing is left out: whatever computes something in a block that ran is claimed by a hook point, or named here."""
+"""Nothing is left out: whatever computes something in a block that ran is claimed by a hook point, or named here.
+
+And what is declared is there: what a patch to another layout has moved is said by the claim.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,19 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.overrides import TorchFunctionMode
 
-from adapters.architecture import Mixer, Opaque
+from adapters.architecture import Opaque
 from adapters.attention import Attention
+from adapters.experts import are_modules
 from adapters.feed_forward import MLP, MoE
-from adapters.paths import join
-from adapters.proofs.evidence import Calls, Evidence, Place, recorded
+from adapters.mixers.part import Mixer
+from adapters.paths import INFER, has_module, join
+from adapters.proofs.evidence import Calls, Evidence, Place, add_numbered, recorded
 from adapters.proofs.recognised import recognise_norm
-from adapters.proofs.report import Findings
+from adapters.proofs.report import Check, Findings
 
 CLAIM = "nothing in a block is left out: its layers, norms and softmaxes are claimed"
+
+THERE = "what the declaration names is there"
 
 _SOFTMAXES = {torch.softmax, Tensor.softmax, softmax, scaled_dot_product_attention}
 
@@ -63,7 +70,7 @@ def _plain_run(evidence: Evidence) -> tuple[Calls, dict[str, int]]:
     finally:
         for handle in handles:
             handle.remove()
-    return calls, counted.found
+    return add_numbered(calls, evidence.bridge), counted.found
 
 
 def prove_coverage(evidence: Evidence, findings: Findings) -> None:
@@ -88,6 +95,8 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
         opaque = [path for place in places for path in _opaque(place)]
         claimed_whole = {path for place in places for path in _roles(place)}
         for path, found in calls.items():
+            if len(found) > 1 and all(f"{path}@{number}" in calls for number in range(len(found))):
+                continue  # each call is looked at by itself
             # What a layer is made of (LoRA, packed weights) is claimed with the layer.
             if not path.startswith(f"{block}.") or any(path.startswith(f"{role}.") for role in claimed_whole):
                 continue
@@ -176,3 +185,79 @@ def _is_activation(evidence: Evidence, places: list[Place], path: str) -> bool:
     mlps = [place.module for place in places if isinstance(place.named.step.part, MLP)]
     solu = (evidence.bridge.cfg.act_fn or "").startswith("solu")
     return solu and any(path == mlp or path.startswith(f"{mlp}.") for mlp in mlps)
+
+
+def prove_modules(model: nn.Module, places: Iterator[Place]) -> Check:
+    """Every module in a block that the declaration says makes something is there.
+
+    Args:
+        model: the model.
+        places: the declared steps of its blocks.
+    """
+    looked_for = 0
+    moved: dict[str, list[str]] = {}
+    for place in places:
+        for what, inside, path in _claims(place):
+            looked_for += 1
+            if not has_module(model, join(place.path, inside, path)):
+                said = f"{what} by {join(inside, path)}, and {_instead(model, join(place.path, inside), path)}"
+                moved.setdefault(said, []).append(f"{place.prefix}{place.named.name}")
+        part = place.named.step.part
+        at = join(place.module, part.experts) if isinstance(part, MoE) else ""
+        if at and has_module(model, at) and not _keeps_experts(model.get_submodule(at)):
+            kept = f"its experts in two parameters of {type(model.get_submodule(at)).__name__}, which has no such"
+            moved.setdefault(kept, []).append(f"{place.prefix}{place.named.name}")
+    if not moved:
+        return Check(THERE, True, f"{looked_for} modules")
+    found = "; ".join(f"{_several(where)}: the declaration has {what}" for what, where in moved.items())
+    return Check(THERE, False, f"{found}. {INFER}")
+
+
+def _claims(place: Place) -> Iterator[tuple[str, str, str]]:
+    """What is made by which module: what it is, the module that it is in, from the block, and its path in that."""
+    step, part = place.named.step, place.named.step.part
+    for what, norm in (("the norm before it", step.pre), ("the norm behind it", step.post)):
+        if norm and not norm.path.startswith("."):
+            yield what, "", norm.path
+    if isinstance(part, Attention):
+        for what, path in (
+            ("queries", part.q.path),
+            ("keys", part.k.path),
+            ("values", part.v.path),
+            ("its output", part.o),
+        ):
+            yield f"{what} made", part.path, path
+        for what, norm in (("queries normed", part.q_norm), ("keys normed", part.k_norm)):
+            if norm and not norm.path.startswith("."):
+                yield what, part.path, norm.path
+    elif isinstance(part, MLP):
+        yield from _of_mlp(part, part.path)
+    elif isinstance(part, MoE):
+        yield "experts chosen", part.path, part.router
+        yield "experts kept", part.path, part.experts
+        if part.shared:
+            yield from _of_mlp(part.shared, join(part.path, part.shared.path))
+
+
+def _of_mlp(part: MLP, inside: str) -> Iterator[tuple[str, str, str]]:
+    if part.gate:
+        yield "its gate made", inside, part.gate.path
+    yield "its neurons made", inside, part.up.path
+    yield "its output made", inside, part.down
+
+
+def _keeps_experts(experts: nn.Module) -> bool:
+    return are_modules(experts) or all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj"))
+
+
+def _instead(model: nn.Module, owner: str, path: str) -> str:
+    """What is where a module should be."""
+    if not has_module(model, owner):
+        return f"there is no {owner}"
+    found = model.get_submodule(owner)
+    inside = ", ".join(name for name, _ in found.named_children()) or "nothing"
+    return f"the {type(found).__name__} there has no {path}, but {inside}"
+
+
+def _several(places: list[str]) -> str:
+    return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"

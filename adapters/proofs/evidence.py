@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import NamedStep, Stack
 from adapters.config import config_of
-from adapters.paths import base_path, has_module, join, path_from, token_embedding
+from adapters.paths import base_path, call_number, has_module, join, module_path, path_from, token_embedding
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
 
@@ -98,6 +99,23 @@ def recorded(model: nn.Module, paths: Sequence[str] | None = None, *, copies: bo
             handle.remove()
 
 
+def add_numbered(calls: Calls, bridge: Bridge) -> Calls:
+    """The same, and what a declaration calls the n-th call of a module under that name (``layers.0@2.attention``).
+
+    Args:
+        calls: what was recorded.
+        bridge: the bridge, whose hook points say which calls are meant.
+    """
+    sites = (site for hook in bridge.hook_dict.values() for site in (hook.point.site, *hook.point.sources))
+    numbered = {site.path[: match.end()] for site in sites for match in re.finditer(r"@\d+", site.path)}
+    for start in numbered:
+        outer, number = module_path(start), call_number(start)
+        for path in [path for path in calls if path == outer or path.startswith(f"{outer}.")]:
+            if number is not None and number < len(calls[path]):
+                calls.setdefault(start + path[len(outer) :], [calls[path][number]])
+    return calls
+
+
 @dataclass(frozen=True)
 class Place:
     """One step of one block.
@@ -160,13 +178,7 @@ class Evidence:
 
     def places(self) -> Iterator[Place]:
         """Every step of every block that is there."""
-        for stack in self.bridge.architecture.stacks:
-            index = 0
-            while f"{stack.name}.{index}.hook_resid_pre" in self.bridge.hook_dict:
-                for named in stack.block_at(index).named:
-                    path = join(self.base, stack.path, str(index))
-                    yield Place(f"{stack.name}.{index}.", path, index, stack, named)
-                index += 1
+        return places_of(self.bridge)
 
     def call(self, *parts: str) -> ModuleCall | None:
         """The first call of a module, by its path; None where it did not run."""
@@ -185,6 +197,17 @@ class Evidence:
     def get(self, name: str) -> Tensor | None:
         """An activation; None where there is no such hook point."""
         return self.activations.get(name)
+
+
+def places_of(bridge: Bridge) -> Iterator[Place]:
+    """Every step of every block that is there."""
+    for stack in bridge.architecture.stacks:
+        index = 0
+        while f"{stack.name}.{index}.hook_resid_pre" in bridge.hook_dict:
+            for named in stack.block_at(index).named:
+                path = join(base_path(bridge.original_model), stack.place_of(index))
+                yield Place(f"{stack.name}.{index}.", path, index, stack, named)
+            index += 1
 
 
 def some_tokens(bridge: Bridge, batch: int, pos: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -241,7 +264,7 @@ def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
     hooks: list[NamedHook] = [(names, look)]
     with torch.no_grad(), recorded(bridge.original_model) as calls:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
-    evidence.calls, evidence.output = calls, output if isinstance(output, Tensor) else None
+    evidence.calls, evidence.output = add_numbered(calls, bridge), output if isinstance(output, Tensor) else None
     return evidence
 
 
@@ -266,15 +289,16 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
         return tuple(map(_leaf, args)), {name: _leaf(value) for name, value in kwargs.items()}
 
     model = bridge.original_model
-    wanted = [path for path, _ in model.named_modules() if any(path.startswith(f"{block}.") for block in blocks)]
-    handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in blocks]
+    plain = {module_path(block) for block in blocks}
+    wanted = [path for path, _ in model.named_modules() if any(path.startswith(f"{block}.") for block in plain)]
+    handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in plain]
     try:
         with torch.enable_grad(), recorded(model, wanted, copies=False) as calls:
             bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
     finally:
         for handle in handles:
             handle.remove()
-    evidence.calls = calls
+    evidence.calls = add_numbered(calls, bridge)
     return evidence
 
 

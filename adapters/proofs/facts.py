@@ -54,7 +54,7 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
         if found:
             yield name, getattr(cfg, name) if own else found.pop() if len(found) == 1 else sorted(found)
 
-    yield "n_layers", len({place.path for place in evidence.places() if place.stack is first}) or cfg.n_layers
+    yield "n_layers", len({place.layer for place in evidence.places() if place.stack is first}) or cfg.n_layers
     yield from one("d_model", _last(evidence, "hook_resid_pre"))
     yield from one("n_heads", _last(evidence, "hook_pattern", 1) or _last(evidence, ".hook_z", 2))
     yield from one("d_head", _last(evidence, ".hook_z"))
@@ -66,7 +66,7 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
     dense = {
         x.shape[-1]
         for name, x in evidence.activations.items()
-        if name.endswith("mlp.hook_post") and "expert" not in name
+        if name.endswith(".hook_post") and ".mlp" in name and "expert" not in name
     }
     yield from one("d_mlp", dense or _last_of_experts(evidence))
     embed = model.get_submodule(join(evidence.base, evidence.bridge.architecture.embed))
@@ -177,6 +177,9 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
         if isinstance(table, Tensor):
             before = int(getattr(call.module, "offset", 0)) if call else 0
             seen = table.shape[0] - before
+            given = call.input if call else None
+            if given is not None and not given.is_floating_point() and cfg.n_ctx == seen - int(given.min()):
+                seen = cfg.n_ctx  # the model counts from a later row
             findings.holds(CLAIM, "cfg.n_ctx", cfg.n_ctx == seen, f"it says {cfg.n_ctx}, and the model has {seen}")
     start = cfg.decoder_start_token_id
     config = config_of(evidence.bridge.core)

@@ -11,9 +11,9 @@ from transformers.activations import ACT2FN
 
 from adapters.architecture import Step
 from adapters.config import config_of
-from adapters.experts import expert_bias, expert_weight
+from adapters.experts import expert_bias, expert_weight, has_bias
 from adapters.feed_forward import MLP, MoE
-from adapters.paths import join
+from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
 from adapters.proofs.stream import like
@@ -73,7 +73,7 @@ def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module:
         findings.holds(GATED, f"{prefix}hook_post", False, "its layers did not all run")
         return
     if part.activation is not None:
-        function = evidence.bridge.original_model.get_submodule(join(module, part.activation))
+        function = module_at(evidence.bridge.original_model, join(module, part.activation))
         made = function.forward(pre)
         findings.equal(GATED, f"{prefix}hook_post", post, made if linear is None else made * linear)
         return
@@ -157,7 +157,7 @@ class _Mixture:
     def _total(self, top: Tensor, chosen: Tensor) -> None:
         """The weighted results of the experts, and of the one that all tokens are sent to."""
         at, module = self.place.part, self.place.module
-        experts = self.evidence.bridge.original_model.get_submodule(join(module, self.part.experts))
+        experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
         added = self.evidence.get(f"{self.place.prefix}hook_{self.place.named.name}_out")
         if added is None or self.step.post:
             self.findings.untold(CHOICE, f"{at}: what it returns is normed before it can be seen")
@@ -168,9 +168,9 @@ class _Mixture:
             if post is None:
                 continue
             rank, rows = chosen.T.eq(e).nonzero(as_tuple=True)
-            result = post.double() @ expert_weight(experts, e, "W_out").detach().double().T
-            if getattr(experts, "has_bias", False):
-                result = result + expert_bias(experts, e, "W_out").detach().double()
+            result = post.double() @ expert_weight(experts, e, "W_out", self.part.layers).detach().double().T
+            if has_bias(experts, "W_out", self.part.layers):
+                result = result + expert_bias(experts, e, "W_out", self.part.layers).detach().double()
             total.index_add_(0, rows, result * top[rows, rank].double()[:, None])
         total = total * self.part.factor
         if self.part.shared:

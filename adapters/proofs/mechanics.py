@@ -10,6 +10,7 @@ from torch import Tensor
 from adapters.architecture import NamedStep
 from adapters.attention import HeadResults
 from adapters.linear import bias_of, head_results
+from adapters.paths import call_number, module_at
 from adapters.proofs.evidence import with_decoder
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
 from adapters.proofs.report import WRONG, Check, said
@@ -212,7 +213,7 @@ class Mechanics:
                 right = torch.ones_like(sums)
                 if name in sunk:
                     # What goes to no token is the sink's part of a softmax over scores and sink.
-                    module = self.model.get_submodule(self.bridge.hook_dict[name].point.site.path)
+                    module = module_at(self.model, self.bridge.hook_dict[name].point.site.path)
                     sink = getattr(module, sunk[name]).double().view(-1, 1)
                     right = (cache[scores[name]].double().logsumexp(-1) - sink).sigmoid()
                 yield name, sums, right
@@ -223,14 +224,14 @@ class Mechanics:
         """z through W_O gives attn_out."""
         hooks = self.bridge.hook_dict
         results = [n for n in self.names if n.endswith(".hook_result")]
-        seen: dict[str, Tensor] = {}
+        outputs: dict[str, list[Tensor]] = {name: [] for name in results}
         handles = []
         try:
             for name in results:
                 path = hooks[name.replace("hook_result", "hook_z")].point.site.path
-                module = self.model.get_submodule(path)
+                module = module_at(self.model, path)
                 handles.append(
-                    module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+                    module.register_forward_hook(lambda module, args, out, name=name: outputs[name].append(out))
                 )
             zs = {name: name.replace("hook_result", "hook_z") for name in results}
             cache = self.cache([*zs.values(), *results]) if results else {}
@@ -238,9 +239,11 @@ class Mechanics:
             for handle in handles:
                 handle.remove()
 
+        seen = {n: outputs[n][call_number(hooks[z].point.site.path) or 0] for n, z in zs.items()}
+
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
             for name, z_name in zs.items():
-                projection, z = self.model.get_submodule(hooks[z_name].point.site.path), cache[z_name]
+                projection, z = module_at(self.model, hooks[z_name].point.site.path), cache[z_name]
                 bias = bias_of(projection, z.flatten(-2))
                 yield name, head_results(projection, z).sum(-2) + bias, seen[name]
                 view = hooks[name].view

@@ -9,7 +9,7 @@ from adapters.attention import Attention
 from adapters.proofs.evidence import Evidence, ModuleCall, Place
 from adapters.proofs.gradients import by_position, gradients_of_scores, gradients_of_z
 from adapters.proofs.report import Findings
-from adapters.views import Call, Heads, View
+from adapters.views import Biased, Call, Heads, View
 
 CLAIM = "queries, keys and values are the columns that reach each head's scores and z"
 
@@ -128,6 +128,7 @@ class _Columns:
             return None
         index = torch.arange(numbered.shape[-1], device=output.device).expand_as(numbered).contiguous()
         view: View = hook.point.view
+        view = view.heads if isinstance(view, Biased) else view
         if self.normed(letter):
             view = Heads(self.evidence.bridge.cfg.n_heads if letter == "q" else self.evidence.bridge.cfg.n_kv_heads)
         shown = view.get(index, Call(call.module, call.args, call.kwargs))

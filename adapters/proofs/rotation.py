@@ -1,8 +1,9 @@
-"""Rotary embeddings, told by what they do: which dimensions turn together, and by which angle."""
+"""Rotary embeddings, told by what they do: which dimensions turn together, and by which angle; buckets of distances."""
 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def prove_rotation(
     local: bool,
     before: tuple[Heads, Heads],
     after: tuple[Tensor | None, Tensor | None],
+    own: tuple[int | None, float | None] = (None, None),
 ) -> bool:
     """Rotated queries and keys are the plain ones, turned as `cfg` says. Whether they are turned at all.
 
@@ -38,8 +40,10 @@ def prove_rotation(
         config: the model's own, which may say that the angles are scaled.
         local: this layer has a window.
         before, after: queries and keys.
+        own: the layer's `rotary_dim` and `rotary_base`, where they are not the model's.
     """
     turned = []
+    backwards: set[bool] = set()
     for letter, x, y in zip("qk", before, after, strict=True):
         where = f"{at}hook_rot_{letter}"
         if y is None or y.shape != x.shape:
@@ -50,25 +54,30 @@ def prove_rotation(
             findings.holds(claim, where, True)
             continue
         turned.append(letter)
-        width = cfg.rotary_dim
+        width = own[0] or cfg.rotary_dim
         if width is None:
             findings.holds(claim, where, False, "cfg does not say how many dimensions are rotated")
             continue
         base = cfg.rotary_base_local if local and cfg.rotary_base_local is not None else cfg.rotary_base
+        base = own[1] or base
+        speeds = None if base is None else _scaled_speeds(config, base, local)
+        still = 0 if speeds is None or 2 * len(speeds) != width else 2 * int((speeds == 0).sum())
         scaled = bool((x[:, 1:, :, width:] != y[:, 1:, :, width:]).any())
         if not findings.holds(claim, where, not scaled, f"more than the first {width} dimensions are rotated"):
             continue
         # A turn too slow to see does not say that its dimension stands still.
         moved = int(changed[:width].sum())
         if not findings.holds(
-            claim, where, moved == width or _slow(base, width), f"{moved} dimensions of {width} turn"
+            claim, where, moved + still == width or _slow(base, width), f"{moved} dimensions of {width} turn"
         ):
             continue
         if not findings.holds(claim, where, width % 2 == 0, f"{width} dimensions cannot be paired"):
             continue
         turn = _turn(findings, claim, where, x[..., :width], y[..., :width], cfg.rotary_adjacent_pairs)
         if turn is not None:
-            _speed(findings, claim, where, turn, base, config, local)
+            backwards.add(_speed(findings, claim, where, turn, base, speeds))
+    if len(backwards) > 1:
+        findings.holds(claim, f"{at}hook_rot_k", False, "queries and keys turn in opposite directions")
     return bool(turned)
 
 
@@ -103,30 +112,33 @@ def _speed(
     where: str,
     turn: Complex[Tensor, "pos pair"],
     base: float | None,
-    config: PreTrainedConfig,
-    local: bool,
-) -> None:
-    """Angles are the position times a power of the base, scaled as the model's configuration says.
+    speeds: Float[Tensor, " pair"] | None,
+) -> bool:
+    """Whether they turn backwards, which is one if both do (nanochat).
 
-    Positions are counted from the first: where that one is turned (PaliGemma begins at 1), so are all by as much.
+    Angles are the position times a power of the base, scaled as the model's configuration says. Positions are counted
+    from the first: where that one is turned (PaliGemma begins at 1), so are all by as much.
     """
     pos, pairs = turn.shape
     if base is None:
         findings.holds(claim, where, False, "cfg does not say the base of the rotation")
-        return
-    speeds = _scaled_speeds(config, base, local)
+        return False
     if speeds is None or len(speeds) != pairs:
         speeds = float(base) ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     angle = torch.arange(pos, dtype=torch.float64)[:, None] * speeds
     expected = torch.polar(torch.ones_like(angle), angle).to(turn.device)
     turn = turn / turn.abs()
-    worst = float((turn * turn[:1].conj() - expected).abs().max())
+    relative = turn * turn[:1].conj()
+    worst, mirrored = (float((each - expected).abs().max()) for each in (relative, relative.conj()))
     seen = f"the angles are not those of the base {base} (by {worst:.1e})"
-    findings.holds(claim, where, worst <= findings.angles, seen)
+    findings.holds(claim, where, min(worst, mirrored) <= findings.angles, seen)
+    return mirrored < worst
 
 
 def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[Tensor, " pair"] | None:
     """How fast each pair turns, where the configuration scales that; None where it does not."""
+    if getattr(config, "is_heterogeneous", False):  # another one for each layer
+        return None
     own: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if own and "rope_theta" not in own:  # one set for each kind of layer
         own = own["sliding_attention" if local else "full_attention"]
@@ -137,3 +149,26 @@ def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[
     config.rope_parameters = own | {"rope_theta": base}
     speeds: Tensor = scale(config, torch.device("cpu"))[0]
     return speeds.double()
+
+
+def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -> Tensor:
+    """The number of the bias for each distance (Raffel et al. 2020): exact for short ones, logarithmic up to `most`.
+
+    Args:
+        distance: from the query to the key.
+        buckets: how many there are.
+        most: from which distance on all have the last.
+        both: half of them are for keys behind the query.
+    """
+    found = torch.zeros_like(distance)
+    if both:
+        buckets //= 2
+        found = (distance > 0).long() * buckets
+        distance = distance.abs()
+    else:
+        distance = -distance.clamp_max(0)
+    exact = buckets // 2
+    far = exact + (
+        (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
+    ).long().clamp_max(buckets - exact - 1)
+    return found + torch.where(distance < exact, distance, far)

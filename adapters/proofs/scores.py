@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
+from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
-from adapters.proofs.rotation import prove_rotation
+from adapters.proofs.rotation import prove_rotation, relative_buckets
 from adapters.views import AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
@@ -96,14 +96,17 @@ class _Attention:
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
             return False
         rotated = False
-        if self.part.rotary:
+        if self.part.rotary or self.part.shared_keys:
             turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
             config = config_of(self.evidence.bridge.core).get_text_config()
             turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
             if self.part.kv_latent is not None:
                 rotated = self._latent(q, k, *turned)
             elif not self.padded:  # positions are counted in another way in each row of the batch
-                rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned)
+                if getattr(config, "is_heterogeneous", False):
+                    config = config.per_layer_config[self.place.layer]
+                own = self.part.rotary_dim, self.part.rotary_base
+                rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
             q, k = turned_q, turned_k
         assert q is not None and k is not None
         n_heads = pattern.shape[1]
@@ -139,6 +142,8 @@ class _Attention:
         self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
         shared = turned_k[..., width:]
         self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
+        dims, said = q.shape[-1] - width, self.cfg.rotary_dim
+        self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
         sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
         ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
@@ -156,7 +161,7 @@ class _Attention:
         repeated = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
         product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
         if part.z_is == "factor":
-            product = product * float((product * z.double()).sum() / product.pow(2).sum())
+            product = product * part.z_factor
         elif part.z_is == "gate" and part.gate is not None and part.gate_fn is not None:
             gate = self.get("gate")
             if gate is None:
@@ -165,7 +170,7 @@ class _Attention:
             product = product * GATE_FUNCTIONS[part.gate_fn](gate.double())
         elif part.z_is == "sink" and part.z_sinks is not None:
             scores = self.get("attn_scores")
-            sinks = getattr(self.evidence.bridge.original_model.get_submodule(place.module), part.z_sinks, None)
+            sinks = getattr(module_at(self.evidence.bridge.original_model, place.module), part.z_sinks, None)
             if scores is None or not isinstance(sinks, Tensor):
                 self.findings.holds(VALUES, at, False, f"there are no sinks in {part.z_sinks}")
                 return
@@ -174,6 +179,12 @@ class _Attention:
         elif part.z_is == "norm":
             self._normed_values(product, z)
             return
+        if part.branch is not None:
+            call = self.evidence.call(place.module, part.branch)
+            if call is None or call.result is None or call.result.ndim != 4:
+                self.findings.holds(VALUES, at, False, f"{part.branch} returned no tensor of heads")
+                return
+            product = product + call.result.transpose(1, 2).double()
         self.findings.equal(VALUES, at, z, product.to(z.dtype), float(v.abs().max()))
 
     def _normed_values(self, product: Tensor, z: Tensor) -> None:
@@ -211,6 +222,7 @@ class _Attention:
         made = torch.einsum("bqhd,bkhd->bhqk", q.double(), repeated.double())
         size = float(made.abs().max())
         scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
+        scale = self.part.scale or scale
         if cfg.scale_attn_by_inverse_layer_idx:
             scale *= self.place.layer + 1
         made, size = made / scale, size / scale
@@ -219,6 +231,13 @@ class _Attention:
             made = cap * (made / cap).tanh()
             size = min(size, cap)
         seen = scores.isfinite()
+        if self.part.adds is not None:
+            if not self.padded:
+                self._interaction(q, k, scale, at)
+            return
+        if bool((scores.amax(-1)[seen.any(-1)] == 0).all()):  # MiMo: the softmax is the same
+            made = made - made.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+            self.findings.untold(SCORES, f"{at} is less the largest score of each row")
         bias = torch.where(seen, scores.double() - made, torch.nan)
         kind = cfg.positional_embedding_type
         if self.padded and kind == "alibi":
@@ -234,6 +253,42 @@ class _Attention:
             self._alibi(one, at)
         else:
             self._relative(one, at, biases)
+
+    def _interaction(self, q: Heads, k: Heads, scale: float, at: str) -> None:
+        """Beside the product of queries and keys, scores are made of what each, or the places, make alone.
+
+        Four rows have two queries and two keys in all pairs: what each makes alone is gone from their alternating sum.
+        """
+        bridge, place = self.evidence.bridge, self.place.part
+        generator = torch.Generator().manual_seed(2)
+        rows = {"q": torch.tensor([0, 0, 1, 1]), "k": torch.tensor([0, 1, 0, 1])}
+        pairs = {
+            letter: torch.randn(2, *x.shape[1:], generator=generator)[rows[letter]].to(x)
+            for letter, x in (("q", q), ("k", k))
+        }
+        made: list[Tensor] = []
+        hooks: list[NamedHook] = [
+            *(([f"{place}hook_{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
+            ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
+        ]
+        with torch.no_grad():
+            bridge.run_with_hooks(self.evidence.tokens[:1].expand(4, -1).contiguous(), fwd_hooks=hooks)
+        biases = (self.part.q_bias, self.part.k_bias, self.part.v_bias)
+        core = module_at(bridge.original_model, join(self.place.module, self.part.core))
+        for name, bias in core.named_parameters(recurse=False):
+            told = bias.numel() != q.shape[2:].numel() or join(self.part.core, name) in biases
+            self.findings.holds(SCORES, at, told, f"{name} is added to a projection, and no bias is declared")
+        products = [x.double() for x in pairs.values()]
+        keys = products[1].repeat_interleave(q.shape[2] // k.shape[2], 2)
+        product = torch.einsum("bqhd,bkhd->bhqk", products[0], keys) / scale
+        (scores,) = made
+        seen = scores.isfinite().all(0)
+        shown, computed = ((x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product))
+        if self.findings.equal(SCORES, at, shown, computed, float(product.abs().max())):
+            rest = (scores - product).where(seen, 0)
+            there = float((rest - rest.mean(-1, keepdim=True)).abs().max()) > 1e-4 * float(product.abs().max())
+            self.findings.holds(SCORES, at, there, "something is declared to be added to it, and nothing is")
+            self.findings.untold(SCORES, f"{at} is the product and what queries, keys or places alone add to it")
 
     def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
         _, queries, keys = bias.shape
@@ -282,7 +337,7 @@ class _Attention:
         sinks: Tensor | None = None
         if self.part.sinks:
             site = self.evidence.bridge.hook_dict[f"{self.place.part}hook_pattern"].point.site
-            sinks = getattr(self.evidence.bridge.original_model.get_submodule(site.path), self.part.sinks, None)
+            sinks = getattr(module_at(self.evidence.bridge.original_model, site.path), self.part.sinks, None)
             if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
                 self.findings.holds(PATTERN, f"{self.place.part}hook_pattern", False, f"no sinks in {self.part.sinks}")
                 return
@@ -319,26 +374,3 @@ class _Attention:
             self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
         else:
             self.findings.holds(MASK, at, True)
-
-
-def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -> Tensor:
-    """The number of the bias for each distance (Raffel et al. 2020): exact for short ones, logarithmic up to `most`.
-
-    Args:
-        distance: from the query to the key.
-        buckets: how many there are.
-        most: from which distance on all have the last.
-        both: half of them are for keys behind the query.
-    """
-    found = torch.zeros_like(distance)
-    if both:
-        buckets //= 2
-        found = (distance > 0).long() * buckets
-        distance = distance.abs()
-    else:
-        distance = -distance.clamp_max(0)
-    exact = buckets // 2
-    far = exact + (
-        (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
-    ).long().clamp_max(buckets - exact - 1)
-    return found + torch.where(distance < exact, distance, far)

@@ -159,7 +159,7 @@ def streams_of(
             prefix,
             evidence.get(f"{prefix}hook_resid_pre"),
             after,
-            evidence.call(evidence.base, stack.path, str(index)),
+            evidence.call(evidence.base, stack.place_of(index)),
         )
         index += 1
 
@@ -168,9 +168,13 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     """What leaves a block enters the next, as the declared element of what it returns."""
     before: Tensor | None = None
     for prefix, entered, left, call in streams_of(evidence, stack):
+        if before is not None and stack.every_block[0].exit:
+            before = _zeroed(findings, before, entered)
         if before is not None:
             findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before)
         before = left
+        if stack.every_block[0].exit:
+            continue  # no module returns it
         output = call.output if call else None
         length = len(output) if isinstance(output, tuple | list) else 1
         fits = length == stack.output_length and isinstance(output, tuple | list) == (stack.output_key is not None)
@@ -180,6 +184,14 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
             fits,
             f"{length} elements in a {type(output).__name__}, for {stack.output_length} with key {stack.output_key}",
         )
+
+
+def _zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
+    """A stream with zeros at the positions where the model has set it to zero, between blocks that are no modules."""
+    if y is None or y.shape != x.shape or not bool((zero := (y == 0).all(-1)).any()):
+        return x
+    findings.untold(CHAIN, "the model sets the stream to zero where it sees padding")
+    return x.masked_fill(zero[..., None], 0)
 
 
 def _begins(evidence: Evidence, findings: Findings) -> None:
@@ -197,7 +209,10 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
     if architecture.embeddings is not None:
-        findings.equal(ENDS, first, stream, evidence.get("hook_full_embed"))
+        full = evidence.get("hook_full_embed")
+        if full is not None and architecture.stack.every_block[0].exit:
+            full = _zeroed(findings, full, stream)
+        findings.equal(ENDS, first, stream, full)
         _sum_of_embeddings(evidence, findings, architecture)
         return
     embed = evidence.get("hook_embed")
@@ -248,17 +263,30 @@ def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> Non
 def _sum_of_embeddings(evidence: Evidence, findings: Findings, architecture: Architecture) -> None:
     """What the module of all embeddings makes is their sum, or the norm of it."""
     more = map(more_embed_name, architecture.more_embeds)
-    names = ("embed.hook_embed", "embed.hook_pos_embed", "embed.hook_token_type_embed", *more)
+    project = architecture.embed_project
+    first = "embed.hook_projected" if project and project != architecture.embeddings else "embed.hook_embed"
+    names = (first, "embed.hook_pos_embed", "embed.hook_token_type_embed", *more)
     norm = architecture.embed_norm
     parts = [part for part in map(evidence.get, names) if part is not None]
-    total = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
+    total: Tensor | None = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
     full = evidence.get("hook_full_embed")
-    if norm is None:
-        findings.equal(ENDS, "hook_full_embed", full, total)
-        return
-    call = evidence.call(evidence.base, norm.path)
-    findings.equal(ENDS, "embed", call.input if call else None, total)
-    findings.equal(ENDS, "hook_full_embed", full, call.result if call else None)
+    if norm is not None:
+        call = evidence.call(evidence.base, norm.path)
+        findings.equal(ENDS, "embed", call.input if call else None, total)
+        total = call.result if call else None
+    linear = evidence.call(evidence.base, project) if project else None
+    if project:
+        weight = getattr(linear.module, "weight", None) if linear else None
+        is_linear = isinstance(weight, Tensor) and weight.ndim == 2
+        findings.holds(ENDS, "embed_project", is_linear, f"{project} is no linear layer that ran")
+    if linear is not None and project == architecture.embeddings:
+        findings.equal(ENDS, "embed_project", linear.input, total)
+        total = linear.result
+    elif linear is not None:
+        tokens, read = evidence.get("embed.hook_embed"), linear.input
+        there = tokens is not None and read is not None and read[..., : tokens.shape[-1]].equal(tokens)
+        findings.holds(ENDS, "embed_project", there, f"{project} does not read embed.hook_embed")
+    findings.equal(ENDS, "hook_full_embed", full, total)
 
 
 def _ends(evidence: Evidence, findings: Findings) -> None:
@@ -284,12 +312,17 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
             findings.equal(ENDS, head.name, module.input, stream)
             normed = evidence.call(evidence.from_model(head.norm.path)) if head.norm else None
             stream = normed.result if normed else module.result  # the module may hold the output layer, too
-    unembed = evidence.call(evidence.from_model("." + architecture.unembed))
+            if f"{evidence.from_model('.' + architecture.unembed)}.".startswith(f"{path}.") and not normed:
+                inner = evidence.call(evidence.from_model("." + architecture.unembed))
+                stream = inner.input if inner else None
+    unembed = evidence.call(evidence.from_model("." + architecture.unembed)) if architecture.unembed else None
     base = evidence.call(evidence.base)
     last = unembed.input if unembed else base.result if base else None
     if last is None or stream is None or last.shape != stream.shape:
         findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
+    if architecture.stack.every_block[0].exit:
+        stream = _zeroed(findings, stream, last)
     factor = float((last.double() * stream.double()).sum() / stream.double().pow(2).sum())
     findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))
     findings.holds(ENDS, "unembed", factor > 0, f"it reads what the final norm makes, times {factor:.3g}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
+from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
 from adapters.proofs.stream import like
@@ -91,7 +92,9 @@ class _Layer:
             return
         entered = call.input.flatten(0, -2).double()
         expected = entered @ matrix.double().flatten(0, -2) + bias.double()
-        made = call.result * (1.0 if "shared" in matrix_name else self.place.named.step.last_factor)
+        step = self.place.named.step
+        own = step.part.shared_factor if isinstance(step.part, MoE) and "shared" in matrix_name else 1.0
+        made = call.result * (own * step.last_factor)
         self.findings.equal(CLAIM, f"{self.place.part}{matrix_name}", like(expected.to(made.dtype), made), made)
 
     def mlp(self, part: MLP, inside: str) -> None:
@@ -120,7 +123,7 @@ class _Layer:
     def _bias_of(self, point: str) -> Tensor | None:
         """The bias of a hook point's module, as its view shows it."""
         hook = self.evidence.bridge.hook_dict[f"{self.place.part}{point}"]
-        module = self.evidence.bridge.original_model.get_submodule(hook.point.site.path)
+        module = module_at(self.evidence.bridge.original_model, hook.point.site.path)
         bias = getattr(module, "bias", None)
         part = self.place.named.step.part
         gate = part.gate if isinstance(part, MLP) else None

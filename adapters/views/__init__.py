@@ -5,13 +5,24 @@ site tensor). `call` describes the module call in progress; most views ignore it
 """
 
 from adapters.views.base import Args, Branch, Call, Deferred, Derived, Kwargs, View, WriteThrough, split
-from adapters.views.heads import Heads, HeadsFirst, HeadsOfBatch, OneHead, Selected, columns, gathered, interleaved
+from adapters.views.heads import (
+    Biased,
+    Heads,
+    HeadsFirst,
+    HeadsOfBatch,
+    OneHead,
+    Selected,
+    columns,
+    gathered,
+    interleaved,
+)
 from adapters.views.scores import AlibiScores, FilledScores, MaskedScores, SinkPattern, SinkScores
 from adapters.views.stream import Composed, Copied, FlatRows, Scaled, WithBatchAxis
 
 __all__ = [
     "AlibiScores",
     "Args",
+    "Biased",
     "Branch",
     "Call",
     "Composed",

@@ -104,7 +104,7 @@ class View:
     contextual: bool = False
     #: True where `get` computes something from the site's tensor and the module's input alone: it can wait until asked.
     deferrable: bool = False
-    #: True where the model writes over the site's tensor afterwards: `get` cannot wait.
+    #: True where the model writes over the site's tensor afterwards: what it shows cannot be computed later.
     at_once: bool = False
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False

@@ -113,3 +113,29 @@ class HeadsOfBatch(View):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Biased(View):
+    """Heads of a projection with a bias that its module's parent adds: a parameter of the last source's module.
+
+    Attributes:
+        heads: how the projection's output shows them.
+        name: of the parameter, ``(head d_head)``.
+    """
+
+    heads: View
+    name: str
+    identity = False
+    contextual = True
+
+    def _bias(self, like: Tensor, call: Call) -> Tensor:
+        bias = call.sources[-1][0].get_parameter(self.name)
+        return bias.view(like.shape[-2:]).to(like)
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        made = self.heads.get(x, call)
+        return made + self._bias(made, call)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return self.heads.put(x, new - self._bias(new, call), call)

@@ -9,12 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.linear import bias_of, head_results, weight_in_out
+from adapters.paths import module_at
 from bridge.analysis.requirements import Activations, AnalysedModel, Index, pick, require
 from bridge.analysis.residual_norms import gradients_of
 
 
 def _module_at(model: AnalysedModel, name: str) -> nn.Module:
-    return model.original_model.get_submodule(model.hook_dict[name].point.site.path)
+    return module_at(model.original_model, model.hook_dict[name].point.site.path)
 
 
 def _to_module(x: Tensor, module: nn.Module) -> Tensor:

@@ -10,6 +10,7 @@ from adapters.norms import at_least_float32
 from bridge.analysis.residual_norms import norm_of
 from bridge.analysis.runnable import RunnableModel
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.names import last_stream
 
 
 @refuse_wrong_types
@@ -17,7 +18,8 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
     """The logits that the model would give if it ended before each layer.
 
     The residual stream before each block, and after the last, goes through the model's own final norm and unembedding
-    (nostalgebraist 2020, "interpreting GPT: the logit lens").
+    (nostalgebraist 2020, "interpreting GPT: the logit lens"). This is the whole tensor, for pictures of short prompts;
+    `TransformerBridge.lens` reads likeliest tokens, ranks and divergences without it.
 
     Args:
         bridge: the bridge.
@@ -34,7 +36,7 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
         True
     """
     n = bridge.cfg.n_layers
-    names = [f"blocks.{i}.hook_resid_pre" for i in range(n)] + [f"blocks.{n - 1}.hook_resid_post"]
+    names = [*(f"blocks.{i}.hook_resid_pre" for i in range(n)), last_stream(bridge.hook_dict, n)]
     _, cache = bridge.run_with_cache(tokens, names_filter=names)
     return torch.stack([bridge(cache[name], start_at_layer=n) for name in names])
 

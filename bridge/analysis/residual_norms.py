@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.norms import NormKind, at_least_float32
+from adapters.paths import module_at
 from adapters.views import Composed
 from bridge.analysis.requirements import AnalysedModel
 
@@ -88,7 +89,7 @@ def norm_of(model: AnalysedModel, name: str) -> StreamNorm | None:
         return None
     view: Any = hook.point.view.inner if isinstance(hook.point.view, Composed) else hook.point.view
     site = hook.point.sources[0] if view.shared else hook.point.site
-    return StreamNorm(name, view.kind, model.original_model.get_submodule(site.path))
+    return StreamNorm(name, view.kind, module_at(model.original_model, site.path))
 
 
 def is_normed_stream(model: AnalysedModel) -> bool:

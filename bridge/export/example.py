@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+#: A function of which nothing more is known.
+AnyFunction = Callable[..., Any]
 #: What an exported program is traced with, and how its axes may change.
 Example = dict[str, Any]
 

@@ -42,7 +42,7 @@ def export_program(
     arguments, shapes = example_of(example, program.inputs, dynamic)
     config = exporter.config_class(**{"dynamic": dynamic, **shapes, **options})
     with left_as_it_was(program.core, _experts(found)), _SaysWhatWorks(found, program.core):
-        traced: Any = Traced(program, found.name == "dynamo")  # what exporters say they take is a PreTrainedModel
+        traced: Any = Traced(program, found.name)  # what exporters say they take is a PreTrainedModel
         exported = exporter.export(traced, arguments, config)
     _describe(exported, program, found)
     if path is not None:
@@ -77,7 +77,7 @@ def export_for_generation(
             program.generating(program.inputs), arguments, generation_config, multi_token_decode
         )
         for name, (_, given) in steps.items():
-            traced: Any = Traced(program, found.name == "dynamo")
+            traced: Any = Traced(program, found.name)
             made = exporter.export(traced, given | program.inputs, config)
             components[name] = made.components["model"]
     exported = ExportedModel(

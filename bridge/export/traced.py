@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bridge.export.attention import SeesAttention, attention_as_called
 from bridge.export.example import Example
+from bridge.export.executorch import ForExecutorch
 
 
 class Exportable(Protocol):
@@ -62,24 +63,25 @@ class Traced(nn.Module):
 
     Args:
         program: the program.
-        torch_alone: it is traced for torch: attention stays torch's own.
+        format: the name of the format that it is traced for.
     """
 
-    def __init__(self, program: Exportable, torch_alone: bool) -> None:
+    def __init__(self, program: Exportable, format: str) -> None:
         super().__init__()
         self.model = program.model
         self.config = program.config
         self.training = program.model.training
-        self._run, self._declared, self._torch_alone = program.run_lowered, tuple(program.inputs), torch_alone
+        self._run, self._declared, self._format = program.run_lowered, tuple(program.inputs), format
         self._attention = program.attention_under_way
 
     def forward(self, **given: Any) -> Example:
         """Runs the program."""
         inputs = {name: given.pop(name) for name in self._declared}
         tokens = given.pop("input_ids", None)
-        if self._torch_alone:
+        if self._format == "dynamo":  # attention stays torch's own
             return self._run(tokens, inputs, given)
-        with attention_as_called(self._attention):
+        others = ForExecutorch() if self._format == "executorch" else nullcontext()
+        with attention_as_called(self._attention), others:
             return self._run(tokens, inputs, given)
 
 

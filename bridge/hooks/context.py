@@ -85,11 +85,12 @@ class ForwardPass:
         entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
         gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
         bodies: what runs in step with it, by what made it (see `EndsWithThePass`).
+        calls: how often modules began that run several times, of which hook points tell the calls apart.
     """
 
     __slots__ = (
-        "bodies", "embeddings", "entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at",
-        "written",
+        "bodies", "calls", "embeddings", "entering", "gradients", "opened_by", "separate", "skipped", "sources",
+        "start_at", "written",
     )  # fmt: skip
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
@@ -103,6 +104,7 @@ class ForwardPass:
         self.entering: dict[nn.Module, Tensor] = {}
         self.embeddings: tuple[nn.Module, Tensor] | None = None
         self.bodies: dict[object, EndsWithThePass] = {}
+        self.calls: dict[nn.Module, int] = {}
 
     def end(self) -> None:
         """Lets go of every tensor."""
@@ -110,8 +112,13 @@ class ForwardPass:
             self.bodies.popitem()[1].end()
         for kept in (self.sources, self.written, self.separate, self.entering):
             kept.clear()
+        self.calls.clear()
         self.skipped = frozenset()
         self.embeddings = None
+
+    def is_call(self, module: nn.Module, number: int) -> bool:
+        """Whether the call of a module that is under way, or has just ended, is the one with a number."""
+        return self.calls.get(module, 0) == number + 1
 
     def take_embeddings(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         """Notes what a model is given in place of the output of its token embeddings, if it is."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from adapters.paths import gone
+from adapters.paths import call_number, gone, module_path
 
 
 @functools.cache
@@ -24,13 +24,16 @@ class Finder:
     Args:
         root: the model.
         path: dotted, from the model.
+
+    Attributes:
+        call: which call of it in a pass is meant, None where it is called once.
     """
 
-    __slots__ = ("parts", "root")
+    __slots__ = ("call", "parts", "root")
 
     def __init__(self, root: nn.Module, path: str) -> None:
-        self.root = root
-        self.parts = path.split(".") if path else []
+        self.root, self.call = root, call_number(path)
+        self.parts = module_path(path).split(".") if path else []
 
     @property
     def module(self) -> nn.Module:

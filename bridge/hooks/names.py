@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from bridge.hooks.act_names import act_name
 from bridge.hooks.hook_point import HookPoint
@@ -22,6 +22,13 @@ class UnknownHookError(KeyError):
 def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     """The known names that look most like `name`, best first."""
     return difflib.get_close_matches(name, list(known), n=n, cutoff=0.5)
+
+
+def last_stream(known: Container[str], n_layers: int) -> str:
+    """The name of what leaves the last block: of blocks that end in a norm on the stream (BERT), what that makes."""
+    last = f"blocks.{n_layers - 1}."
+    normed = f"{last}hook_normalized_resid_post"
+    return normed if normed in known else f"{last}hook_resid_post"
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

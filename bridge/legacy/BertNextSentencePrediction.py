@@ -44,19 +44,7 @@ class BertNextSentencePrediction:
     def to_tokens(
         self, input: list[str], move_to_device: bool = True, truncate: bool = True
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
-        """Two sentences as one row of tokens.
-
-        Args:
-            input: the two.
-            move_to_device: put all where the model is.
-            truncate: cut what is longer than the model's context.
-
-        Returns:
-            The tokens; which of the two each belongs to; 1 for tokens and 0 for padding.
-
-        Raises:
-            ValueError: there are not two; or the model has no tokenizer.
-        """
+        """Two sentences as one row of tokens."""
         if isinstance(input, str) or len(input) != 2:
             raise ValueError(f"the input is {input!r}; it must be a list of two sentences")
         encoded = self.model.tokenizer_facts.tokenizer(
@@ -73,18 +61,7 @@ class BertNextSentencePrediction:
         token_type_ids: Int[Tensor, "batch pos"] | None = None,
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch 2"] | str | list[str] | None:
-        """Runs the model.
-
-        Args:
-            input: two sentences, or tokens.
-            return_type: ``"logits"`` ``[batch, 2]``: that the second follows, that it does not; ``"predictions"``, a
-                sentence that says it, or one for each row; or None.
-            token_type_ids: which of the two sentences each token belongs to; needed with tokens.
-            one_zero_attention_mask: 1 for tokens and 0 for padding.
-
-        Raises:
-            ValueError: not two sentences, tokens without `token_type_ids`, or an unknown `return_type`.
-        """
+        """Runs the model."""
         logits, _ = self._run(self.model.forward, input, return_type, token_type_ids, one_zero_attention_mask)
         return self._result(logits, return_type)
 
@@ -98,15 +75,7 @@ class BertNextSentencePrediction:
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Runs the model and keeps activations.
-
-        Args:
-            input, return_type, token_type_ids, one_zero_attention_mask: as for `forward`.
-            kwargs: as for `TransformerBridge.run_with_cache`.
-
-        Returns:
-            What `forward` returns, and the activations.
-        """
+        """Runs the model and keeps activations."""
         run = self.model.run_with_cache
         logits, (_, cache) = self._run(run, input, return_type, token_type_ids, one_zero_attention_mask, **kwargs)
         return self._result(logits, return_type), cache

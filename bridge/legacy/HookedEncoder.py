@@ -71,16 +71,7 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
-        """Text as tokens, with what BERT takes beside them.
-
-        Args:
-            input: a text or several.
-            move_to_device: put all where the model is.
-            truncate: cut rows that are longer than the model's context.
-
-        Returns:
-            The tokens; which of two texts each belongs to (all to the first); 1 for tokens and 0 for padding.
-        """
+        """Text as tokens, with what BERT takes beside them."""
         longest = self.cfg.n_ctx if truncate else None
         batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
         mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
@@ -93,11 +84,7 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
         token_type_ids: Int[Tensor, "batch pos"] | None = None,
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What the last block makes of tokens.
-
-        Args:
-            tokens, token_type_ids, one_zero_attention_mask: as for `forward`.
-        """
+        """What the last block makes of tokens."""
         residual: Tensor = self.forward(
             tokens, "logits", token_type_ids, one_zero_attention_mask, stop_at_layer=self.cfg.n_layers
         )
@@ -111,16 +98,7 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Runs the model.
-
-        Args:
-            input: text, texts, tokens or embeddings.
-            return_type: ``"logits"`` of the masked tokens; ``"predictions"``: the likeliest token for the mask, or a
-                list of lines such as ``"Prediction 0: the"`` where there are several masks; or None.
-            token_type_ids: which of two texts each token belongs to.
-            one_zero_attention_mask: 1 for tokens and 0 for padding.
-            kwargs: as for `HookedTransformer.forward`.
-        """
+        """Runs the model."""
         if one_zero_attention_mask is not None:
             kwargs["attention_mask"] = one_zero_attention_mask
         if token_type_ids is not None:

@@ -61,16 +61,7 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
-        """Text as the encoder's tokens, and their mask.
-
-        Args:
-            input: a text or several.
-            move_to_device: put both where the model is.
-            truncate: cut rows that are longer than the model's context, where it has one.
-
-        Returns:
-            The tokens, and 1 for each token and 0 for padding.
-        """
+        """Text as the encoder's tokens, and their mask."""
         longest = self.cfg.n_ctx if truncate else None
         batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
         mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
@@ -85,16 +76,7 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Runs the model.
-
-        Args:
-            input: the encoder's: text, texts, or tokens.
-            decoder_input: the decoder's tokens; None: its start token alone.
-            return_type: ``"logits"`` ``[batch, decoder_pos, d_vocab]``, or None, and what `TransformerBridge.forward`
-                takes besides.
-            one_zero_attention_mask: 1 for tokens and 0 for padding.
-            kwargs: as for `TransformerBridge.forward`.
-        """
+        """Runs the model."""
         if decoder_input is not None:
             kwargs["decoder_input_ids"] = torch.as_tensor(decoder_input, device=self.cfg.device)
         if one_zero_attention_mask is not None:
@@ -117,17 +99,7 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
         verbose: bool = True,
         **more: Any,
     ) -> Any:
-        """What the decoder answers, by the model's own `generate`.
-
-        Args:
-            input: the encoder's.
-            one_zero_attention_mask: 1 for tokens and 0 for padding; for texts it is worked out.
-            max_new_tokens, stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, freq_penalty, return_type,
-                verbose, more: as for `HookedTransformer.generate`.
-
-        Returns:
-            The text, without special tokens; or the decoder's tokens, start token included.
-        """
+        """What the decoder answers, by the model's own `generate`."""
         if one_zero_attention_mask is not None:
             more["attention_mask"] = one_zero_attention_mask
         return super().generate(
@@ -149,29 +121,7 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
         yield "embed", join(base, self.architecture.embed)
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
-        """What a part of the model makes of tensors. Hooks inside of it act.
-
-        Args:
-            name: ``embed`` (of tokens), a norm, an MLP, ``unembed``; attention (of one input, or of the decoder's and
-                the encoder's); or a block such as ``decoder.0`` (of a residual stream, and `encoder_hidden_states`).
-            inputs, kwargs: what it takes; attention and blocks take `position_bias`, which only the first block has
-                itself. The decoder looks back only.
-
-        Raises:
-            AttributeError: no module plays this part alone.
-            TypeError: it cannot be called with these.
-
-        Example:
-            >>> import torch
-            >>> from bridge.legacy import HookedEncoderDecoder
-            >>> fields = {"n_layers": 1, "d_model": 8, "d_head": 4, "d_vocab": 9, "n_ctx": 5, "act_fn": "relu"}
-            >>> model = HookedEncoderDecoder(fields, move_to_device=False)
-            >>> tokens = torch.tensor([[1, 2, 3]])
-            >>> made = model.encoder_final_ln(model.encoder[0](model.embed(tokens)))
-            >>> _, cache = model.run_with_cache(tokens, names_filter="encoder_final_ln.hook_out")
-            >>> torch.allclose(made, cache["encoder_final_ln.hook_out"], atol=1e-5)
-            True
-        """
+        """What a part of the model makes of tensors. Hooks inside of it act."""
         last, module = name.rpartition(".")[2], self.module_of(name)
         if last.isdigit() and "resid_pre" in kwargs:
             inputs = (kwargs.pop("resid_pre"), *inputs)

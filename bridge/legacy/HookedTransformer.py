@@ -224,39 +224,17 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
 
     @classmethod
     def from_pretrained_no_processing(
-        cls,
-        model_name: str,
-        fold_ln: bool = False,
-        center_writing_weights: bool = False,
-        center_unembed: bool = False,
-        refactor_factored_attn_matrices: bool = False,
-        fold_value_biases: bool = False,
-        dtype: torch.dtype | str = torch.float32,
-        default_prepend_bos: bool | None = None,
-        default_padding_side: Side = "right",
-        **from_pretrained_kwargs: Any,
-    ) -> Any:
-        """`from_pretrained` with all processing off.
-
-        Example:
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained_no_processing(str(MODEL_DIR), device="cpu")
-            >>> model.cfg.normalization_type
-            'RMS'
-        """
+        cls, model_name: str, fold_ln: bool = False, center_writing_weights: bool = False,
+        center_unembed: bool = False, refactor_factored_attn_matrices: bool = False, fold_value_biases: bool = False,
+        dtype: torch.dtype | str = torch.float32, default_prepend_bos: bool | None = None,
+        default_padding_side: Side = "right", **from_pretrained_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """`from_pretrained` with all processing off."""
         return cls.from_pretrained(
-            model_name,
-            fold_ln=fold_ln,
-            center_writing_weights=center_writing_weights,
-            center_unembed=center_unembed,
-            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-            fold_value_biases=fold_value_biases,
-            dtype=dtype,
-            default_prepend_bos=default_prepend_bos,
-            default_padding_side=default_padding_side,
-            **from_pretrained_kwargs,
-        )
+            model_name, fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices,
+            fold_value_biases=fold_value_biases, dtype=dtype, default_prepend_bos=default_prepend_bos,
+            default_padding_side=default_padding_side, **from_pretrained_kwargs,
+        )  # fmt: skip
 
     def _keep_layers(self, n: int) -> None:
         if not 0 <= n <= self.cfg.n_layers:
@@ -270,16 +248,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         self._rewire()
 
     def set_tokenizer(self, tokenizer: Any, default_padding_side: Side = "right") -> None:
-        """Gives the model a copy of a tokenizer that pads, and starts texts, with EOS where it has no token for that.
-
-        Args:
-            tokenizer: a Hugging Face tokenizer; it is not changed.
-            default_padding_side: where shorter texts are padded.
-
-        Raises:
-            TypeError: it is none.
-            ValueError: an unknown side.
-        """
+        """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"{type(tokenizer).__name__} is no Hugging Face tokenizer")
         self._adopt(copy.deepcopy(tokenizer), default_padding_side)
@@ -297,15 +266,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         self.cfg.tokenizer_prepends_bos = self.tokenizer_facts.adds_bos
 
     def load_sample_training_dataset(self, **kwargs: Any) -> Any:
-        """A small data set like what the model was trained on, as `dataset`.
-
-        Args:
-            kwargs: as for `bridge.legacy.utils.get_dataset`.
-
-        Raises:
-            ValueError: none is known.
-            ImportError: as `get_dataset`, which loads none: set `dataset` yourself.
-        """
+        """A small data set like what the model was trained on, as `dataset`."""
         architecture = self.cfg.original_architecture
         if architecture not in _LIKE_TRAINING:
             raise ValueError(f"no data set is known for {architecture}; set model.dataset to one of your own")
@@ -315,34 +276,14 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
     def sample_datapoint(
         self, tokenize: bool = False, prepend_bos: bool | None = None, padding_side: Side | None = None
     ) -> Any:
-        """A text of `dataset`, drawn at random.
-
-        Args:
-            tokenize: give its tokens ``[1, pos]`` instead.
-            prepend_bos, padding_side: as for `to_tokens`.
-
-        Raises:
-            ValueError, ImportError: as `load_sample_training_dataset`, where `dataset` is not set.
-
-        Example:
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> model.dataset = [{"text": "Mary and John"}]
-            >>> model.sample_datapoint()
-            'Mary and John'
-        """
+        """A text of `dataset`, drawn at random."""
         if self.dataset is None:
             self.load_sample_training_dataset()
         text = self.dataset[random.randrange(len(self.dataset))]["text"]
         return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
     def init_weights(self) -> None:
-        """Draws the weights of a model that was made from a configuration anew, as that says.
-
-        Raises:
-            TypeError: the model was loaded.
-        """
+        """Draws the weights of a model that was made from a configuration anew, as that says."""
         if not isinstance(self.core, NativeModel):
             raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
         self.core.draw_weights()

@@ -176,11 +176,7 @@ class HookedTransformerConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> HookedTransformerConfig:
-        """A configuration from its fields.
-
-        Raises:
-            TypeError: a field that does not exist.
-        """
+        """A configuration from its fields."""
         known = [f.name for f in fields(cls)]
         for name in config_dict:
             if name not in known:
@@ -189,11 +185,7 @@ class HookedTransformerConfig:
 
     @classmethod
     def unwrap(cls, config: Mapping[str, Any] | HookedTransformerConfig | ModelConfig) -> HookedTransformerConfig:
-        """A configuration of what may be its fields, or a model's `cfg`.
-
-        Raises:
-            TypeError: it is none of these.
-        """
+        """A configuration of what may be its fields, or a model's `cfg`."""
         if isinstance(config, ModelConfig):
             return cls.of_model(config)
         if isinstance(config, Mapping):
@@ -206,11 +198,7 @@ class HookedTransformerConfig:
 
     @classmethod
     def of_model(cls, cfg: ModelConfig) -> HookedTransformerConfig:
-        """The facts about a model (`bridge.cfg`) as a HookedTransformerConfig.
-
-        Args:
-            cfg: a `ModelConfig`.
-        """
+        """The facts about a model (`bridge.cfg`) as a HookedTransformerConfig."""
         facts = cfg.to_dict()
         names = {f.name for f in fields(cls)} - {"n_params", "seed"}
         given = {name: value for name, value in facts.items() if name in names and value is not None}
@@ -240,11 +228,7 @@ class HookedTransformerConfig:
         np.random.seed(seed)
 
     def native(self) -> dict[str, Any]:
-        """The fields of a `NativeConfig` for the same model.
-
-        Raises:
-            ValueError: fields that only loaded models have are set, or `d_vocab` is not known.
-        """
+        """The fields of a `NativeConfig` for the same model."""
         for name, allowed in ONLY_LOADED.items():
             if getattr(self, name) != allowed:
                 raise ValueError(

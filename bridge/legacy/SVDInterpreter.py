@@ -15,31 +15,12 @@ OUTPUT_EMBEDDING = "unembed.W_U"
 
 
 class SVDInterpreter(_SVDInterpreter):
-    """`bridge.analysis.svd.SVDInterpreter`, for which a head of ``"w_in"`` or ``"w_out"`` is no error.
-
-    Args:
-        model: a `HookedTransformer`.
-
-    Example:
-        >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.legacy import HookedTransformer, SVDInterpreter
-        >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-        >>> SVDInterpreter(model).get_singular_vectors("w_out", 0, num_vectors=5, head_index=0).shape[1:]
-        torch.Size([1, 5])
-    """
+    """`bridge.analysis.svd.SVDInterpreter`, for which a head of ``"w_in"`` or ``"w_out"`` is no error."""
 
     def get_singular_vectors(
         self, vector_type: str, layer_index: int, num_vectors: int = 10, head_index: int | None = None
     ) -> Float[Tensor, "d_vocab 1 vector"]:
-        """The right singular vectors of a matrix of one layer, each through the unembedding.
-
-        Args:
-            vector_type, layer_index, num_vectors: as for `bridge.analysis.svd.SVDInterpreter.get_singular_vectors`.
-            head_index: the head, for ``"OV"``; other types have none, and it does not count.
-
-        Raises:
-            SingularVectorError: (an AssertionError) as for that.
-        """
+        """The right singular vectors of a matrix of one layer, each through the unembedding."""
         head = None if vector_type in ("w_in", "w_out") else head_index
         return super().get_singular_vectors(vector_type, layer_index, num_vectors, head)
 

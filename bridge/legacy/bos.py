@@ -17,20 +17,6 @@ def get_tokenizer_with_bos(tokenizer: Any) -> Any:
     """A tokenizer that starts every text with BOS by itself: this one, or a copy.
 
     A model needs none of it: it prepends BOS, once, whatever its tokenizer does.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer; it is not changed.
-
-    Raises:
-        ValueError: it has no BOS token, or is one that cannot be told to.
-
-    Example:
-        >>> from transformers import AutoTokenizer
-        >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.legacy.utils import get_tokenizer_with_bos
-        >>> tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-        >>> get_tokenizer_with_bos(tokenizer)("Mary")["input_ids"][0] == tokenizer.bos_token_id
-        True
     """
     if TokenizerFacts(tokenizer).adds_bos:
         return tokenizer
@@ -48,12 +34,7 @@ def get_tokenizer_with_bos(tokenizer: Any) -> Any:
 
 
 def get_input_with_manually_prepended_bos(tokenizer: Any, input: str | list[str]) -> str | list[str]:
-    """One text or several, with BOS written in front.
-
-    Args:
-        tokenizer: says what BOS is.
-        input: the text or texts.
-    """
+    """One text or several, with BOS written in front."""
     return tokenizer.bos_token + input if isinstance(input, str) else [tokenizer.bos_token + text for text in input]
 
 

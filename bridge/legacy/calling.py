@@ -44,14 +44,7 @@ class CallsParts(TransformerBridge):
                 yield name, join(base, below)
 
     def module_of(self, name: str) -> nn.Module:
-        """The Hugging Face module that plays a part.
-
-        Args:
-            name: such as ``blocks.0.mlp``.
-
-        Raises:
-            AttributeError: no module plays this part alone.
-        """
+        """The Hugging Face module that plays a part."""
         found = self.find_module(name)
         if found is None:
             paths = dict(self._paths())
@@ -128,9 +121,6 @@ class CallsParts(TransformerBridge):
     ) -> Tensor:
         """What attention makes of what queries, keys and values read: where they differ, each is projected in a run of
         its own.
-
-        Raises:
-            TypeError: a cache or an additive mask is given.
         """
         if past_kv_cache_entry is not None or additive_attention_mask is not None:
             raise TypeError(f"{name} by itself takes no cache and no additive mask: run the model with past_kv_cache")

@@ -16,31 +16,14 @@ _SMALL = {
 
 
 def get_dataset(dataset_name: str, **kwargs: Any) -> Any:
-    """A small data set of the hub, with a column ``text``. It needs the package `datasets`.
-
-    Args:
-        dataset_name: ``"owt"``, ``"pile"``, ``"c4"``, ``"code"``, ``"c4_code"``, ``"wiki"``, or another of their names.
-        kwargs: of `datasets.load_dataset`.
-
-    Raises:
-        ValueError: an unknown name.
-        ImportError: `datasets` is not installed.
-    """
+    """A small data set of the hub, with a column ``text``. It needs the package `datasets`."""
     if dataset_name not in _SMALL:
         raise ValueError(f"no data set is known as {dataset_name!r}; these are: {', '.join(_SMALL)}")
     return load_from_hub(_SMALL[dataset_name], **kwargs)
 
 
 def load_from_hub(*names: str, **kwargs: Any) -> Any:
-    """The training split of a data set of the hub, by the package `datasets`.
-
-    Args:
-        names: of the data set, and of its configuration.
-        kwargs: of `datasets.load_dataset`.
-
-    Raises:
-        ImportError: `datasets` is not installed.
-    """
+    """The training split of a data set of the hub, by the package `datasets`."""
     try:
         module = importlib.import_module("datasets")
     except ImportError as error:
@@ -70,21 +53,6 @@ def tokenize_and_concatenate(
 
     Each text is tokenized as a whole (HookedTransformer cuts the joined text into 20 pieces first, which splits words).
     The rest of a batch that fills no row is left out, unless the batch has no full row: then EOS fills it up.
-
-    Args:
-        dataset: of the package `datasets`, with a column of texts.
-        tokenizer: with an EOS token; it is only read.
-        streaming: the data set is being streamed: no parallel work.
-        max_length: the length of a row.
-        column_name: the column with the texts.
-        add_bos_token: start each row with BOS.
-        num_proc: how many processes.
-
-    Returns:
-        The data set with the only column ``tokens``, as tensors.
-
-    Raises:
-        ValueError: the tokenizer has no EOS, or no BOS where one is to be added.
     """
     if tokenizer.eos_token_id is None or (add_bos_token and tokenizer.bos_token_id is None):
         raise ValueError(f"{type(tokenizer).__name__} has no EOS token, or no BOS token while add_bos_token=True")

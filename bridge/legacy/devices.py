@@ -10,13 +10,7 @@ import torch
 
 
 def get_device() -> torch.device:
-    """The first accelerator, or the CPU. Apple's is only chosen where TRANSFORMERLENS_ALLOW_MPS=1 is set.
-
-    Example:
-        >>> from bridge.legacy.utils import get_device
-        >>> get_device().type in ("cpu", "cuda", "mps")
-        True
-    """
+    """The first accelerator, or the CPU. Apple's is only chosen where TRANSFORMERLENS_ALLOW_MPS=1 is set."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if torch.backends.mps.is_available() and _mps_is_wanted():
@@ -25,11 +19,7 @@ def get_device() -> torch.device:
 
 
 def warn_if_mps(device: torch.device | str) -> None:
-    """Warns, once, that Apple's GPU may compute wrong values, unless TRANSFORMERLENS_ALLOW_MPS=1 is set.
-
-    Args:
-        device: only ``"mps"`` is warned of.
-    """
+    """Warns, once, that Apple's GPU may compute wrong values, unless TRANSFORMERLENS_ALLOW_MPS=1 is set."""
     if torch.device(device).type == "mps" and not _mps_is_wanted():
         _warn()
 

@@ -25,51 +25,26 @@ _TEXT = (
 
 
 def sanity_check(model: Any) -> Float[Tensor, ""]:
-    """The loss on one paragraph of plain English, to see at a glance whether a model has learnt the language.
-
-    Args:
-        model: a `HookedTransformer` with a tokenizer.
-    """
+    """The loss on one paragraph of plain English, to see at a glance whether a model has learnt the language."""
     return model(_TEXT, return_type="loss")
 
 
-def make_wiki_data_loader(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
-    """Rows of Wikitext 2. This and its siblings need the package `datasets`, and the hub.
+def _loads(kind: str, names: tuple[str, ...], column: str, what: str) -> Callable[..., DataLoader[Any]]:
+    def load(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
+        rows = tokenize_and_concatenate(load_from_hub(*names), tokenizer, column_name=column)
+        return DataLoader(rows, batch_size=batch_size, shuffle=True, drop_last=True)
 
-    Args:
-        tokenizer: with BOS and EOS.
-        batch_size: how many rows at a time.
-    """
-    return _loader(("wikitext", "wikitext-2-v1"), tokenizer, batch_size)
-
-
-def make_owt_data_loader(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
-    """Rows of 10,000 texts of OpenWebText."""
-    return _loader(("stas/openwebtext-10k",), tokenizer, batch_size)
+    load.__name__ = f"make_{kind}_data_loader"
+    load.__doc__ = f"Rows of {what}, from the hub by `datasets`."
+    return load
 
 
-def make_pile_data_loader(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
-    """Rows of the first 10,000 texts of the Pile."""
-    return _loader(("NeelNanda/pile-10k",), tokenizer, batch_size)
-
-
-def make_code_data_loader(tokenizer: Any, batch_size: int = 8) -> DataLoader[Any]:
-    """Rows of Python code."""
-    return _loader(("codeparrot/codeparrot-valid-v2-near-dedup",), tokenizer, batch_size, "content")
-
-
-def _loader(names: tuple[str, ...], tokenizer: Any, batch_size: int, column: str = "text") -> DataLoader[Any]:
-    rows = tokenize_and_concatenate(load_from_hub(*names), tokenizer, column_name=column)
-    return DataLoader(rows, batch_size=batch_size, shuffle=True, drop_last=True)
-
-
+make_wiki_data_loader = _loads("wiki", ("wikitext", "wikitext-2-v1"), "text", "Wikitext 2")
+make_owt_data_loader = _loads("owt", ("stas/openwebtext-10k",), "text", "10,000 texts of OpenWebText")
+make_pile_data_loader = _loads("pile", ("NeelNanda/pile-10k",), "text", "the first 10,000 texts of the Pile")
+make_code_data_loader = _loads("code", ("codeparrot/codeparrot-valid-v2-near-dedup",), "content", "Python code")
 DATASET_NAMES = ["wiki", "owt", "pile", "code"]
-DATASET_LOADERS: list[Callable[..., DataLoader[Any]]] = [
-    make_wiki_data_loader,
-    make_owt_data_loader,
-    make_pile_data_loader,
-    make_code_data_loader,
-]
+DATASET_LOADERS = [make_wiki_data_loader, make_owt_data_loader, make_pile_data_loader, make_code_data_loader]
 
 
 @torch.inference_mode()
@@ -79,17 +54,7 @@ def evaluate_on_dataset(
     truncate: int = 100,
     device: torch.device | str | None = None,
 ) -> float:
-    """The mean loss over batches.
-
-    Args:
-        model: a `HookedTransformer`.
-        data_loader: batches such as ``{"tokens": tensor}``, with tokens ``[batch, pos]``.
-        truncate: look at so many batches at most.
-        device: where to put the tokens; None: where the model is.
-
-    Raises:
-        ValueError: there is no batch.
-    """
+    """The mean loss over batches."""
     device = model.cfg.device if device is None else device
     losses = [
         model(batch["tokens"].to(device), return_type="loss").mean().item()
@@ -101,14 +66,7 @@ def evaluate_on_dataset(
 
 
 def evaluate(model: Any, truncate: int = 100, batch_size: int = 8, tokenizer: Any = None) -> dict[str, float]:
-    """The losses on the four data sets of `DATASET_NAMES`, which are printed too.
-
-    Args:
-        model: a `HookedTransformer`.
-        truncate: look at so many batches of each at most.
-        batch_size: how many rows at a time.
-        tokenizer: None: the model's.
-    """
+    """The losses on the four data sets of `DATASET_NAMES`, which are printed too."""
     losses = {}
     for name, loader in zip(DATASET_NAMES, DATASET_LOADERS, strict=True):
         batches = loader(tokenizer=tokenizer or model.tokenizer, batch_size=batch_size)
@@ -126,19 +84,7 @@ def induction_loss(
     prepend_bos: bool | None = None,
     device: torch.device | str | None = None,
 ) -> Float[Tensor, ""]:
-    """The loss on the second half of rows of random tokens that are repeated once: low where induction heads are.
-
-    Args:
-        model: a `HookedTransformer`.
-        tokenizer: says what BOS is; None: the model's.
-        batch_size: how many rows.
-        subseq_len: the length of each half.
-        prepend_bos: write BOS over the first token; None: as the model does.
-        device: where to put the tokens; None: where the model is.
-
-    Raises:
-        ValueError: both halves are longer than the model's context, or its vocabulary is too small to draw from.
-    """
+    """The loss on the second half of rows of random tokens that are repeated once: low where induction heads are."""
     cfg = model.cfg
     if cfg.n_ctx is not None and cfg.n_ctx > 0 and 2 * subseq_len > cfg.n_ctx:
         raise ValueError(f"subseq_len is {subseq_len}; twice that is more than the model's context of {cfg.n_ctx}")
@@ -256,18 +202,6 @@ def ioi_eval(
     """How clearly a model prefers the indirect object to the subject.
 
     The names are compared at the first token in which they differ.
-
-    Args:
-        model: a `HookedTransformer`.
-        dataset: rows ``{"prompt", "IO", "S"}`` of tokens; a prompt ends with its IO. None: an `IOIDataset`.
-        batch_size: how many prompts at a time.
-        num_samples, tokenizer, symmetric: of the `IOIDataset`.
-
-    Returns:
-        ``{"Logit Difference": mean, "Accuracy": share}``.
-
-    Raises:
-        ValueError: a prompt does not end with its IO; or one name is the beginning of the other.
     """
     if dataset is None:
         dataset = IOIDataset(tokenizer or model.tokenizer, num_samples=num_samples, symmetric=symmetric)

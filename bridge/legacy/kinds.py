@@ -87,46 +87,18 @@ class GroupedQueryAttention(AbstractAttention):
     at, fields = "blocks.0.attn", {"attn_only": True}
 
 
-class LayerNorm(Part):
-    """A layer norm with weights."""
-
-    at, fields = "ln_final", {"attn_only": True, "normalization_type": "LN"}
-
-
-class LayerNormPre(Part):
-    """A layer norm without weights."""
-
-    at, fields = "ln_final", {"attn_only": True, "normalization_type": "LNPre"}
+def _kind(name: str, doc: str, at: str, **fields: Any) -> type[Part]:
+    body = {"__doc__": doc, "__module__": __name__, "at": at, "fields": {"attn_only": True} | fields}
+    return type(name, (Part,), body)
 
 
-class RMSNorm(Part):
-    """A root mean square norm with weights."""
-
-    at, fields = "ln_final", {"attn_only": True, "normalization_type": "RMS"}
-
-
-class RMSNormPre(Part):
-    """A root mean square norm without weights."""
-
-    at, fields = "ln_final", {"attn_only": True, "normalization_type": "RMSPre"}
-
-
-class Embed(Part):
-    """The token embedding."""
-
-    at, fields = "embed", {"attn_only": True}
-
-
-class PosEmbed(Part):
-    """The position embedding."""
-
-    at, fields = "pos_embed", {"attn_only": True, "positional_embedding_type": "standard"}
-
-
-class Unembed(Part):
-    """From the residual stream to logits."""
-
-    at, fields = "unembed", {"attn_only": True}
+LayerNorm = _kind("LayerNorm", "A layer norm with weights.", "ln_final", normalization_type="LN")
+LayerNormPre = _kind("LayerNormPre", "A layer norm without weights.", "ln_final", normalization_type="LNPre")
+RMSNorm = _kind("RMSNorm", "A root mean square norm with weights.", "ln_final", normalization_type="RMS")
+RMSNormPre = _kind("RMSNormPre", "A root mean square norm without weights.", "ln_final", normalization_type="RMSPre")
+Embed = _kind("Embed", "The token embedding.", "embed")
+PosEmbed = _kind("PosEmbed", "The position embedding.", "pos_embed", positional_embedding_type="standard")
+Unembed = _kind("Unembed", "From the residual stream to logits.", "unembed")
 
 
 class TransformerBlock(Part):
@@ -144,13 +116,7 @@ _BY_NAME = {"embed": Embed, "pos_embed": PosEmbed, "unembed": Unembed}
 
 
 def kind_of(name: str, inside: set[str], cfg: ModelConfig) -> type[Part]:
-    """The class of a part.
-
-    Args:
-        name: the part's.
-        inside: the names of what is directly in it.
-        cfg: the model's.
-    """
+    """The class of a part."""
     last = name.rpartition(".")[2]
     if last.isdigit():
         return TransformerBlock if name.count(".") == 1 else Part

@@ -40,14 +40,7 @@ class LoadedAsBefore(TransformerBridge):
             self.original_model.to(self.intended_device)
 
     def to(self, device_or_dtype: Any = None, *more: Any, print_details: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Moves the model, or changes the type of its weights.
-
-        Args:
-            device_or_dtype: a device or a type.
-            more: as for `torch.nn.Module.to`; True or False is `print_details`.
-            print_details: is accepted; nothing is printed.
-            kwargs: as for `torch.nn.Module.to`.
-        """
+        """Moves the model, or changes the type of its weights."""
         given = [x for x in (device_or_dtype, *more) if x is not None and not isinstance(x, bool)]
         self.original_model.to(*given, **kwargs)
         return self
@@ -124,17 +117,7 @@ class LoadedAsBefore(TransformerBridge):
 
 
 class UnprocessedAsBefore(LoadedAsBefore):
-    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is.
-
-    Args:
-        cfg: a `HookedTransformerConfig` or its fields, for a model with random weights; or a Hugging Face model, which
-            is wrapped as it is.
-        tokenizer: for text. None: the one that ``cfg.tokenizer_name`` names.
-        move_to_device: put a new model where ``cfg.device`` says.
-
-    Raises:
-        ValueError, TypeError: as for `HookedTransformerConfig`; or fields for which the model has no place.
-    """
+    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is."""
 
     #: The class to load; None: what the configuration's architecture says.
     loads: Any = None
@@ -160,15 +143,7 @@ class UnprocessedAsBefore(LoadedAsBefore):
         dtype: torch.dtype | str = torch.float32,
         **from_pretrained_kwargs: Any,
     ) -> Any:
-        """Loads a model.
-
-        Args:
-            model_name, checkpoint_index, checkpoint_value, hf_model, device, tokenizer, move_to_device, dtype,
-                from_pretrained_kwargs: as for `HookedTransformer.from_pretrained`.
-
-        Raises:
-            ValueError, TypeError: as for `HookedTransformer.from_pretrained`.
-        """
+        """Loads a model."""
         if hf_model is None and cls.loads is not None:
             from_pretrained_kwargs.setdefault("model_class", cls.loads)
         return cls._load(
@@ -179,11 +154,7 @@ class UnprocessedAsBefore(LoadedAsBefore):
 
     @classmethod
     def _fields(cls, config: HookedTransformerConfig, names: Mapping[str, str], fixed: Mapping[str, Any]) -> Any:
-        """A configuration's fields by Hugging Face's names.
-
-        Raises:
-            ValueError: a field has a value for which the model has no place.
-        """
+        """A configuration's fields by Hugging Face's names."""
         if config.d_vocab_out not in (config.d_vocab, -1, 0):
             raise ValueError(f"d_vocab_out is {config.d_vocab_out}; {cls.__name__} has as many as d_vocab")
         for name, allowed in fixed.items():
@@ -193,11 +164,7 @@ class UnprocessedAsBefore(LoadedAsBefore):
 
 
 def as_type(dtype: torch.dtype | str) -> torch.dtype:
-    """A type by its name, as HookedTransformer has it.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """A type by its name, as HookedTransformer has it."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPE_FROM_STRING:

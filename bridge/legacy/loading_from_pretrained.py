@@ -24,19 +24,10 @@ from bridge.legacy.own_format import own_format
 from bridge.loading.training_checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
 
 __all__ = [
-    "DEFAULT_MODEL_ALIASES",
-    "MODEL_ALIASES",
-    "OFFICIAL_MODEL_NAMES",
-    "PYTHIA_CHECKPOINTS",
-    "STANFORD_CRFM_CHECKPOINTS",
-    "fill_missing_keys",
-    "get_checkpoint_labels",
-    "get_num_params_of_pretrained",
-    "get_official_model_name",
-    "get_pretrained_model_config",
-    "get_pretrained_state_dict",
-    "make_model_alias_map",
-]
+    "DEFAULT_MODEL_ALIASES", "MODEL_ALIASES", "OFFICIAL_MODEL_NAMES", "PYTHIA_CHECKPOINTS",
+    "STANFORD_CRFM_CHECKPOINTS", "fill_missing_keys", "get_checkpoint_labels", "get_num_params_of_pretrained",
+    "get_official_model_name", "get_pretrained_model_config", "get_pretrained_state_dict", "make_model_alias_map",
+]  # fmt: skip
 
 #: How the hub is asked.
 HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only")
@@ -64,23 +55,7 @@ def get_pretrained_model_config(
     n_ctx: int | None = None,
     **kwargs: Any,
 ) -> HookedTransformerConfig:
-    """The configuration of a model, without loading its weights.
-
-    Args:
-        model_name: as for `get_official_model_name`.
-        checkpoint_index, checkpoint_value, n_ctx: as for `HookedTransformer.from_pretrained`.
-        fold_ln: as it is when norms have been folded.
-        device, n_devices, dtype, first_n_layers: what the configuration is to say.
-        default_prepend_bos: likewise; None: as HookedTransformer has it for this model.
-        kwargs: as for `TransformerBridge.boot_transformers`.
-
-    Example:
-        >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.legacy.loading_from_pretrained import get_pretrained_model_config
-        >>> cfg = get_pretrained_model_config(str(MODEL_DIR))
-        >>> cfg.n_layers, cfg.normalization_type
-        (4, 'RMS')
-    """
+    """The configuration of a model, without loading its weights."""
     name = get_official_model_name(model_name)
     own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
     if own is not None:
@@ -134,19 +109,7 @@ def get_num_params_of_pretrained(model_name: str) -> int:
 
 
 def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], str]:
-    """The training checkpoints that were published with a model.
-
-    Returns:
-        The steps, and ``"step"``; or numbers of tokens, and ``"token"``.
-
-    Raises:
-        ValueError: none are known.
-
-    Example:
-        >>> from bridge.legacy.loading_from_pretrained import get_checkpoint_labels
-        >>> get_checkpoint_labels("pythia-70m")[0][-1]
-        143000
-    """
+    """The training checkpoints that were published with a model."""
     name = get_official_model_name(model_name)
     own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
     return (list(checkpoint_steps(name)), "step") if own is None else own.checkpoints()
@@ -155,21 +118,7 @@ def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], st
 def get_pretrained_state_dict(
     official_model_name: str, cfg: Any = None, hf_model: Any = None, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """A model's weights as they are stored, without processing, by HookedTransformer's names.
-
-    Args:
-        official_model_name: as for `get_official_model_name`.
-        cfg: for models in HookedTransformer's own format, which checkpoint; what others are, is read from them.
-        hf_model: use this model, and none is loaded.
-        dtype: of the weights.
-        kwargs: as for `TransformerBridge.boot_transformers`.
-
-    Example:
-        >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.legacy.loading_from_pretrained import get_pretrained_state_dict
-        >>> get_pretrained_state_dict(str(MODEL_DIR))["blocks.0.attn.W_Q"].ndim
-        3
-    """
+    """A model's weights as they are stored, without processing, by HookedTransformer's names."""
     name = get_official_model_name(official_model_name)
     own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
     if own is not None:
@@ -181,20 +130,7 @@ def get_pretrained_state_dict(
 
 
 def fill_missing_keys(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict, to which the model's own weights are added where it has none.
-
-    Args:
-        model: a `HookedTransformer`.
-        state_dict: by HookedTransformer's names or by Hugging Face's; it is changed.
-
-    Example:
-        >>> from bridge.legacy import HookedTransformer
-        >>> from bridge.legacy.loading_from_pretrained import fill_missing_keys
-        >>> model = HookedTransformer({"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10,
-        ...     "attn_only": True, "device": "cpu"})
-        >>> sorted(fill_missing_keys(model, {"embed.W_E": model.W_E}))[-2:]
-        ['unembed.W_U', 'unembed.b_U']
-    """
+    """A state dict, to which the model's own weights are added where it has none."""
     own = model.state_dict()
     if not own.keys() & state_dict.keys():
         own = model.tl_parameters()

@@ -134,19 +134,7 @@ DEFAULT_MODEL_ALIASES = [min(MODEL_ALIASES[hub] or [hub], key=len) for hub in OF
 
 
 def get_official_model_name(model_name: str) -> str:
-    """The hub name of a model.
-
-    Args:
-        model_name: a short name in any case, a hub name (known here or not), or a folder.
-
-    Raises:
-        ValueError: a short name that is not known.
-
-    Example:
-        >>> from bridge.legacy.loading_from_pretrained import get_official_model_name
-        >>> get_official_model_name("gpt2-small"), get_official_model_name("pythia-125m-deduped")
-        ('gpt2', 'EleutherAI/pythia-160m-deduped')
-    """
+    """The hub name of a model."""
     if os.path.isdir(model_name):
         return model_name
     known = _BY_NAME.get(model_name.lower())

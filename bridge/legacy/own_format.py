@@ -56,11 +56,7 @@ class OwnFormat:
         return found
 
     def checkpoints(self) -> tuple[list[int], str]:
-        """The training checkpoints in the order of their files, and ``"step"`` or ``"token"``.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """The training checkpoints in the order of their files, and ``"step"`` or ``"token"``."""
         labels = [int(match[1]) for match in map(_CHECKPOINT.fullmatch, self.files()) if match]
         if not labels:
             raise ValueError(f"{self.name} has no checkpoints: no files such as checkpoints/model_1000.pth")

@@ -126,19 +126,12 @@ class Part(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The Hugging Face module that plays this part.
-
-        Raises:
-            AttributeError: no single module does.
-        """
+        """The Hugging Face module that plays this part."""
         return self.host.module_of(self.name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
         """What the part makes of tensors: a block of a residual stream, a norm or an MLP of what it reads, attention of
         what queries, keys and values read.
-
-        Raises:
-            TypeError: the part cannot be called by itself, or not with these.
         """
         calls = CALLS.get()
         inner = calls.get(self)
@@ -243,11 +236,7 @@ class Part(nn.Module):
 
 
 def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """What a part reads, where it reads one tensor.
-
-    Raises:
-        TypeError: queries, keys and values read different ones.
-    """
+    """What a part reads, where it reads one tensor."""
     reads = [*inputs, *(kwargs[key] for key in ("query_input", "key_input", "value_input") if key in kwargs)]
     if not reads:
         reads = [value for value in kwargs.values() if isinstance(value, Tensor)]

@@ -13,12 +13,7 @@ from transformers import DynamicCache
 
 
 class HookedTransformerKeyValueCacheEntry:
-    """The keys and values of one layer.
-
-    Args:
-        cache: the whole cache.
-        layer: which of its layers.
-    """
+    """The keys and values of one layer."""
 
     def __init__(self, cache: HookedTransformerKeyValueCache, layer: int) -> None:
         self._cache, self._layer = cache, layer
@@ -27,20 +22,7 @@ class HookedTransformerKeyValueCacheEntry:
     def init_cache_entry(
         cls, cfg: Any, device: torch.device | str | None = None, batch_size: int = 1
     ) -> HookedTransformerKeyValueCacheEntry:
-        """An empty entry for one layer, which belongs to no model's cache.
-
-        Args:
-            cfg, device, batch_size: as for `HookedTransformerKeyValueCache.init_cache`.
-
-        Example:
-            >>> import torch
-            >>> from bridge.legacy import HookedTransformerConfig, HookedTransformerKeyValueCacheEntry
-            >>> cfg = HookedTransformerConfig(n_layers=1, d_model=8, n_ctx=5, d_head=4, d_vocab=10, attn_only=True)
-            >>> entry = HookedTransformerKeyValueCacheEntry.init_cache_entry(cfg)
-            >>> keys, values = entry.append(torch.ones(1, 3, 2, 4), torch.zeros(1, 3, 2, 4))
-            >>> keys.shape == entry.past_keys.shape == torch.Size([1, 3, 2, 4])
-            True
-        """
+        """An empty entry for one layer, which belongs to no model's cache."""
         return cls(HookedTransformerKeyValueCache(cfg, device, batch_size), 0)
 
     def append(
@@ -50,14 +32,7 @@ class HookedTransformerKeyValueCacheEntry:
     ) -> tuple[
         Float[Tensor, "batch pos n_key_value_heads d_head"], Float[Tensor, "batch pos n_key_value_heads d_head"]
     ]:
-        """All keys and values, earlier and new. The new ones are kept, unless the cache is frozen.
-
-        Args:
-            new_keys, new_values: of the next tokens.
-
-        Raises:
-            ValueError: they are not of one shape, or not of the entry's rows, heads and width.
-        """
+        """All keys and values, earlier and new. The new ones are kept, unless the cache is frozen."""
         past = self.past_keys
         if (
             new_keys.shape != new_values.shape
@@ -145,13 +120,7 @@ class HookedTransformerKeyValueCache:
     def init_cache(
         cls, cfg: Any, device: torch.device | str | None = None, batch_size: int = 1
     ) -> HookedTransformerKeyValueCache:
-        """An empty cache.
-
-        Args:
-            cfg: the model's `cfg`.
-            device: where the model is.
-            batch_size: how many rows it is for.
-        """
+        """An empty cache."""
         return cls(cfg, device, batch_size)
 
     @property
@@ -186,11 +155,7 @@ class HookedTransformerKeyValueCache:
         return mask
 
     def for_run(self, batch_size: int) -> Any:
-        """What the model is given: a copy, which takes the cache's place at the end of the run unless that is frozen.
-
-        Raises:
-            ValueError: the cache is for another number of rows.
-        """
+        """What the model is given: a copy, which takes the cache's place after the run unless that is frozen."""
         if batch_size != self.batch_size:
             raise ValueError(
                 f"the cache is for {self.batch_size} rows and the input has {batch_size}: "

@@ -277,12 +277,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Removes hooks.
-
-        Args:
-            clear_contexts, direction, including_permanent, level: as for `TransformerBridge.reset_hooks`. What stands
-                in a hook point's place stays.
-        """
+        """Removes hooks."""
         super().reset_hooks(clear_contexts, direction, including_permanent, level)
         if including_permanent:
             for name, (module, handle) in self.spliced.items():
@@ -307,12 +302,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
 
     @torch.no_grad()
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Writes weights into the model, where `fits` finds a place.
-
-        Args:
-            weights: by HookedTransformer's names. Embedding and unembedding part where they make them differ:
-                HookedTransformer's are two.
-        """
+        """Writes weights into the model, where `fits` finds a place."""
         ends = ("embed.W_E", "unembed.W_U")
         if set(ends) & set(weights) and set(ends) <= set(self.weights.getters):
             now = [self.weights[name].detach() for name in ends]

@@ -24,13 +24,7 @@ CALLS: ContextVar[dict[nn.Module, Callable[..., Any] | None]] = ContextVar("lega
 
 @dataclass(frozen=True)
 class LensHandle:
-    """One hook at a hook point.
-
-    Attributes:
-        hook: has `remove()`, as the handle itself.
-        is_permanent: only removed when permanent hooks are asked for.
-        context_level: the `hooks` context that added it.
-    """
+    """One hook at a hook point."""
 
     hook: Handle
     is_permanent: bool = False
@@ -98,15 +92,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         level: int | None = None,
         prepend: bool = False,
     ) -> Handle:
-        """Adds a function.
-
-        Args:
-            hook: called as ``hook(activation, hook=point)``, or with the gradient; None from it leaves the tensor.
-            dir, is_permanent, level, prepend: as for `bridge.HookPoint.add_hook`.
-
-        Raises:
-            ValueError: an unknown direction.
-        """
+        """Adds a function."""
         return super().add_hook(hook, dir, is_permanent, level, prepend)
 
     def add_perma_hook(self, hook: HookFunction, dir: str = "fwd") -> Handle:  # type: ignore[override]
@@ -114,11 +100,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         return self.add_hook(hook, dir, is_permanent=True)
 
     def register_forward_hook(self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any) -> Any:
-        """Adds a function of torch's kind, called as ``hook(point, (activation,), activation)``.
-
-        Raises:
-            TypeError: ``with_kwargs`` or ``always_call`` is asked for.
-        """
+        """Adds a function of torch's kind, called as ``hook(point, (activation,), activation)``."""
         if any(kwargs.values()):
             raise TypeError(f"a hook point is called with one tensor: {', '.join(kwargs)} has no meaning for it")
         theirs = hook
@@ -164,11 +146,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         self.name, self.ctx = state["name"], state["ctx"]
 
     def layer(self) -> int:
-        """The number in a name such as ``blocks.3.mlp.hook_post``.
-
-        Raises:
-            ValueError: the name has none there, or `setup` has not been called.
-        """
+        """The number in a name such as ``blocks.3.mlp.hook_post``."""
         part = (self.name or "").split(".")[1:2]
         if not part or not part[0].isdigit():
             raise ValueError(f"the hook point {self.name!r} belongs to no layer")

@@ -32,20 +32,7 @@ class WeightsAsBefore(PartsAsBefore):
         refactor_factored_attn_matrices: bool = False,
         fold_value_biases: bool = True,
     ) -> None:
-        """Processes the weights in place. What the architecture forbids is left out with a warning in the log.
-
-        Args:
-            fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases: as for
-                `TransformerBridge.process_weights`.
-
-        Example:
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained_no_processing(str(MODEL_DIR), device="cpu")
-            >>> model.process_weights_()
-            >>> model.cfg.normalization_type
-            'RMSPre'
-        """
+        """Processes the weights in place. What the architecture forbids is left out with a warning in the log."""
         asked = dict(zip(_TRANSFORMS, (
             fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices,
         ), strict=True))  # fmt: skip

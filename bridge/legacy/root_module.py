@@ -15,6 +15,10 @@ from bridge.legacy.slices import Slice, SliceInput
 
 #: What chooses hook points: nothing (all), a name, several names, or a function of the name.
 NamesFilter = Callable[[str], bool] | Sequence[str] | str | None
+Hooks = Sequence[tuple[NamesFilter, HookFunction]]
+Which = Literal["fwd", "bwd", "both"]
+Device = torch.device | str | None
+Activations = dict[str, Tensor]
 
 
 class HookedRootModule(nn.Module):
@@ -75,50 +79,26 @@ class HookedRootModule(nn.Module):
         return [point for name, point in self.hook_dict.items() if name in wanted]
 
     def add_hook(
-        self,
-        name: NamesFilter,
-        hook: HookFunction,
-        dir: Direction = "fwd",
-        is_permanent: bool = False,
-        level: int | None = None,
-        prepend: bool = False,
-    ) -> None:
-        """Adds a function to hook points until it is removed.
-
-        Args:
-            name: a name, a list of them, or a function of the name.
-            hook, dir, is_permanent, level, prepend: as for `HookPoint.add_hook`.
-
-        Raises:
-            UnknownHookError: a name that no hook point has.
-        """
+        self, name: NamesFilter, hook: HookFunction, dir: Direction = "fwd", is_permanent: bool = False,
+        level: int | None = None, prepend: bool = False,
+    ) -> None:  # fmt: skip
+        """Adds a function to hook points until it is removed: `HookPoint.add_hook` for each."""
         for point in self._chosen(name):
             assert point.name is not None  # setup gave it one
             self.check_and_add_hook(point, point.name, hook, dir, is_permanent, level, prepend)
 
     def check_and_add_hook(
-        self,
-        hook_point: HookPoint,
-        hook_point_name: str,
-        hook: HookFunction,
-        dir: Direction = "fwd",
-        is_permanent: bool = False,
-        level: int | None = None,
-        prepend: bool = False,
-    ) -> None:
+        self, hook_point: HookPoint, hook_point_name: str, hook: HookFunction, dir: Direction = "fwd",
+        is_permanent: bool = False, level: int | None = None, prepend: bool = False,
+    ) -> None:  # fmt: skip
         """Adds a function to one hook point, unless `check_hooks_to_add` objects."""
         self.check_hooks_to_add(hook_point, hook_point_name, hook, dir=dir, is_permanent=is_permanent, prepend=prepend)
         hook_point.add_hook(hook, dir, is_permanent, level, prepend)
 
     def check_hooks_to_add(
-        self,
-        hook_point: HookPoint,
-        hook_point_name: str,
-        hook: HookFunction,
-        dir: Direction = "fwd",
-        is_permanent: bool = False,
-        prepend: bool = False,
-    ) -> None:
+        self, hook_point: HookPoint, hook_point_name: str, hook: HookFunction, dir: Direction = "fwd",
+        is_permanent: bool = False, prepend: bool = False,
+    ) -> None:  # fmt: skip
         """Is called before a hook is added, and does nothing: a subclass raises an error where it wants none."""
 
     def add_perma_hook(self, name: NamesFilter, hook: HookFunction, dir: Direction = "fwd") -> None:
@@ -126,10 +106,7 @@ class HookedRootModule(nn.Module):
         self.add_hook(name, hook, dir, is_permanent=True)
 
     def remove_all_hook_fns(
-        self,
-        direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
-        level: int | None = None,
+        self, direction: Which = "both", including_permanent: bool = False, level: int | None = None
     ) -> None:
         """Removes hooks from all hook points."""
         for point in self.hook_points():
@@ -141,18 +118,10 @@ class HookedRootModule(nn.Module):
             point.clear_context()
 
     def reset_hooks(
-        self,
-        clear_contexts: bool = True,
-        direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
+        self, clear_contexts: bool = True, direction: Which = "both", including_permanent: bool = False,
         level: int | None = None,
-    ) -> None:
-        """Removes hooks, and empties contexts.
-
-        Args:
-            clear_contexts: whether to empty the contexts.
-            direction, including_permanent, level: as for `HookPoint.remove_hooks`.
-        """
+    ) -> None:  # fmt: skip
+        """Removes hooks, and empties contexts."""
         if clear_contexts:
             self.clear_contexts()
         self.remove_all_hook_fns(direction, including_permanent, level)
@@ -160,19 +129,9 @@ class HookedRootModule(nn.Module):
 
     @contextmanager
     def hooks(
-        self,
-        fwd_hooks: Sequence[tuple[NamesFilter, HookFunction]] = (),
-        bwd_hooks: Sequence[tuple[NamesFilter, HookFunction]] = (),
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
+        self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True, clear_contexts: bool = False
     ) -> Iterator[HookedRootModule]:
-        """Hooks for the runs inside a ``with`` statement.
-
-        Args:
-            fwd_hooks, bwd_hooks: pairs of names and a function.
-            reset_hooks_end: remove the hooks of this statement afterwards.
-            clear_contexts: empty contexts when they are removed.
-        """
+        """Hooks for the runs inside a ``with`` statement."""
         self.context_level += 1
         try:
             for specs, direction in ((fwd_hooks, "fwd"), (bwd_hooks, "bwd")):
@@ -185,47 +144,20 @@ class HookedRootModule(nn.Module):
             self.context_level -= 1
 
     def run_with_hooks(
-        self,
-        *args: Any,
-        fwd_hooks: Sequence[tuple[NamesFilter, HookFunction]] = (),
-        bwd_hooks: Sequence[tuple[NamesFilter, HookFunction]] = (),
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Runs the module with hooks.
-
-        Args:
-            args, kwargs: of the module's `forward`.
-            fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts: as for `hooks`. Backward hooks need
-                ``reset_hooks_end=False`` when the backward pass comes after this call.
-        """
+        self, *args: Any, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True,
+        clear_contexts: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Runs the module with hooks. Backward hooks need ``reset_hooks_end=False`` where the backward pass comes after
+        this call."""
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*args, **kwargs)
 
     def get_caching_hooks(
-        self,
-        names_filter: NamesFilter = None,
-        incl_bwd: bool = False,
-        device: torch.device | str | None = None,
-        remove_batch_dim: bool = False,
-        cache: dict[str, Tensor] | None = None,
-        pos_slice: Slice | SliceInput = None,
-    ) -> tuple[dict[str, Tensor], list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:
-        """Hooks that fill a dictionary.
-
-        Args:
-            names_filter: which hook points.
-            incl_bwd: gradients too, under name + ``_grad``.
-            device: where to keep the tensors; None: where they are.
-            remove_batch_dim: keep only the first of the batch, without its axis.
-            cache: the dictionary; None: a new one.
-            pos_slice: which positions to keep.
-
-        Returns:
-            The dictionary, the forward hooks, the backward hooks.
-        """
-        found: dict[str, Tensor] = {} if cache is None else cache
+        self, names_filter: NamesFilter = None, incl_bwd: bool = False, device: Device = None,
+        remove_batch_dim: bool = False, cache: Activations | None = None, pos_slice: Slice | SliceInput = None,
+    ) -> tuple[Activations, list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:  # fmt: skip
+        """Hooks that fill a dictionary: it, the forward hooks, and the backward hooks (names + ``_grad``)."""
+        found: Activations = {} if cache is None else cache
         chosen, positions = self._chosen(names_filter), Slice.unwrap(pos_slice)
         self.is_caching = True
 
@@ -245,13 +177,9 @@ class HookedRootModule(nn.Module):
         return found, [(n, forward) for n in names], [(n, backward) for n in names] if incl_bwd else []
 
     def add_caching_hooks(
-        self,
-        names_filter: NamesFilter = None,
-        incl_bwd: bool = False,
-        device: torch.device | str | None = None,
-        remove_batch_dim: bool = False,
-        cache: dict[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
+        self, names_filter: NamesFilter = None, incl_bwd: bool = False, device: Device = None,
+        remove_batch_dim: bool = False, cache: Activations | None = None,
+    ) -> Activations:  # fmt: skip
         """Adds hooks that fill a dictionary in every run until `reset_hooks`; see `get_caching_hooks`."""
         found, forward, backward = self.get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache)
         for name, hook in forward:
@@ -261,49 +189,24 @@ class HookedRootModule(nn.Module):
         return found
 
     def cache_all(
-        self,
-        cache: dict[str, Tensor] | None,
-        incl_bwd: bool = False,
-        device: torch.device | str | None = None,
-        remove_batch_dim: bool = False,
+        self, cache: Activations | None, incl_bwd: bool = False, device: Device = None, remove_batch_dim: bool = False
     ) -> None:
         """The old name of `add_caching_hooks` without a filter."""
         self.add_caching_hooks(None, incl_bwd, device, remove_batch_dim, cache)
 
     def cache_some(
-        self,
-        cache: dict[str, Tensor] | None,
-        names: Callable[[str], bool],
-        incl_bwd: bool = False,
-        device: torch.device | str | None = None,
+        self, cache: Activations | None, names: Callable[[str], bool], incl_bwd: bool = False, device: Device = None,
         remove_batch_dim: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The old name of `add_caching_hooks` with a filter."""
         self.add_caching_hooks(names, incl_bwd, device, remove_batch_dim, cache)
 
     def run_with_cache(
-        self,
-        *args: Any,
-        names_filter: NamesFilter = None,
-        device: torch.device | str | None = None,
-        remove_batch_dim: bool = False,
-        incl_bwd: bool = False,
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
-        pos_slice: Slice | SliceInput = None,
-        **kwargs: Any,
-    ) -> tuple[Any, dict[str, Tensor]]:
-        """Runs the module and keeps activations.
-
-        Args:
-            args, kwargs: of the module's `forward`.
-            names_filter, device, remove_batch_dim, incl_bwd, pos_slice: as for `get_caching_hooks`; with `incl_bwd` the
-                output is a number, and is run backward.
-            reset_hooks_end, clear_contexts: as for `hooks`.
-
-        Returns:
-            The output and the activations by name.
-        """
+        self, *args: Any, names_filter: NamesFilter = None, device: Device = None, remove_batch_dim: bool = False,
+        incl_bwd: bool = False, reset_hooks_end: bool = True, clear_contexts: bool = False,
+        pos_slice: Slice | SliceInput = None, **kwargs: Any,
+    ) -> tuple[Any, Activations]:  # fmt: skip
+        """Runs the module and keeps activations. With `incl_bwd` the output is a number, and is run backward."""
         cache, forward, backward = self.get_caching_hooks(
             names_filter, incl_bwd, device, remove_batch_dim, pos_slice=pos_slice
         )

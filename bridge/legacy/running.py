@@ -56,29 +56,7 @@ class RunsAsBefore(TransformerBridge):
         past_kv_cache: HookedTransformerKeyValueCache | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Runs the model.
-
-        Args:
-            input, return_type, loss_per_token, prepend_bos, padding_side, start_at_layer, attention_mask,
-                stop_at_layer, model_kwargs: as for `TransformerBridge.forward`. ``return_type="both"`` gives an
-                `Output`. With a tokenizer that pads on the left, padding in front of tokens is masked.
-                Hook points outside of the layers that run do not fire.
-            tokens: with `start_at_layer`, the tokens that a loss is about.
-            shortformer_pos_embed: what `input_to_embed` gave; the model works it out itself.
-            past_kv_cache: keys and values of earlier tokens; those of this input are added unless it is frozen. With
-                `start_at_layer`, `attention_mask` is that of all tokens, as `input_to_embed` gives it.
-
-        Raises:
-            TypeError, ValueError: as for `TransformerBridge.forward`; a cache for another batch size, or one that would
-                miss this input in the layers that do not run; other positional embeddings than the model's own.
-
-        Example:
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> model("When Mary and John went to the store", return_type="both").logits.shape[:2]
-            torch.Size([1, 9])
-        """
+        """Runs the model."""
         if shortformer_pos_embed is not None:
             self._check_positions(shortformer_pos_embed, attention_mask)
         if tokens is not None and start_at_layer is None:
@@ -221,16 +199,18 @@ class RunsAsBefore(TransformerBridge):
             cache.past_key_values, cache.previous_attention_mask = past, mask
         return output
 
-    def points_of_run(self, names: NamesFilter | HookPoint, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
-        """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer.
+    def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
+        """The hook points that a filter chooses. A function chooses among those that are switched on, as these alone
+        fire in HookedTransformer; if it chooses none of them, among all."""
+        points = super().select_hooks(names)
+        if not callable(names):
+            return points
+        on = set(super().select_hooks(None))
+        return [point for point in points if point in on] or points
 
-        Nor do those that are not switched on, where a function chooses.
-        """
-        points = self.select_hooks(names)
-        if callable(names):
-            on = set(self.select_hooks(None))
-            points = [point for point in points if point in on] or points
-        return points_that_run(self, points, forward_kwargs)
+    def points_of_run(self, names: NamesFilter | HookPoint, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
+        """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
+        return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None) -> Any:
         """The text of each token: `TransformerBridge.to_str_tokens`, which may be given an array, too."""
@@ -239,24 +219,13 @@ class RunsAsBefore(TransformerBridge):
         return super().to_str_tokens(input, prepend_bos, padding_side)
 
     def run_with_cache(self, *model_args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Runs the model and keeps activations: `TransformerBridge.run_with_cache`.
-
-        Args:
-            model_args: as for `forward`, in its order.
-            kwargs: as for `forward` and `TransformerBridge.run_with_cache`. ``pos_slice`` is a `Slice`, or what one is
-                made of: a tuple is ``(start, stop, step)``.
-        """
+        """Runs the model and keeps activations: `TransformerBridge.run_with_cache`."""
         if kwargs.get("pos_slice") is not None:
             kwargs["pos_slice"] = _positions(kwargs["pos_slice"])
         return super().run_with_cache(**self._named(model_args), **kwargs)
 
     def run_with_hooks(self, *model_args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Runs the model with hooks: `TransformerBridge.run_with_hooks`.
-
-        Args:
-            model_args: as for `forward`, in its order.
-            kwargs: as for `forward` and `TransformerBridge.run_with_hooks`.
-        """
+        """Runs the model with hooks: `TransformerBridge.run_with_hooks`."""
         return super().run_with_hooks(**self._named(model_args), **kwargs)
 
     def _named(self, model_args: tuple[Any, ...]) -> dict[str, Any]:
@@ -285,23 +254,6 @@ class RunsAsBefore(TransformerBridge):
 
         Unlike `TransformerBridge.generate`, nothing is taken from the model's `generation_config`: what is not given
         is sampled from all tokens at temperature 1.
-
-        Args:
-            input, max_new_tokens, stop_at_eos, do_sample, freq_penalty, use_past_kv_cache, prepend_bos, padding_side,
-                verbose, more: as for `TransformerBridge.generate`.
-            eos_token_id: what ends a row; None: what the tokenizer says, else the model.
-            top_k, top_p: None: all tokens.
-            temperature: 0 takes the likeliest token.
-            return_type: ``"input"``, ``"str"``, ``"tokens"`` (or ``"tensor"``), or ``"embeds"``: embeddings of the
-                prompt and of the new tokens, which is also what ``"input"`` is for embeddings.
-
-        Example:
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> prompt = "When Mary and John went to the store, John gave a drink to"
-            >>> model.generate(prompt, max_new_tokens=1, temperature=0, verbose=False)[len(prompt):]
-            ' Mary'
         """
         embedded = isinstance(input, Tensor) and input.is_floating_point()
         as_embeddings = return_type == "embeds" or (embedded and return_type == "input")

@@ -68,11 +68,7 @@ class Slice:
         return tensor[tuple(index)]
 
     def indices(self, max_ctx: int | None = None) -> np.ndarray:
-        """The chosen positions of an axis of length `max_ctx`.
-
-        Raises:
-            ValueError: without `max_ctx`, which only an int does not need.
-        """
+        """The chosen positions of an axis of length `max_ctx`."""
         if self.mode == "int":
             return np.array([self.slice], dtype=np.int64)
         if max_ctx is None:

@@ -17,33 +17,14 @@ def lm_cross_entropy_loss(
     attention_mask: Int[Tensor, "batch pos"] | None = None,
     per_token: bool = False,
 ) -> Float[Tensor, "..."]:
-    """The loss of predicting each next token, in nats.
-
-    Args:
-        logits: what a model predicts.
-        tokens: what stands there.
-        attention_mask: 0 for padding; predictions from it and of it do not count.
-        per_token: ``[batch, pos-1]`` in place of the mean.
-
-    Example:
-        >>> import torch
-        >>> from bridge.legacy.utils import lm_cross_entropy_loss
-        >>> lm_cross_entropy_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
-        tensor(4.)
-    """
+    """The loss of predicting each next token, in nats."""
     return lm_loss(logits, tokens, attention_mask, per_token)
 
 
 def lm_accuracy(
     logits: Float[Tensor, "batch pos d_vocab"], tokens: Int[Tensor, "batch pos"], per_token: bool = False
 ) -> Float[Tensor, ""] | Bool[Tensor, "batch pos-1"]:
-    """How often the likeliest next token is the right one.
-
-    Args:
-        logits: what a model predicts.
-        tokens: what stands there.
-        per_token: whether it is, for each token, ``[batch, pos-1]``.
-    """
+    """How often the likeliest next token is the right one."""
     right = logits[:, :-1].argmax(-1) == tokens[:, 1:]
     return right if per_token else right.sum() / right.numel()
 
@@ -56,25 +37,7 @@ def sample_logits(
     freq_penalty: float = 0.0,
     tokens: Int[Tensor, "batch pos"] | None = None,
 ) -> Int[Tensor, " batch"]:
-    """Samples a token for each row.
-
-    Args:
-        final_logits: of the next token.
-        top_k: sample from the likeliest `top_k` only.
-        top_p: sample from the likeliest ones that together have this probability; not with `top_k`.
-        temperature: what logits are divided by; 0 takes the likeliest token.
-        freq_penalty: is subtracted for each time that a token stands in `tokens`.
-        tokens: the text so far.
-
-    Raises:
-        ValueError: a value out of range, or a penalty without tokens.
-
-    Example:
-        >>> import torch
-        >>> from bridge.legacy.utils import sample_logits
-        >>> sample_logits(torch.tensor([[0.0, 3.0, 1.0]]), temperature=0.0)
-        tensor([1])
-    """
+    """Samples a token for each row."""
     if temperature == 0:
         return final_logits.argmax(-1)
     if top_k is not None and top_k <= 0:
@@ -105,14 +68,7 @@ def get_cumsum_along_dim(tensor: Tensor, dim: int, reverse: bool = False) -> Ten
 def get_attention_mask(
     tokenizer: Any, tokens: Int[Tensor, "batch pos"], prepend_bos: bool, padding_side: str | None = None
 ) -> Int[Tensor, "batch pos"]:
-    """1 for tokens and 0 for padding, which is looked for on the side on which the tokenizer pads.
-
-    Args:
-        tokenizer: says which token pads, and on which side; None: nothing is padding.
-        tokens: the rows.
-        prepend_bos: whether they start with BOS; where that is the padding token too, the last of those in front is it.
-        padding_side: look on this side instead.
-    """
+    """1 for tokens and 0 for padding, which is looked for on the side on which the tokenizer pads."""
     if tokenizer is None or tokenizer.pad_token_id is None:
         return torch.ones_like(tokens)
     right = (padding_side or tokenizer.padding_side) == "right"
@@ -126,12 +82,7 @@ def get_attention_mask(
 def get_offset_position_ids(
     past_kv_pos_offset: int, attention_mask: Int[Tensor, "batch offset_pos"]
 ) -> Int[Tensor, "batch pos"]:
-    """The position of each new token, counted from the first that is no padding.
-
-    Args:
-        past_kv_pos_offset: how many of the tokens are not new.
-        attention_mask: of all tokens.
-    """
+    """The position of each new token, counted from the first that is no padding."""
     return (attention_mask.cumsum(1) - 1).clamp(min=0)[:, past_kv_pos_offset:]
 
 
@@ -141,14 +92,7 @@ def position_embeddings(
     past_kv_pos_offset: int = 0,
     attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
 ) -> Float[Tensor, "batch pos d_model"]:
-    """The embedding of each token's position, and zero for padding.
-
-    Args:
-        table: of learned positions.
-        tokens: only their number counts.
-        past_kv_pos_offset: how many tokens stand before these.
-        attention_mask: of all tokens, 0 for padding.
-    """
+    """The embedding of each token's position, and zero for padding."""
     if attention_mask is None:
         return table[past_kv_pos_offset : past_kv_pos_offset + tokens.shape[1]].expand(len(tokens), -1, -1)
     mask = attention_mask.to(table.device)
@@ -164,25 +108,7 @@ def report_on_prompt(
     prepend_bos: bool | None = None,
     top_k: int = 10,
 ) -> None:
-    """Prints how well a model continues a prompt.
-
-    Args:
-        prompt: the text before the answer.
-        answer: what should follow; of several answers only the first token of each counts.
-        model: the model.
-        prepend_space_to_answer: write a space before an answer that has none.
-        print_details: print tokens and likeliest continuations too.
-        prepend_bos: start the prompt with BOS.
-        top_k: how many of these.
-
-    Example:
-        >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.legacy import HookedTransformer, utils
-        >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-        >>> prompt = "When Mary and John went to the store, John gave a drink to"
-        >>> utils.test_prompt(prompt, "Mary", model, print_details=False)
-        Ranks of the answer tokens: [(' Mary', 0)]
-    """
+    """Prints how well a model continues a prompt."""
     answers = [answer] if isinstance(answer, str) else answer
     if prepend_space_to_answer:
         answers = [text if text.startswith(" ") else " " + text for text in answers]

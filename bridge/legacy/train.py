@@ -16,20 +16,7 @@ from bridge.legacy.devices import get_device
 
 @dataclass
 class HookedTransformerTrainConfig:
-    """How to train.
-
-    Attributes:
-        num_epochs, batch_size: how often to go through the data, and how many rows at a time.
-        lr, momentum, weight_decay, optimizer_name: of the optimizer: ``Adam``, ``AdamW`` or ``SGD``.
-        seed: of the order of the rows.
-        max_grad_norm: clip gradients to this norm.
-        device: where to train; None: the first accelerator, or the CPU.
-        warmup_steps: the first steps, over which the learning rate grows.
-        save_every, save_dir: save the state dict every so many steps, and where.
-        wandb, wandb_project_name: there is no connection to Weights and Biases: True is an error.
-        print_every: print the loss every so many steps; None: never.
-        max_steps: end an epoch after so many steps.
-    """
+    """How to train."""
 
     num_epochs: int
     batch_size: int

@@ -55,56 +55,17 @@ from bridge.legacy.weight_init import (
 )
 
 __all__ = [
-    "ACTIVATION_FN_DICT",
-    "CACHE_DIR",
-    "USE_DEFAULT_VALUE",
-    "XIELU",
-    "LocallyOverridenDefaults",
-    "Slice",
-    "SliceInput",
-    "calc_fan_in_and_fan_out",
-    "clear_huggingface_cache",
-    "composition_scores",
-    "download_file_from_hf",
-    "gelu_fast",
-    "gelu_new",
-    "gelu_pytorch_tanh",
-    "get_act_name",
-    "get_attention_mask",
-    "get_corner",
-    "get_cumsum_along_dim",
-    "get_dataset",
-    "get_device",
-    "get_input_with_manually_prepended_bos",
-    "get_nested_attr",
-    "get_offset_position_ids",
-    "get_tokenizer_with_bos",
-    "get_tokens_with_bos_removed",
-    "init_kaiming_normal_",
-    "init_kaiming_uniform_",
-    "init_xavier_normal_",
-    "init_xavier_uniform_",
-    "is_library_available",
-    "is_lower_triangular",
-    "is_square",
-    "keep_single_column",
-    "lm_accuracy",
-    "lm_cross_entropy_loss",
-    "override_or_use_default_value",
-    "print_gpu_mem",
-    "remove_batch_dim",
-    "repeat_along_head_dimension",
-    "sample_logits",
-    "select_compatible_kwargs",
-    "set_nested_attr",
-    "solu",
-    "test_prompt",
-    "to_numpy",
-    "tokenize_and_concatenate",
-    "transpose",
-    "warn_if_mps",
-    "xielu",
-]
+    "ACTIVATION_FN_DICT", "CACHE_DIR", "USE_DEFAULT_VALUE", "XIELU", "LocallyOverridenDefaults", "Slice",
+    "SliceInput", "calc_fan_in_and_fan_out", "clear_huggingface_cache", "composition_scores", "download_file_from_hf",
+    "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "get_act_name", "get_attention_mask", "get_corner",
+    "get_cumsum_along_dim", "get_dataset", "get_device", "get_input_with_manually_prepended_bos", "get_nested_attr",
+    "get_offset_position_ids", "get_tokenizer_with_bos", "get_tokens_with_bos_removed", "init_kaiming_normal_",
+    "init_kaiming_uniform_", "init_xavier_normal_", "init_xavier_uniform_", "is_library_available",
+    "is_lower_triangular", "is_square", "keep_single_column", "lm_accuracy", "lm_cross_entropy_loss",
+    "override_or_use_default_value", "print_gpu_mem", "remove_batch_dim", "repeat_along_head_dimension",
+    "sample_logits", "select_compatible_kwargs", "set_nested_attr", "solu", "test_prompt", "to_numpy",
+    "tokenize_and_concatenate", "transpose", "warn_if_mps", "xielu",
+]  # fmt: skip
 
 test_prompt = report_on_prompt
 
@@ -129,17 +90,7 @@ def get_act_name(name: str, layer: SupportsIndex | str | None = None, layer_type
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A tensor, list, tuple, number or array as an array.
-
-    Raises:
-        ValueError: it is none of these.
-
-    Example:
-        >>> import torch
-        >>> from bridge.legacy.utils import to_numpy
-        >>> to_numpy(torch.ones(2, requires_grad=True))
-        array([1., 1.], dtype=float32)
-    """
+    """A tensor, list, tuple, number or array as an array."""
     if isinstance(tensor, Tensor):
         return tensor.detach().cpu().numpy()
     if isinstance(tensor, np.ndarray | list | tuple | int | float | bool | str):
@@ -176,13 +127,7 @@ def is_lower_triangular(x: Tensor) -> bool:
 def repeat_along_head_dimension(
     tensor: Float[Tensor, "batch pos d_model"], n_heads: int, clone_tensor: bool = True
 ) -> Float[Tensor, "batch pos n_heads d_model"]:
-    """A copy of the tensor for each head.
-
-    Args:
-        tensor: the residual stream.
-        n_heads: how many copies.
-        clone_tensor: False: all are the same memory.
-    """
+    """A copy of the tensor for each head."""
     repeated = tensor.unsqueeze(2).expand(-1, -1, n_heads, -1)
     return repeated.clone() if clone_tensor else repeated
 
@@ -281,13 +226,6 @@ def download_file_from_hf(
     """A file of the hub: what a JSON or torch file holds, and the path of any other.
 
     Unlike HookedTransformer's, torch files are read with ``weights_only=True``: nothing in them is run.
-
-    Args:
-        repo_name: the repository.
-        file_name, subfolder: the file in it.
-        cache_dir: where to keep it; None: where Hugging Face keeps files.
-        force_is_torch: it is a torch file whatever it is called.
-        kwargs: of `huggingface_hub.hf_hub_download`.
     """
     from huggingface_hub import hf_hub_download
 

@@ -9,20 +9,7 @@ from torch import Tensor, nn
 
 
 def calc_fan_in_and_fan_out(tensor: Tensor) -> tuple[int, int]:
-    """How many inputs and outputs a weight has, by its shape.
-
-    Args:
-        tensor: a bias ``[out]``, a matrix ``[in, out]``, or the matrices of an attention's heads ``[head, in, out]``.
-
-    Raises:
-        ValueError: it has another number of axes.
-
-    Example:
-        >>> import torch
-        >>> from bridge.legacy.utils import calc_fan_in_and_fan_out
-        >>> calc_fan_in_and_fan_out(torch.empty(2, 25, 5))
-        (25, 10)
-    """
+    """How many inputs and outputs a weight has, by its shape."""
     shape = tuple(tensor.shape)
     if len(shape) == 1:
         return 1, shape[0]
@@ -34,41 +21,20 @@ def calc_fan_in_and_fan_out(tensor: Tensor) -> tuple[int, int]:
 
 
 def init_xavier_uniform_(param: Tensor, gain: float = 1.0) -> Tensor:
-    """Fills a weight with uniform values of variance ``2 / (inputs + outputs)``, and returns it.
-
-    Args:
-        param: the weight.
-        gain: a factor.
-    """
+    """Fills a weight with uniform values of variance ``2 / (inputs + outputs)``, and returns it."""
     bound = gain * math.sqrt(6 / sum(calc_fan_in_and_fan_out(param)))
     return nn.init.uniform_(param, -bound, bound)
 
 
 def init_xavier_normal_(param: Tensor, gain: float = 1.0) -> Tensor:
-    """Fills a weight with normal values of variance ``2 / (inputs + outputs)``, and returns it.
-
-    Args:
-        param: the weight.
-        gain: a factor.
-    """
+    """Fills a weight with normal values of variance ``2 / (inputs + outputs)``, and returns it."""
     return nn.init.normal_(param, std=gain * math.sqrt(2 / sum(calc_fan_in_and_fan_out(param))))
 
 
 def init_kaiming_uniform_(
     param: Tensor, a: float = 0, nonlinearity: Any = "relu", gain: float = 1.0, mode: str = "fan_in"
 ) -> Tensor:
-    """Fills a weight with uniform values of variance ``gain(nonlinearity)**2 / inputs``, and returns it.
-
-    Args:
-        param: the weight.
-        a: the slope of a leaky ReLU.
-        nonlinearity: what comes before it, as `torch.nn.init.calculate_gain` names it.
-        gain: a factor.
-        mode: ``"fan_in"``, or ``"fan_out"`` for the outputs in place of the inputs.
-
-    Raises:
-        ValueError: an unknown mode or nonlinearity.
-    """
+    """Fills a weight with uniform values of variance ``gain(nonlinearity)**2 / inputs``, and returns it."""
     bound = math.sqrt(3) * _kaiming_std(param, a, nonlinearity, gain, mode)
     return nn.init.uniform_(param, -bound, bound)
 
@@ -76,14 +42,7 @@ def init_kaiming_uniform_(
 def init_kaiming_normal_(
     param: Tensor, a: float = 0, nonlinearity: Any = "relu", gain: float = 1.0, mode: str = "fan_in"
 ) -> Tensor:
-    """Fills a weight with normal values of variance ``gain(nonlinearity)**2 / inputs``, and returns it.
-
-    Args:
-        param, a, nonlinearity, gain, mode: as for `init_kaiming_uniform_`.
-
-    Raises:
-        ValueError: an unknown mode or nonlinearity.
-    """
+    """Fills a weight with normal values of variance ``gain(nonlinearity)**2 / inputs``, and returns it."""
     return nn.init.normal_(param, std=_kaiming_std(param, a, nonlinearity, gain, mode))
 
 

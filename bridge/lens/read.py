@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.names import last_stream
+from bridge.lens.readable import Readable
 from bridge.lens.reading import Reading
 from bridge.lens.tuned import TunedLens
 from bridge.run.positions import PosSlice
@@ -20,7 +21,7 @@ KINDS = ("normed", "raw")
 
 @refuse_wrong_types
 def lens(
-    bridge: TransformerBridge,
+    bridge: Readable,
     input: Input,
     kind: str | TunedLens = "normed",
     pos_slice: PosSlice = None,
@@ -72,7 +73,7 @@ def lens(
         batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, "left")
         input, attention_mask = batch.tokens, batch.mask
     names = {
-        layer: f"blocks.{layer}.hook_resid_pre" if layer < n else f"blocks.{n - 1}.hook_resid_post" for layer in chosen
+        layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last_stream(bridge.hook_dict, n) for layer in chosen
     }
     _, cache = bridge.run_with_cache(
         input, names_filter=list(names.values()), pos_slice=pos_slice, attention_mask=attention_mask, return_type=None
@@ -85,11 +86,11 @@ def lens(
     return Reading(streams, chosen, decode, mask, n, _d_vocab(bridge))
 
 
-def _d_vocab(bridge: TransformerBridge) -> int:
+def _d_vocab(bridge: Readable) -> int:
     return int(bridge.core.get_output_embeddings().weight.shape[0])
 
 
-def _decoder(bridge: TransformerBridge, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
+def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
     """From a stream and its layer to logits.
 
     Raises:

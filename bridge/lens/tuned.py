@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types, shown
+from bridge.lens.readable import Readable
 from bridge.run.protocol import Input
 
 _KIND = "linear_tuned_lens"
@@ -72,9 +72,7 @@ class TunedLens(nn.Module):
 
     @classmethod
     @refuse_wrong_types
-    def load(
-        cls, folder: str | Path, bridge: TransformerBridge | None = None, check_unembedding: bool = True
-    ) -> TunedLens:
+    def load(cls, folder: str | Path, bridge: Readable | None = None, check_unembedding: bool = True) -> TunedLens:
         """Reads a lens.
 
         Args:
@@ -115,7 +113,7 @@ class TunedLens(nn.Module):
         (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
 
     @refuse_wrong_types
-    def check(self, bridge: TransformerBridge, unembedding: bool = True) -> None:
+    def check(self, bridge: Readable, unembedding: bool = True) -> None:
         """Refuses a model that the lens is not for.
 
         Args:
@@ -142,7 +140,7 @@ class TunedLens(nn.Module):
     @refuse_wrong_types
     def fit(
         cls,
-        bridge: TransformerBridge,
+        bridge: Readable,
         batches: Iterable[Input],
         epochs: int = 1,
         learning_rate: float = 1e-3,
@@ -168,7 +166,7 @@ class TunedLens(nn.Module):
             >>> bridge = TransformerBridge.boot_embedded()
             >>> lens = TunedLens.fit(bridge, ["The capital of France is Paris."], epochs=2, verbose=False)
         """
-        if bridge.training:
+        if bridge.core.training:
             raise ValueError("the model is in training mode: call bridge.eval() first")
         if isinstance(batches, str) or (isinstance(batches, Tensor) and batches.ndim < 2):
             raise TypeError(f"batches is {shown(batches)}; it must be a list of batches, each of texts or tokens")
@@ -205,7 +203,7 @@ class TunedLens(nn.Module):
         return lens.eval()
 
 
-def _tokens_and_mask(bridge: TransformerBridge, batch: Input) -> tuple[Input, Tensor | None]:
+def _tokens_and_mask(bridge: Readable, batch: Input) -> tuple[Input, Tensor | None]:
     """A batch, and which of its positions are no padding; None: all of them."""
     if isinstance(batch, Sequence) and batch and isinstance(batch[0], str) and not isinstance(batch, str):
         padded = bridge.batch_of(batch)
@@ -219,7 +217,7 @@ def _accumulate(loss: Tensor, parameters: list[nn.Parameter]) -> None:
         parameter.grad = gradient
 
 
-def unembedding_hash(bridge: TransformerBridge) -> str:
+def unembedding_hash(bridge: Readable) -> str:
     """How the package `tuned-lens` names an unembedding: by its entries, printed to one decimal.
 
     Args:

@@ -25,6 +25,8 @@ from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
 RUN_COST = 40
 #: More logits than this are not computed for all patches at once.
 MOST_LOGITS = 2**25
+#: Sets of positions whose logits are kept for the patches beside; a metric that looks at more pays for each.
+MOST_KEPT = 4
 #: Starting positions that are told apart.
 MOST_STARTS = 128
 
@@ -178,7 +180,7 @@ class _Ends:
 
     def __init__(self, run: CorruptedRun, rows: Tensor, start: int) -> None:
         self.run, self.rows, self.start = run, rows, start
-        self._found: dict[tuple[int, ...], Tensor] = {}
+        self._found: dict[tuple[int, ...], tuple[int, Tensor]] = {}
 
     def logits(self, number: int) -> LazyLogits:
         """The logits of one patch."""
@@ -188,21 +190,27 @@ class _Ends:
         return lambda positions: self._at(number, positions)
 
     def _at(self, number: int, positions: list[int]) -> Tensor:
-        batch, d_vocab = self.run.batch, self.run.logits.shape[-1]
         later = [place for place, position in enumerate(positions) if position >= self.start]
-        wanted = [positions[place] - self.start for place in later]
-        mine = slice(number * batch, (number + 1) * batch)
+        wanted = tuple(positions[place] - self.start for place in later)
         if not wanted:
             return self.run.logits[:, positions]
-        if len(self.rows) * len(wanted) * d_vocab <= MOST_LOGITS:
-            key = tuple(wanted)
-            if key not in self._found:
-                self._found[key] = self.run.logits_of(self.rows[:, wanted])
-            new = self._found[key][mine]
-        else:
-            new = self.run.logits_of(self.rows[mine][:, wanted])
+        new = self._new(number, wanted)
         if len(wanted) == len(positions):
             return new.clone()  # what a metric does to its logits is its own
         whole = self.run.logits[:, positions]
         whole[:, later] = new
         return whole
+
+    def _new(self, number: int, wanted: tuple[int, ...]) -> Tensor:
+        """One patch's logits at some of the positions that ran, computed with those of the patches beside it."""
+        batch, d_vocab = self.run.batch, self.run.logits.shape[-1]
+        patches = len(self.rows) // batch
+        if wanted not in self._found and len(self._found) == MOST_KEPT:
+            return self.run.logits_of(self.rows[number * batch : (number + 1) * batch, list(wanted)])
+        most = max(1, MOST_LOGITS // (batch * len(wanted) * d_vocab))
+        together = -(-patches // -(-patches // most))  # parts of one size
+        part, within = divmod(number, together)
+        if self._found.get(wanted, (-1,))[0] != part:
+            rows = self.rows[part * together * batch : (part + 1) * together * batch]
+            self._found[wanted] = part, self.run.logits_of(rows[:, list(wanted)])
+        return self._found[wanted][1][within * batch : (within + 1) * batch]

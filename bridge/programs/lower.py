@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from adapters.paths import has_module, token_embedding
+from adapters.paths import call_number, has_module, module_path, token_embedding
 from adapters.points import Site
 from adapters.views import Kwargs
 from bridge.hooks.hook_point import HookPoint
@@ -143,6 +143,9 @@ def _heard(hook: HookPoint) -> Iterable[Listener]:
 
 def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[Step]) -> nn.Module:
     path = site.path.removeprefix(prefix)
+    if call_number(path) is not None:
+        names = ", ".join(step.hook.name for step in steps) or site.path
+        raise ValueError(f"{names}: {module_path(path)} runs several times, and a program has no place in one of them")
     if path and not has_module(model, path):
         names = ", ".join(step.hook.name for step in steps)
         raise ValueError(f"{names}: {site.path!r} is no module of the model, so a program cannot stand there")

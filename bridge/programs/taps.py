@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adapters.views import Args, Call, Kwargs
+from adapters.views.kernel_arguments import KernelArguments
 from bridge.programs.one_pass import AnyFunction, OnePass, current
 from bridge.programs.steps import Step
-from bridge.taps.attention_call import AttentionCall
+from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
+from bridge.taps.experts import CHOICES, LINEAR_PRODUCTS
 from bridge.taps.kernels import implementation_of, is_looked_up
-from bridge.taps.tap import SOFTMAXES
-
-#: The functions in which eager attention multiplies queries and keys.
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
-_CHOICES = {torch.topk, Tensor.topk}
+from bridge.taps.tap import PRODUCTS, SOFTMAXES
 
 
 class LoweredTap:
@@ -131,7 +130,7 @@ class AttentionWatch(_Watch):
             scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
             new = self.show("scores", scores)
             return self.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
-        if self.products and func in _PRODUCTS and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
+        if self.products and func in PRODUCTS and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             query, key = self.rotated(args[0], args[1].transpose(-1, -2))
             return func(query, key.transpose(-1, -2), **kwargs)
         return func(*args, **kwargs)
@@ -149,33 +148,24 @@ class AttentionWatch(_Watch):
                 f'at {names}; load the model with attn_implementation="sdpa" or "eager"'
             )
 
-    def scaled_dot_product(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def scaled_dot_product(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The kernel, or what it computes in full where scores or pattern may be changed."""
+        given = KernelArguments(query, key, value, *args, **kwargs)
         if self.products:
             query, key = self.rotated(query, key)
+            given = given.with_products(query, key)
         if self.inside:
             self.inside = False
-            call = AttentionCall(
-                query, key, value, attn_mask, self.n_heads(query), scale=scale, causal=is_causal, dropout=dropout_p
-            )
+            call = AttentionCall.of_torch(given, self.n_heads(given.query))
             scores = call.scores()
             new = self.show("scores", scores)
             pattern = self.show("pattern", softmax_of(new, scores, call.pattern))
             if self.tap.changes("scores", "pattern"):
                 return call.result(pattern)
         # By its place: an exporter puts a function of its own there, which its runtime can take.
+        query, key, value, mask, dropped, causal, scale, grouped = given
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, mask, dropped, causal, scale=scale, enable_gqa=grouped
         )
 
     def n_heads(self, query: Tensor) -> int:
@@ -196,28 +186,11 @@ class AttentionWatch(_Watch):
         steps = self.tap.steps.get(channel, ())
         if not steps:
             return x
-        n = steps[0].hook.point.n_heads or x.shape[1]
-        if x.shape[1] < n:  # the queries of one position, packed in groups
-            shown = x.reshape(x.shape[0], n, -1, x.shape[-1])
-            new = self.show(channel, shown)
-            return x if new is shown else new.reshape(x.shape)
-        if x.shape[1] > n:  # each group's keys, repeated for its queries
-            shown = x[:, :: x.shape[1] // n]
-            new = self.show(channel, shown)
-            return x if new is shown else new.repeat_interleave(x.shape[1] // n, dim=1)
-        return self.show(channel, x)
-
-
-def softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tensor]) -> Tensor:
-    """The softmax of scores. Where a user forbids everything there is no attention, rather than NaN."""
-    if scores is before:
-        return softmax(scores)
-    nothing = scores.isneginf().all(-1, keepdim=True)
-    return softmax(scores.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0)
+        return with_heads(x, steps[0].hook.point.n_heads, lambda shown: self.show(channel, shown))
 
 
 class LoweredRouter(LoweredTap):
-    """A router that chooses by logits. Its channels are ``logits`` and ``weights`` (see `bridge.taps.experts`)."""
+    """A router. Its channels are ``product``, ``logits`` and ``weights`` (see `bridge.taps.experts`)."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's forward."""
@@ -232,13 +205,16 @@ class LoweredRouter(LoweredTap):
 
 
 class _ChoiceWatch(_Watch):
-    """Shows what the first choice of the best is made from."""
+    """Shows what the router's matrix makes, and what the first choice of the best is made from."""
 
-    done = False
+    multiplied = done = False
 
     def watched(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
-        """Shows what the best are chosen from."""
-        if self.done or func not in _CHOICES:
+        """Shows what the matrix makes, and what the best are chosen from."""
+        if func in LINEAR_PRODUCTS and not self.multiplied:
+            self.multiplied = True
+            return self.show("product", func(*args, **kwargs))
+        if self.done or func not in CHOICES:
             return func(*args, **kwargs)
         self.done = True
         logits, *others = args

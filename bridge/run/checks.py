@@ -175,7 +175,8 @@ def check_residual(model: nn.Module, input: Any, d_model: int) -> None:
         raise ValueError(f"with start_at_layer the input is the residual stream, [batch, pos, {d_model}], not {shape}")
     if not input.numel():
         raise ValueError(f"the residual stream is empty: its shape is {list(input.shape)}")
-    _check_type(input, {p.dtype for p in model.parameters() if p.is_floating_point()}, "the residual stream")
+    if not any(p.dtype == input.dtype for p in model.parameters()):  # the first one tells, most often
+        _check_type(input, {p.dtype for p in model.parameters() if p.is_floating_point()}, "the residual stream")
 
 
 def _check_type(input: Tensor, wanted: set[torch.dtype], name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.paths import learns_prompt
+from adapters.paths import learns_prompt, token_embedding
 from bridge.hooks.context import ForwardPass, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
@@ -69,7 +69,9 @@ def checked_layers(
         ValueError: one is out of range, or the model cannot do that.
     """
     start, stop = layer_range.check_layers(start_at_layer, stop_at_layer, bridge.cfg.n_layers)
-    if bridge.no_layer_runs and (start is not None or stop is not None):
+    # Of one module that is all blocks, all calls can be left out, not some.
+    no_block = start == bridge.cfg.n_layers and stop is None and any("@" in path for path in bridge.block_paths)
+    if bridge.no_layer_runs and (start is not None or stop is not None) and not no_block:
         raise ValueError(f"{bridge.cfg.model_name} cannot start or stop at a layer: {bridge.no_layer_runs}")
     if start is not None or stop is not None:
         check_hooks_run(bridge, start, stop)
@@ -127,6 +129,8 @@ def ready(
         bridge.wiring.check_in_place()
     with ExitStack() as stack:
         run = stack.enter_context(forward_pass())
+        if listening:
+            stack.enter_context(bridge.wiring.calls.counted())
         if start is not None:
             input = stack.enter_context(_starting(bridge, run, input, start))
             model_kwargs.setdefault("use_cache", False)
@@ -196,7 +200,7 @@ def _starting(bridge: Runs, run: ForwardPass, input: Input, start: int) -> Itera
     else:
         begins = layer_range.entering(run, blocks[0], input)
     with begins:
-        yield layer_range.placeholder(input)
+        yield layer_range.placeholder(input, token_embedding(bridge.core))
 
 
 def _stopped(bridge: Runs, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:

@@ -17,14 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
 from adapters.views import Args, Call, Kwargs
+from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
-from bridge.taps.attention_call import AttentionCall
+from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
-from bridge.taps.tap import SOFTMAXES, Tap, Watch
+from bridge.taps.tap import PRODUCTS, SOFTMAXES, Tap, Watch
 
-#: The functions in which eager attention multiplies queries and keys.
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
 
@@ -97,10 +96,10 @@ class _AttentionWatch(Watch):
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows what it is given and what it makes."""
         if func is scaled_dot_product_attention:
-            return self._scaled_dot_product(*args, **kwargs)
+            return self._scaled_dot_product(KernelArguments(*args, **kwargs))
         if func in SOFTMAXES and self._inside:
             return self._softmax(func, args, kwargs)
-        if func in _PRODUCTS and _are_heads(args) and self._products:
+        if func in PRODUCTS and _are_heads(args) and self._products:
             query, key = self._rotated(args[0], args[1].transpose(-1, -2))
             return func(query, key.transpose(-1, -2), **kwargs)
         return func(*args, **kwargs)
@@ -125,30 +124,13 @@ class _AttentionWatch(Watch):
         self._seen.add("inside")
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self._tap.show("scores", scores, self._call)
-        return self._tap.show("pattern", _softmax_of(new, scores, lambda x: func(x, *args, **kwargs)), self._call)
+        return self._tap.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)), self._call)
 
-    def _scaled_dot_product(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def _scaled_dot_product(self, given: KernelArguments) -> Tensor:
         if self._products:
-            query, key = self._rotated(query, key)
-        attention = AttentionCall(
-            query, key, value, attn_mask, self._n_heads(query), scale=scale, causal=is_causal, dropout=dropout_p
-        )
-        return self._attend(
-            attention,
-            lambda: scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            ),
-        )
+            given = given.with_products(*self._rotated(given.query, given.key))
+        attention = AttentionCall.of_torch(given, self._n_heads(given.query))
+        return self._attend(attention, lambda: scaled_dot_product_attention(**given._asdict()))
 
     def kernel(self, attention: AttentionCall, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Stands before a kernel that is no torch function.
@@ -179,16 +161,7 @@ class _AttentionWatch(Watch):
         points = self._tap.points.get(channel, ())
         if not points:
             return x
-        n = points[0].point.n_heads or x.shape[1]
-        if x.shape[1] < n:  # the queries of one position, packed in groups
-            shown = x.reshape(x.shape[0], n, -1, x.shape[-1])
-            new = self._tap.show(channel, shown, self._call)
-            return x if new is shown else new.reshape(x.shape)
-        if x.shape[1] > n:  # each group's keys, repeated for its queries
-            shown = x[:, :: x.shape[1] // n]
-            new = self._tap.show(channel, shown, self._call)
-            return x if new is shown else new.repeat_interleave(x.shape[1] // n, dim=1)
-        return self._tap.show(channel, x, self._call)
+        return with_heads(x, points[0].point.n_heads, lambda shown: self._tap.show(channel, shown, self._call))
 
     def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
         """Runs the kernel, or computes what it would in full where somebody may change scores or pattern."""
@@ -200,7 +173,7 @@ class _AttentionWatch(Watch):
             return run()
         scores = attention.scores()
         new = self._tap.show("scores", scores, self._call)
-        pattern = self._tap.show("pattern", _softmax_of(new, scores, attention.pattern), self._call)
+        pattern = self._tap.show("pattern", softmax_of(new, scores, attention.pattern), self._call)
         return attention.result(pattern)
 
     def _only_look(self) -> bool:
@@ -229,14 +202,6 @@ class _AttentionWatch(Watch):
                     scores = attention.scores() if scores is None else scores
                     shown = scores if channel == "scores" else attention.pattern(scores)
                     listener.fn(point.view.get(shown, self._call), hook=point)
-
-
-def _softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tensor]) -> Tensor:
-    """The softmax of scores. Where a user forbids everything there is no attention, rather than NaN."""
-    if scores is before:
-        return softmax(scores)
-    nothing = scores.isneginf().all(-1, keepdim=True)
-    return softmax(scores.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0)
 
 
 def _are_heads(args: Args) -> bool:

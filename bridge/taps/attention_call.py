@@ -6,6 +6,7 @@ A kernel such as `scaled_dot_product_attention` never holds the scores. Its argu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from adapters.views.kernel_arguments import KernelArguments
 from bridge.taps.attention_mask import additive_mask
 
 
@@ -43,6 +45,12 @@ class AttentionCall:
     dropout: float = 0.0
     kernel: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_torch(cls, given: KernelArguments, n_heads: int) -> AttentionCall:
+        """A call of `scaled_dot_product_attention`."""
+        query, key, value, mask, dropped, causal, scale, _ = given
+        return cls(query, key, value, mask, n_heads, scale=scale, causal=causal, dropout=dropped)
 
     def kept(self) -> AttentionCall:
         """What a cache may hold of it to compute scores and pattern later: no graph, nothing that changes unseen.
@@ -131,6 +139,40 @@ class AttentionCall:
             pattern = dropout(pattern, self.dropout)
         z = pattern.to(self.value.dtype) @ self._per_head(self.value)
         return z if z.shape[1] == self.query.shape[1] else z.reshape(*self.query.shape[:-1], z.shape[-1])
+
+
+def softmax_of(scores: Tensor, before: Tensor, softmax: Callable[[Tensor], Tensor]) -> Tensor:
+    """The softmax of scores. Where a user forbids everything there is no attention, rather than NaN.
+
+    Args:
+        scores: as they are now.
+        before: as the model made them.
+        softmax: the model's own.
+    """
+    if scores is before:
+        return softmax(scores)
+    nothing = scores.isneginf().all(-1, keepdim=True)
+    return softmax(scores.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0)
+
+
+def with_heads(x: Tensor, n_heads: int | None, show: Callable[[Tensor], Tensor]) -> Tensor:
+    """What is made of queries or keys, with the heads as the kernel was given them.
+
+    Args:
+        x: ``[batch, kernel_head, kernel_pos, d_head]``.
+        n_heads: how many heads are shown; None: those of the kernel.
+        show: shows ``[batch, head, pos, d_head]``, and returns what becomes of it.
+    """
+    n = n_heads or x.shape[1]
+    if x.shape[1] < n:  # the queries of one position, packed in groups
+        shown = x.reshape(x.shape[0], n, -1, x.shape[-1])
+        new = show(shown)
+        return x if new is shown else new.reshape(x.shape)
+    if x.shape[1] > n:  # each group's keys, repeated for its queries
+        shown = x[:, :: x.shape[1] // n]
+        new = show(shown)
+        return x if new is shown else new.repeat_interleave(x.shape[1] // n, dim=1)
+    return show(x)
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -60,11 +60,11 @@ class _ExpertsWatch(Watch):
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the projections."""
-        if func not in _PRODUCTS and func not in _SUMS:
+        if func not in LINEAR_PRODUCTS and func not in _SUMS:
             return func(*args, **kwargs)
         x, other = _operands(args, kwargs)
         module: Any = self._tap.module
-        if func in _PRODUCTS:
+        if func in LINEAR_PRODUCTS:
             for weight, channel in ((module.gate_up_proj, "in"), (module.down_proj, "post")):
                 expert = _which(other, weight)
                 if expert is not None:
@@ -129,10 +129,10 @@ class _Choice(Watch):
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what the matrix makes, and what the best are chosen from."""
-        if func in _PRODUCTS and not self._multiplied:
+        if func in LINEAR_PRODUCTS and not self._multiplied:
             self._multiplied = True
             return self._tap.show("product", func(*args, **kwargs), self._call)
-        if self._done or func not in _CHOICES:
+        if self._done or func not in CHOICES:
             return func(*args, **kwargs)
         self._done = True
         logits, *others = args
@@ -140,9 +140,9 @@ class _Choice(Watch):
         return func(self._tap.show("logits", logits, self._call), *others, **kwargs)
 
 
-_PRODUCTS = {torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+LINEAR_PRODUCTS = {torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__}
-_CHOICES = {torch.topk, Tensor.topk}
+CHOICES = {torch.topk, Tensor.topk}
 
 
 def _operands(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from adapters.paths import call_number
 from adapters.views import Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass, Scope
 from bridge.hooks.hook_point import HookPoint
@@ -93,15 +94,24 @@ class Tap:
             for point in self.points.get(channel, ()):
                 if start is not None and point.point.depth < start:
                     continue
+                if "@" in point.point.site.path and not self._is_under_way(point):
+                    continue
                 for listener in point.listeners:
                     if listener.scope in context.visible:
                         found.append(point)
                         break
         return found
 
+    def _is_under_way(self, point: HookPoint) -> bool:
+        """Whether the call of the module that a hook point means is the present one."""
+        run, number = CURRENT.get().run, call_number(point.point.site.path)
+        return run is not None and number is not None and run.is_call(self.module, number)
+
     def show(self, channel: str, x: Tensor, call: Call) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
         for point in self.points.get(channel, ()):
+            if "@" in point.point.site.path and not self._is_under_way(point):
+                continue
             if point.sources:
                 call.sources = point.sources_seen()
             x = point.apply(x, call)
@@ -144,3 +154,5 @@ class Watch(TorchFunctionMode):
 
 #: The functions that compute a softmax.
 SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
+#: The functions in which eager attention multiplies queries and keys.
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}

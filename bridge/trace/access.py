@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adapters.paths import base_path, join
+from adapters.paths import base_path, join, module_at
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, checked
 from bridge.hooks.modules import first_parameter
@@ -90,7 +90,7 @@ class Access:
         if not isinstance(module, str):
             raise TypeError(f"module is {module!r}; it must be a path, such as 'transformer.h.5', or a module")
         try:
-            model.get_submodule(module)
+            module_at(model, module)
         except AttributeError:
             paths = [path for path, _ in model.named_modules()]
             raise ValueError(f"the model has no module {module!r}.{suggestion(module, paths)}") from None
@@ -151,10 +151,12 @@ class Access:
             name, _, rest = part.partition(".")
             if name == stack.name and rest:
                 index, _, inside = rest.partition(".")
-                block = join(base, stack.path, index)
+                block = join(base, stack.place_of(int(index)))
                 paths = stack.block_at(int(index)).module_paths
-                if not inside:
+                if not inside and not stack.block_at(int(index)).entry:
                     return block
+                if not inside:
+                    break
                 if inside in paths:
                     return join(block, paths[inside])
         for which, kind in (("hook_in", "input"), ("hook_out", "output")):
@@ -224,7 +226,7 @@ class TracedModule:
 
     @property
     def _first(self) -> str:
-        module = self._access.bridge.original_model.get_submodule(self.path)
+        module = module_at(self._access.bridge.original_model, self.path)
         return first_parameter(type(module).forward)
 
 

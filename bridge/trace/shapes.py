@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from adapters.experts import width
+from adapters.paths import module_at
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
 from bridge.run.forward import checked_layers, ready
@@ -92,7 +93,7 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
         with ready(bridge, input, *given, start, stop, kwargs, traced=True) as pass_:
             pass_.inputs.kwargs = mapped(pass_.inputs.kwargs, fake)
             try:
-                with mode, _experts_in_batches([bridge.original_model.get_submodule(path) for path in paths]):
+                with mode, _experts_in_batches([module_at(bridge.original_model, path) for path in paths]):
                     pass_.run_model()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise RuntimeError(
@@ -100,7 +101,7 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
                     "without computing; run_with_callback shows them in a run"
                 ) from error
     for hook in experts:
-        module = bridge.original_model.get_submodule(hook.point.site.path)
+        module = module_at(bridge.original_model, hook.point.site.path)
         whole = str(hook.point.site.key).endswith((".in", ".out"))
         size = bridge.cfg.d_model if whole else width(module)
         found[hook.name] = PointShape((None, size), next(module.parameters()).dtype)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from adapters.paths import module_at
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, changed_in_place, checked, version_of
@@ -195,7 +196,7 @@ class Stops:
             group = self._places.of_module(path, what).group
             if group is not None:
                 self._wiring.watch_sources(*group, self._scope)
-            module = self._wiring.model.get_submodule(path)
+            module = module_at(self._wiring.model, path)
             if what == "output":
                 self._handles[asked] = module.register_forward_hook(partial(self._on_output, asked))
             else:

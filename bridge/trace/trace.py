@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.paths import module_at
 from bridge.hooks.context import Scope, of_the_next_run
 from bridge.hooks.tracing import opened
 from bridge.run.forward import ReadyPass, checked_layers, ready
@@ -195,7 +196,7 @@ class Trace(InStep, Access):
         if self._state != "open" or self.stops.has_begun(a):
             raise ValueError(f"skip{wanted}: the model has come to block {a} already; say it before")
         assert self._pass is not None
-        blocks = [bridge.original_model.get_submodule(path) for path in bridge.block_paths[a : b + 1]]
+        blocks = [module_at(bridge.original_model, path) for path in bridge.block_paths[a : b + 1]]
         self._stack.enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))
 
     def rows(self, index: int) -> Rows:

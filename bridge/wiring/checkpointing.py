@@ -56,6 +56,11 @@ class CheckpointedBlocks:
             own = module.__dict__.get(_NAME)
             if own is None or isinstance(own, _Recomputed) or not (module.training and module.gradient_checkpointing):
                 continue
+            if finder.call is not None:
+                raise RuntimeError(
+                    f"{'.'.join(finder.parts)} is several blocks, and backward would compute them again (activation "
+                    "checkpointing) in an order in which nothing tells them apart: switch checkpointing off"
+                )
             assert self._attaches is not None
             module.__dict__[_NAME] = _Recomputed(own, ".".join(finder.parts), self._attaches)
             self._prepared.append(module)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from adapters.paths import call_number
 from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
@@ -25,11 +26,12 @@ Keep = Callable[[tuple[HookPoint, ...], Tensor, nn.Module, Args, Kwargs], None]
 class _Place:
     """One site that is read: its module, and the hook points that stand there."""
 
-    __slots__ = ("before", "hooks", "key", "module", "points", "site")
+    __slots__ = ("before", "call", "hooks", "key", "module", "points", "site")
 
     def __init__(self, site: SiteHook, module: nn.Module, points: tuple[HookPoint, ...]) -> None:
         self.site, self.module, self.points = site, module, points
         self.key = int(site.site.key or 0)
+        self.call = call_number(site.site.path)
         self.before = site.site.kind == "input"
         self.hooks: dict[int, Any] = module._forward_pre_hooks if self.before else module._forward_hooks
 
@@ -49,15 +51,21 @@ class Reader:
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         return Reader(None, None, None)
 
+    def _is_meant(self, module: nn.Module, number: int | None) -> bool:
+        context = CURRENT.get()
+        if self._scope not in context.visible:
+            return False
+        return number is None or (context.run is not None and context.run.is_call(module, number))
+
     def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
         """The forward hook."""
-        if self._scope in CURRENT.get().visible and self._place is not None and self._keep is not None:
+        if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
             x = output if isinstance(output, Tensor) else output[self._place.key]
             self._keep(self._place.points, x, module, args, {})
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
         """The forward pre-hook."""
-        if self._scope in CURRENT.get().visible and self._place is not None and self._keep is not None:
+        if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
             x = args[0] if args else (kwargs or {})[first_parameter(type(module).forward)]
             self._keep(self._place.points, x, module, args, kwargs or {})
 

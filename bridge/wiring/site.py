@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from adapters.paths import module_path
 from adapters.points import Site
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
@@ -163,9 +164,32 @@ class SiteHook:
                     "activation_checkpointing_enable()"
                 )
 
+    def _is_other_call(self, module: nn.Module) -> bool:
+        """Whether the module runs several times, and this is not the call that is meant.
+
+        Raises:
+            RuntimeError: it runs again for backward, out of the order in which calls are counted.
+        """
+        number = None if self._find is None else self._find.call
+        if number is None:
+            return False
+        run = CURRENT.get().run
+        if run is None or not run.calls:
+            for point in self.points:
+                if point.is_heard:
+                    raise RuntimeError(
+                        f"{point.name} is call {number} of {module_path(self.site.path)}, which runs several times, "
+                        "and here nothing counts them (activation checkpointing runs it again, out of order): switch "
+                        "checkpointing off"
+                    )
+            return True
+        return not run.is_call(module, number)
+
     # `kwargs` may be missing: another thread may be registering this very hook while a forward pass runs.
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> Any:
         """The forward pre-hook."""
+        if self._find is not None and self._find.call is not None and self._is_other_call(module):
+            return None
         kwargs = {} if kwargs is None else kwargs
         name = None if args else first_parameter(type(module).forward)
         x = args[0] if name is None else kwargs[name]
@@ -176,6 +200,8 @@ class SiteHook:
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> Any:
         """The forward hook."""
+        if self._find is not None and self._find.call is not None and self._is_other_call(module):
+            return None
         if isinstance(output, Tensor):
             new = self.see(output, module, args, {})
             return None if new is output else new

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from adapters.paths import base_path, core_path, has_module
+from adapters.paths import base_path, core_path, has_module, module_at
 from adapters.points import Point, Site
 from bridge.hooks.context import Scope, open_scope
 from bridge.hooks.followers import Following, take_over_from
@@ -20,6 +20,7 @@ from bridge.hooks.modules import Finder, check_places
 from bridge.taps.tap import Tap
 from bridge.taps.taps import TAPS, tap_on
 from bridge.wiring.boundary import PassBoundary, only_there
+from bridge.wiring.calls import Calls
 from bridge.wiring.checkpointing import CheckpointedBlocks
 from bridge.wiring.clashes import check_clash
 from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
@@ -39,12 +40,14 @@ class Wiring:
     Attributes:
         points: the hook points by name, in the order of the computation.
         changes: how often a hook was added or removed that every run sees.
+        calls: counts those of modules that run several times.
     """
 
     def __init__(self, model: nn.Module, points: Iterable[Point], make: type[HookPoint] = HookPoint) -> None:
         self.model = model
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
+        self.calls = Calls()
         self._lock = threading.RLock()
         self._sites: dict[Site, SiteHook] = {}
         self._homes: dict[HookPoint, SiteHook | None] = {}
@@ -82,6 +85,7 @@ class Wiring:
         if point.site.kind in TAPS:
             self._tapped_paths[point.site.path] = point.site.kind
         hook.sources = tuple([self._site(source) for source in point.sources])
+        self.calls.add(Finder(self.model, site.path) for site in (point.site, *point.sources))
         self._by_block.clear()
         self._siblings.clear()
         self._plans.clear()
@@ -231,7 +235,7 @@ class Wiring:
         others = plan.others if quick else points
         self.listen(others, listener)
         try:
-            with plan.attached(keep, listener.scope) if quick else nullcontext():
+            with self.calls.counted(), plan.attached(keep, listener.scope) if quick else nullcontext():
                 yield
         finally:
             self.stop_listening(others, listener)
@@ -254,7 +258,7 @@ class Wiring:
         with self._lock:
             opened = self._opened.setdefault(scope, {})
             while path not in opened:
-                module = self.model.get_submodule(path)
+                module = module_at(self.model, path)
                 closers: list[Callable[[], None]] = [module.register_forward_hook(only_there).remove]
                 kind = self._tapped_paths.get(path)
                 if kind is not None and kind != "experts":  # that tap computes one expert at a time
@@ -305,6 +309,7 @@ class Wiring:
                     close()
 
     def _connect(self, point: HookPoint) -> None:
+        self.calls.change(1)
         home = self._homes[point]
         if home is None:
             site = point.point.site
@@ -321,6 +326,7 @@ class Wiring:
 
     def _disconnect(self, point: HookPoint) -> None:
         self._connected -= 1
+        self.calls.change(-1)
         home = self._homes[point]
         if home is None:
             self._taps.pop(point).disconnect(str(point.point.site.key), point)

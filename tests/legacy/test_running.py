@@ -329,3 +329,23 @@ def test_a_cache_refuses_what_it_is_not_for(model, tokens):
     with pytest.raises(ValueError, match="the prompt has 50"):
         model(torch.zeros(1, 50, dtype=torch.long), past_kv_cache=cache)
     assert cache.previous_attention_mask.shape == (1, 0)
+
+
+def test_a_function_chooses_what_is_switched_on(model, tokens):
+    """As attribution patching has it: one function keeps what comes, one what goes back."""
+    made, gradients = {}, {}
+    model.add_hook(lambda name: "_input" not in name, lambda x, hook: made.__setitem__(hook.name, x))
+    model.add_hook(lambda name: "_input" not in name, lambda x, hook: gradients.__setitem__(hook.name, x), "bwd")
+    model(tokens, return_type="loss").backward()
+    assert made.keys() == gradients.keys()
+    # TransformerLens' notebook says 220 of GPT-2's twelve layers, with attention results: 4, and 18 in a layer.
+    assert len(made) == 4 + 17 * model.cfg.n_layers
+    assert not [name for name in made if name.endswith(("hook_attn_in", "hook_result", "hook_mlp_in"))]
+    assert "blocks.0.ln1.hook_scale" in made
+    model.reset_hooks()
+    model.set_use_attn_result(True)
+    seen = []
+    with model.hooks(fwd_hooks=[(lambda name: "attn" in name, lambda x, hook: seen.append(hook.name))]):
+        model(tokens)
+    assert "blocks.1.attn.hook_result" in seen
+    assert "blocks.1.hook_attn_in" not in seen

@@ -68,6 +68,8 @@ def test_inputs(embedded):
     tokens = embedded.to_tokens(text)
     for given in (tokens, tokens[0], tokens[0].tolist(), [text]):
         torch.testing.assert_close(lens(embedded, given).stack(), right)
+    raw = embedded.lens(text, "raw", -1, [1, 4])
+    assert torch.equal(raw.stack(), lens(embedded, text, "raw", -1, [1, 4]).stack())
     torch.testing.assert_close(lens(embedded, text, pos_slice=-1).stack(), right[:, :, -1:])
     torch.testing.assert_close(
         lens(embedded, text, pos_slice=[1, 3], layers=[2, -1]).stack(), right[[2, 4]][:, :, [1, 3]]

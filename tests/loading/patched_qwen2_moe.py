@@ -14,7 +14,8 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import apply_rotary_pos_em
 class Expert(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        d, width = config.hidden_size, config.moe_intermediate_size
+        d = config.hidden_size
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size  # OLMoE's has one width
         self.gate_proj = nn.Linear(d, width, bias=False)
         self.up_proj = nn.Linear(d, width, bias=False)
         self.down_proj = nn.Linear(width, d, bias=False)
@@ -27,7 +28,7 @@ class Expert(nn.Module):
 class SequentialExperts(nn.ModuleList):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.num_experts = config.num_experts
+        self.num_experts = getattr(config, "num_experts", None) or config.num_local_experts
         for _ in range(self.num_experts):
             self.append(Expert(config))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.monkey_patching import clear_patch_mapping, get_patch_mapping,
 from adapters import verify
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
+from tests.loading.patched_llama import FusedLlamaAttention
 from tests.loading.patched_qwen2_moe import FusedAttention, SequentialExperts
 
 
@@ -152,9 +154,48 @@ def test_another_layout_with_weight_conversions(tmp_path: Path):
     layer = bridge.core.model.layers[1]
     assert isinstance(layer.mlp.experts, SequentialExperts) and isinstance(layer.self_attn, FusedAttention)
     torch.testing.assert_close(bridge(tokens), plain(tokens))
+    inferred = TransformerBridge(bridge.original_model, automatic="always")
+    assert not inferred.offered().not_offered and verify(inferred, level="quick").passed
+    names = [name for name in plain.hook_dict if not name.endswith((".q.hook_in", ".k.hook_in", ".v.hook_in"))]
+    expected, cache = (each.run_with_cache(tokens, names_filter=names)[1] for each in (plain, inferred))
+    for name in names:
+        torch.testing.assert_close(cache[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
     again = get_checkpoint_conversion_mapping("qwen2_moe")
     assert [type(x) for x in again or ()] == [type(x) for x in before or ()]
     torch.testing.assert_close(TransformerBridge.boot_transformers(str(tmp_path))(tokens), plain(tokens))
+
+
+def test_verify_says_which_claims_a_layout_moved_and_inference_finds_them(folder: str):
+    """One fused projection in the place of three: everything that a head makes, against the model as it was."""
+    tokens = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    fused = WeightConverter(["q_proj", "k_proj", "v_proj"], ["qkv_proj"], [Concatenate(dim=0)])
+    plain = TransformerBridge.boot_transformers(folder)
+    patched = TransformerBridge.boot_transformers(
+        folder, patches={"LlamaAttention": FusedLlamaAttention}, weight_conversions={"llama": [fused]}
+    )
+    (claim,) = verify(patched).failed
+    for what, name in (("queries", "q_proj"), ("keys", "k_proj"), ("values", "v_proj")):
+        assert re.search(
+            rf"blocks\.0\.attn and 1 more: .* {what} made by self_attn\.{name}, and the Fused", claim.detail
+        )
+    assert "output" not in claim.detail and "qkv_proj, o_proj" in claim.detail
+    with pytest.raises(RuntimeError, match=r"no module model\.layers\.0\.self_attn\.q_proj") as error:
+        patched.run_with_cache(tokens)
+    assert all('TransformerBridge(model, automatic="always")' in said for said in (claim.detail, str(error.value)))
+    bridge = TransformerBridge(patched.original_model, automatic="always")
+    assert bridge.offered().summary.startswith(f"{folder} has an adapter, which was not asked. One was inferred")
+    assert not bridge.offered().not_offered and verify(bridge).passed
+    wanted, expected = plain.run_with_cache(tokens)
+    logits, cache = bridge.run_with_cache(tokens)
+    torch.testing.assert_close(logits, wanted)
+    assert set(cache) == set(expected) and {"hook_q", "hook_v", "hook_pattern"} <= {x.split(".")[-1] for x in cache}
+    for name in expected:
+        torch.testing.assert_close(cache[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+    for part in ("q", "k", "v", "z", "pattern"):
+        hooks = [(f"blocks.1.attn.hook_{part}", lambda act, hook: act * 0.5)]
+        halved = plain.run_with_hooks(tokens, fwd_hooks=hooks)
+        torch.testing.assert_close(bridge.run_with_hooks(tokens, fwd_hooks=hooks), halved)
+        assert part == "z" or not torch.allclose(halved, wanted, atol=1e-4)
 
 
 @pytest.mark.unchecked

@@ -223,6 +223,23 @@ def test_patches_that_change_nothing_are_not_run(bridge, tokens, monkeypatch):
     assert torch.equal(found[:, :4], metric(bridge(corrupted)).expand(3, 4))
 
 
+@pytest.mark.parametrize("kept", [0, 1, 4])
+def test_logits_are_computed_for_patches_together_within_a_bound(bridge, tokens, monkeypatch, kept):
+    clean, corrupted = tokens[:, :5], tokens[:, :5].flip(0)
+    _, cache = bridge.run_with_cache(clean)
+    looks = lambda logits: logits[:, -1, 3].mean() + logits[:, 2, 4].mean()
+    arguments = (bridge, corrupted, cache, looks)
+    right = plainly(monkeypatch, ready.get_act_patch_attn_head_out_all_pos, *arguments)
+    sizes, of_stream = [], CorruptedRun.logits_of
+    monkeypatch.setattr(CorruptedRun, "logits_of", lambda self, x: sizes.append(len(x)) or of_stream(self, x))
+    monkeypatch.setattr(sweep, "MOST_LOGITS", 2 * 61 * 5)  # five patches of two prompts
+    monkeypatch.setattr(sweep, "MOST_KEPT", kept)
+    found = ready.get_act_patch_attn_head_out_all_pos(*arguments, verbose=False)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+    assert max(sizes) == (8 if kept else 2)  # three parts of four
+    assert len(sizes) - 2 == {0: 24, 1: 3 + 12, 4: 6}[kept]  # 12 heads; two are of the trial runs
+
+
 def test_the_cut_into_runs_costs_least():
     config = GPT2Config(n_embd=8, n_layer=12, n_head=2, vocab_size=10, n_positions=16, bos_token_id=0, eos_token_id=0)
     bridge = TransformerBridge(GPT2LMHeadModel(config))

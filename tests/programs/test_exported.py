@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from bridge import TransformerBridge
 from bridge.export import formats
+from bridge.export.executorch import ForExecutorch
 from tests.adapters.test_verify_all import tiny
 
 
@@ -62,6 +65,29 @@ def test_what_cannot_be_exported_is_refused():
     )
     with pytest.raises(TypeError, match="v: an example of a declared input is given where the program is made"):
         program.export({"input_ids": tokens, "v": torch.ones(32)})
+
+
+def test_executorch_is_told_in_other_words_what_it_gets_wrong():
+    class Calls(torch.nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            parts = [*torch.split(x, 4, -1), *x.split([3, 4, 6], dim=-1), *x.chunk(3, -1), *torch.chunk(x, 2, dim=2)]
+            return [*parts, functional.gelu(x, approximate="tanh"), functional.gelu(x), x.relu()]
+
+    class Told(Calls):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            with ForExecutorch():
+                return super().forward(x)
+
+    x = torch.randn(2, 5, 13)
+    for made, wanted in zip(Told()(x), Calls()(x), strict=True):
+        torch.testing.assert_close(made, wanted, rtol=1e-6, atol=1e-6)
+    dims = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    found = [
+        [str(node.target) for node in torch.export.export(each, (x,), dynamic_shapes=dims).graph.nodes]
+        for each in (Calls(), Told())
+    ]
+    splits = [[op for op in ops if "split" in op or "chunk" in op] for ops in found]
+    assert [len(ops) for ops in splits] == [4, 0] and [ops.count("aten.gelu.default") for ops in found] == [2, 1]
 
 
 def test_executorch_does_not_get_what_it_would_move_or_cannot_count():

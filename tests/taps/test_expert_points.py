@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DeepseekV3Config, OlmoeConfig, PreTrainedConfig, PreTrainedModel
 
+from adapters import verify
 from adapters.experts import expert_bias, expert_weight
 from bridge import TransformerBridge
-from tests.adapters.test_verify_all import tiny
+from tests.adapters.test_verify_all import SIZES, tiny
 from tests.conftest import torch_hooks
 from tests.loading.patched_qwen2_moe import SequentialExperts
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
-CASES = ["mixtral-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa", "gpt_oss-gqa"]
+#: Of classes that have no adapter: what is where is inferred.
+INFERRED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "olmoe": (OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        },
+    ),
+}  # fmt: skip
+CASES = ["mixtral-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa", "gpt_oss-gqa", *INFERRED]
 PARTS = ("in", "gate", "pre", "post", "out")
+
+
+def mixture(case: str) -> PreTrainedModel:
+    """A tiny model with four experts in its second layer, each of which some tokens are sent to."""
+    if case not in INFERRED:
+        return tiny(case)
+    config, sizes = INFERRED[case]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SIZES, **sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.5 if name.endswith("mlp.gate.weight") else 0.2))
+    return model.eval()
 
 
 def names(layer: int, *parts: str) -> list[str]:
     return [f"blocks.{layer}.mlp.experts.{e}.hook_{part}" for e in range(4) for part in parts]
 
 
+def experts_of(bridge: TransformerBridge) -> nn.Module:
+    return bridge.core.get_submodule("model.layers.1.mlp.experts")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_experts_are_given_and_return(case: str):
-    bridge = TransformerBridge(tiny(case))
+    bridge = TransformerBridge(mixture(case))
     experts = bridge.core.model.layers[1].mlp.experts
     seen: list[Tensor] = []
     handle = experts.register_forward_hook(lambda module, args, output: seen.extend([*args, output]))
@@ -50,7 +82,7 @@ def test_what_experts_are_given_and_return(case: str):
 @pytest.mark.parametrize("case", CASES)
 def test_an_expert_that_is_changed(case: str):
     """Its output set to zero is its weight set to zero; its input doubled is other tokens."""
-    bridge = TransformerBridge(tiny(case))
+    bridge = TransformerBridge(mixture(case))
     name = "blocks.1.mlp.experts.2"
     zero = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{name}.hook_out", lambda act, hook: act * 0)])
     with torch.no_grad():
@@ -89,13 +121,18 @@ def test_an_expert_without_tokens_has_no_rows():
     assert cache[f"blocks.0.mlp.experts.{empty}.hook_post"].shape == (0, 48)
 
 
-def test_experts_that_are_modules(tmp_path: Path):
+@pytest.mark.parametrize("case", ["qwen2_moe-gqa", *INFERRED])
+def test_experts_that_are_modules(case: str, tmp_path: Path):
     """transformers' page on patches: the same points, on modules of their own."""
-    tiny("qwen2_moe-gqa").save_pretrained(tmp_path)
+    mixture(case).save_pretrained(tmp_path)
     plain = TransformerBridge.boot_transformers(str(tmp_path))
+    of = plain.core.config.model_type
     patched = TransformerBridge.boot_transformers(
-        str(tmp_path), patches={"Qwen2MoeExperts": SequentialExperts}, weight_conversions={"qwen2_moe": []}
+        str(tmp_path), patches={type(experts_of(plain)).__name__: SequentialExperts}, weight_conversions={of: []}
     )
+    assert isinstance(experts_of(patched), SequentialExperts) and list(patched.hook_dict) == list(plain.hook_dict)
+    assert all(torch.equal(patched.weights[name], get()) for name, get in plain.weights.getters.items())
+    assert case == "olmoe" or verify(patched, level="quick").passed
     wanted, expected = plain.run_with_cache(TOKENS, names_filter=names(1, *PARTS))
     logits, cache = patched.run_with_cache(TOKENS, names_filter=names(1, *PARTS))
     torch.testing.assert_close(logits, wanted)
@@ -109,6 +146,18 @@ def test_experts_that_are_modules(tmp_path: Path):
         torch.testing.assert_close(
             patched.program(interventions=hooks)(TOKENS)["logits"], plain.run_with_hooks(TOKENS, fwd_hooks=hooks)
         )
+
+
+def test_a_router_in_a_program():
+    """DeepSeek's chooses by scores in groups: what its matrix makes is another thing than what is compared."""
+    bridge = TransformerBridge(mixture("deepseek_v3"))
+    for name in ("hook_router_logits", "hook_expert_weights", "experts.1.hook_post"):
+        hooks = [(f"blocks.1.mlp.{name}", lambda act, hook: act * 0.5)]
+        with bridge.hooks(hooks):
+            wanted, cache = bridge.run_with_cache(TOKENS, names_filter=hooks[0][0])
+        made = bridge.program(capture=[hooks[0][0]], interventions=hooks)(TOKENS)
+        assert torch.equal(made["logits"], wanted) and torch.equal(made[hooks[0][0]], cache[hooks[0][0]])
+        assert not torch.allclose(wanted, bridge(TOKENS), atol=1e-5)
 
 
 def test_nobody_pays_for_what_nobody_listens_to():

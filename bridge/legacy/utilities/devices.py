@@ -9,17 +9,11 @@ import torch
 from bridge.legacy.devices import get_device, warn_if_mps
 
 __all__ = [
-    "AvailableDeviceMemory",
-    "calculate_available_device_cuda_memory",
-    "determine_available_memory_for_available_devices",
-    "get_best_available_cuda_device",
-    "get_best_available_device",
-    "get_device",
-    "get_device_for_block_index",
-    "move_to_and_update_config",
-    "sort_devices_based_on_available_memory",
+    "AvailableDeviceMemory", "calculate_available_device_cuda_memory",
+    "determine_available_memory_for_available_devices", "get_best_available_cuda_device", "get_best_available_device",
+    "get_device", "get_device_for_block_index", "move_to_and_update_config", "sort_devices_based_on_available_memory",
     "warn_if_mps",
-]
+]  # fmt: skip
 
 #: Pairs of a GPU's number and its free bytes.
 AvailableDeviceMemory = list[tuple[int, int]]
@@ -41,14 +35,7 @@ def sort_devices_based_on_available_memory(devices: AvailableDeviceMemory) -> Av
 
 
 def get_best_available_cuda_device(max_devices: int | None = None) -> torch.device:
-    """The GPU with the most free memory.
-
-    Args:
-        max_devices: look at so many of them; None: at all.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The GPU with the most free memory."""
     found = determine_available_memory_for_available_devices(
         torch.cuda.device_count() if max_devices is None else max_devices
     )
@@ -58,11 +45,7 @@ def get_best_available_cuda_device(max_devices: int | None = None) -> torch.devi
 
 
 def get_best_available_device(cfg: Any) -> torch.device:
-    """The device of a configuration; the emptiest GPU where it is for several.
-
-    Args:
-        cfg: with ``device`` and ``n_devices``.
-    """
+    """The device of a configuration; the emptiest GPU where it is for several."""
     device = torch.device(cfg.device)
     if device.type == "cuda" and (cfg.n_devices or 1) > 1:
         return get_best_available_cuda_device(cfg.n_devices)
@@ -73,17 +56,6 @@ def get_device_for_block_index(index: int, cfg: Any, device: torch.device | str 
     """The device of a block when all devices get the same number of blocks, one after another.
 
     The map of a model that Hugging Face spread is its own: ``model.blocks[index].attn.W_Q.device`` reads it.
-
-    Args:
-        index: of the block.
-        cfg: with ``device``, ``n_devices`` and ``n_layers``.
-        device: the first device; None: that of the configuration.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> from bridge.legacy.utilities.devices import get_device_for_block_index
-        >>> get_device_for_block_index(3, SimpleNamespace(device="cuda", n_devices=2, n_layers=4))
-        device(type='cuda', index=1)
     """
     first = torch.device(cfg.device if device is None else device)
     if first.type == "cpu":
@@ -95,11 +67,5 @@ def get_device_for_block_index(index: int, cfg: Any, device: torch.device | str 
 def move_to_and_update_config(
     model: Any, device_or_dtype: torch.device | str | torch.dtype, print_details: bool = True
 ) -> Any:
-    """Moves a model, or changes the type of its weights: ``model.to``, after which its `cfg` says so by itself.
-
-    Args:
-        model: a `HookedTransformer`.
-        device_or_dtype: where to, or which type.
-        print_details: is accepted; nothing is printed.
-    """
+    """Moves a model, or changes the type of its weights: ``model.to``, after which its `cfg` says so by itself."""
     return model.to(device_or_dtype)

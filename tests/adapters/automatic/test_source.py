@@ -45,4 +45,7 @@ def test_the_command_prints_it_with_its_verification(tmp_path: Path, capsys: pyt
     assert main(["declare", str(tmp_path / "model")]) == 0
     said = capsys.readouterr().out
     assert '@register("OlmoPreTrainedModel")\ndef olmo(config: PreTrainedConfig) -> Architecture:' in said
-    assert "has no adapter. One was inferred and proved on it" in said and ": verified\n#   ok " in said
+    assert (
+        "has an adapter, which was not asked. One was inferred and proved on it" in said
+        and ": verified\n#   ok " in said
+    )

@@ -1,0 +1,215 @@
+"""One layer: an ordered list of residual steps, with HookedTransformer's names for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from adapters.attention import Attention
+from adapters.feed_forward import MLP, MoE
+from adapters.mixers.part import Mixer
+from adapters.norms import Norm
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A part of which only what enters and leaves it is declared.
+
+    Attributes:
+        path: the module, relative to the block.
+        plays: what it would be: hook points have the names of that.
+        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
+    """
+
+    path: str
+    plays: Literal["attn", "mlp"]
+    out: str | None = None
+    out_key: int | None = None
+
+
+Part = Attention | MLP | MoE | Mixer | Opaque
+
+
+def feeds_forward(part: Part) -> bool:
+    """Whether a part has the names of an MLP."""
+    return isinstance(part, MLP | MoE) or (isinstance(part, Opaque) and part.plays == "mlp")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One residual step: ``stream + factor * post(part(pre(stream)))``, and then `stream_norm` of that.
+
+    Attributes:
+        part: what is inside.
+        pre: the norm that it reads the stream through (None: it reads the stream as it is).
+        post: the norm that its result goes through before it is added. Where that result is put out by no module, the
+            part's `out` is the path of this norm, too.
+        factor: what its result is multiplied with, behind `post`.
+        stream_norm: a norm that stands on the stream itself, behind the sum (BERT).
+        parallel: it reads the stream that the step before it reads, not what that one makes of it. Steps that read the
+            same stream through the same norm share it.
+
+    Raises:
+        ValueError: the factor is zero: nothing would be added. Or there are norms before the part and on the stream,
+            which would have one name.
+    """
+
+    part: Part
+    pre: Norm | None = None
+    post: Norm | None = None
+    factor: float = 1.0
+    stream_norm: Norm | None = None
+    parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.factor == 0:
+            raise ValueError(f"the step of {self.part} has factor=0: it would add nothing to the residual stream")
+        if self.pre and self.stream_norm:
+            raise ValueError(f"the step of {self.part} has both pre and stream_norm: one step has one of them")
+
+    @property
+    def last_factor(self) -> float:
+        """What the result of its last matrix is multiplied with: the factor, where no norm stands between."""
+        return 1.0 if self.post else self.factor
+
+
+@dataclass(frozen=True)
+class NamedStep:
+    """A step with its place in the block, in HookedTransformer's names.
+
+    Attributes:
+        step: the declaration.
+        name: of its part: ``attn``, ``cross_attn``, ``mlp``, ``mixer``.
+        norm: of the norm that it reads through, or that stands on the stream behind it: ``ln1``, ``ln2``, ``ln3``.
+        before: what it reads: ``hook_resid_pre``, ``hook_resid_mid``, or the norm on the stream, ``ln1.hook_out``.
+        after: the sum that it, or the last of the parallel steps that it is one of, makes: ``hook_resid_mid``,
+            ``hook_resid_mid_cross``, ``hook_resid_post``.
+        first: it is the first of the steps that read this stream.
+        shared: the others that read this stream through the same norm, by name.
+        leads: it is the first of those.
+    """
+
+    step: Step
+    name: str
+    norm: str
+    before: str
+    after: str
+    first: bool
+    shared: tuple[str, ...]
+    leads: bool
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer.
+
+    Attributes:
+        steps: in the order in which the layer computes them.
+        entry, exit: where the block is no module, its modules that the stream enters first and leaves last (XLM); its
+            path is then that of what holds them.
+        changed_in_place: modules, relative to the block, and whether it is their ``input`` or ``output`` that the model
+            writes over afterwards: what stands there is shown as a copy.
+
+    Raises:
+        ValueError: the first step is called parallel, with nothing before it.
+    """
+
+    steps: tuple[Step, ...]
+    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
+    entry: str = ""
+    exit: str = ""
+
+    def __post_init__(self) -> None:
+        if self.steps and self.steps[0].parallel:
+            raise ValueError("the first step of a block cannot be parallel: there is none before it")
+
+    @property
+    def attn(self) -> Attention | None:
+        """Its first self-attention."""
+        return next((s.part for s in self.steps if isinstance(s.part, Attention) and not s.part.cross), None)
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """All its attentions."""
+        return tuple(step.part for step in self.steps if isinstance(step.part, Attention))
+
+    @property
+    def mlp(self) -> MLP | MoE | None:
+        """Its first MLP or mixture."""
+        return next((s.part for s in self.steps if isinstance(s.part, MLP | MoE)), None)
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """The norms of all its steps, not those of queries and keys."""
+        found = (norm for step in self.steps for norm in (step.pre, step.post, step.stream_norm))
+        return tuple(norm for norm in found if norm)
+
+    @property
+    def module_paths(self) -> dict[str, str]:
+        """The modules that play a part alone, by its name: ``ln1``, ``attn``, ``mlp``."""
+        found: dict[str, str] = {}
+        for named in self.named:
+            norm = named.step.pre or named.step.stream_norm
+            if norm and named.leads:
+                found[named.norm] = norm.path
+        return found | {named.name: named.step.part.path for named in self.named if named.step.part.path}
+
+    @cached_property
+    def named(self) -> tuple[NamedStep, ...]:
+        """The steps with their names: the one walk that hook points, weights and weight processing are made from."""
+        groups: list[list[Step]] = []
+        for step in self.steps:
+            if step.parallel:
+                groups[-1].append(step)
+            else:
+                groups.append([step])
+        found: list[NamedStep] = []
+        before = "hook_resid_pre"
+        for index, group in enumerate(groups):
+            after = "hook_resid_post" if index == len(groups) - 1 else _between(index, group)
+            names = self._names(group, found)
+            for step, (name, norm) in zip(group, names, strict=True):
+                alike = tuple(
+                    other_name
+                    for other, (other_name, _) in zip(group, names, strict=True)
+                    if step.pre and other.pre == step.pre and other is not step
+                )
+                leads = not any(found_step.name in alike for found_step in found)
+                found.append(NamedStep(step, name, norm, before, after, step is group[0], alike, leads))
+            before = f"{found[-1].norm}.hook_out" if group[-1].stream_norm else after
+        return tuple(found)
+
+    def _names(self, group: Sequence[Step], before: Sequence[NamedStep]) -> list[tuple[str, str]]:
+        """The names of the parts and norms of steps, which those before them do not have."""
+        taken = {name for named in before for name in (named.name, named.norm)}
+        crossed = any(named.name.startswith("cross_attn") for named in before)
+        found = []
+        for step in group:
+            if isinstance(step.part, Attention):
+                name, norm = ("cross_attn", "ln2") if step.part.cross else ("attn", "ln1")
+            elif isinstance(step.part, Mixer):
+                name, norm = "mixer", "ln1"
+            elif isinstance(step.part, Opaque) and step.part.plays == "attn":
+                name, norm = "attn", "ln1"
+            else:
+                name, norm = "mlp", "ln3" if crossed else "ln2"
+            name = _free(name, taken)
+            norm = norm if norm not in taken else _free(f"{norm}_{name}", taken)
+            taken |= {name, norm}
+            found.append((name, norm))
+        return found
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """The name, or with the first number behind it that is not taken."""
+    return name if name not in taken else next(f"{name}_{n}" for n in range(2, 99) if f"{name}_{n}" not in taken)
+
+
+def _between(index: int, group: Sequence[Step]) -> str:
+    """The name of the stream behind steps that are not the last of their block."""
+    if index == 0:
+        return "hook_resid_mid"
+    crosses = any(isinstance(step.part, Attention) and step.part.cross for step in group)
+    return "hook_resid_mid_cross" if crosses else f"hook_resid_mid_{index + 1}"

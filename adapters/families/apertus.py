@@ -1,0 +1,24 @@
+"""Apertus: Llama without gates, with an activation function that is learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture
+from adapters.families.llama import UNGATED
+from adapters.families.shapes.llama import NORMED_ATTENTION, llama_like
+from adapters.registry import register
+
+
+@register("ApertusPreTrainedModel")
+def apertus(config: PreTrainedConfig) -> Architecture:
+    learned = config.hidden_act == "xielu"
+    return llama_like(
+        config,
+        attn=replace(NORMED_ATTENTION, qk_norm_over="heads first"),
+        mlp=replace(UNGATED, activation="act_fn") if learned else UNGATED,
+        pre=("attention_layernorm", "feedforward_layernorm"),
+        config_values={"act_fn": None} if learned else {},
+    )

@@ -1,0 +1,49 @@
+"""DeepSeek, and others whose keys and values are made from one latent."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture
+from adapters.families.shapes.latent import latent_attention, latent_values
+from adapters.families.shapes.llama import llama_like
+from adapters.families.shapes.mixture import SHARED, SIGMOID, dense_first, dense_listed, mixture_like
+from adapters.feed_forward import MoE
+from adapters.registry import register
+
+
+@register("DeepseekV2PreTrainedModel")
+def deepseek_v2(config: PreTrainedConfig) -> Architecture:
+    moe = MoE("mlp", router="gate", shared=SHARED, corrected=config.topk_method != "greedy")
+    values = latent_values(config) | {"rotary_adjacent_pairs": True}
+    return _mixed(config, moe, dense_first(config), values)
+
+
+@register("DeepseekV3PreTrainedModel")
+def deepseek_v3(config: PreTrainedConfig) -> Architecture:
+    return _mixed(config, SIGMOID, dense_first(config), latent_values(config))
+
+
+@register("Glm4MoeLitePreTrainedModel")
+def glm4_moe_lite(config: PreTrainedConfig) -> Architecture:
+    return _mixed(config, SIGMOID, dense_listed(config), latent_values(config))
+
+
+@register("YoutuPreTrainedModel")
+def youtu(config: PreTrainedConfig) -> Architecture:
+    return llama_like(config, attn=latent_attention(config), config_values=latent_values(config))
+
+
+@register("MiniCPM3PreTrainedModel")
+def minicpm3(config: PreTrainedConfig) -> Architecture:
+    factor = config.scale_depth / config.num_hidden_layers**0.5
+    attn, values = latent_attention(config), latent_values(config)
+    return llama_like(config, attn=attn, factor=factor, config_values=values)
+
+
+def _mixed(config: PreTrainedConfig, moe: MoE, dense: range | list[int], values: dict[str, object]) -> Architecture:
+    width = config.moe_intermediate_size
+    shared, attn = width * config.n_shared_experts, latent_attention(config)
+    return mixture_like(
+        config, moe, config.n_routed_experts, width, shared, dense=dense, attn=attn, config_values=values
+    )

@@ -1,0 +1,45 @@
+"""Hunyuan: Llama with norms of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture
+from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, NORMED_ATTENTION, llama_like
+from adapters.families.shapes.mixture import SHARED, SIGMOID, dense_listed, mixture_like
+from adapters.feed_forward import MoE
+from adapters.norms import RMS_NORM, Norm
+from adapters.registry import only, register
+
+#: Queries and keys are rotated first, and then normed.
+NORMED_LAST = replace(
+    ATTENTION,
+    q_norm=Norm("query_layernorm", RMS_NORM),
+    k_norm=Norm("key_layernorm", RMS_NORM),
+    qk_norm_over="heads first",
+    qk_norm_last=True,
+)
+
+
+@register("HunYuanDenseV1PreTrainedModel", "HunYuanVLTextModel")
+def hunyuan(config: PreTrainedConfig) -> Architecture:
+    return llama_like(config, attn=NORMED_LAST)
+
+
+@register("HunYuanMoEV1PreTrainedModel")
+def hunyuan_moe(config: PreTrainedConfig) -> Architecture:
+    n, per_token, width = config.num_experts, config.moe_topk, config.intermediate_size
+    if isinstance(per_token, list):  # a number of its own for each layer
+        only(config, moe_topk=None)
+    moe = MoE("mlp", router="gate", router_matrix="wg", shared=replace(FEED_FORWARD, path="shared_mlp"))
+    return mixture_like(config, moe, n, width, width, per_token=per_token, attn=NORMED_LAST)
+
+
+@register("HYV3PreTrainedModel")
+def hy_v3(config: PreTrainedConfig) -> Architecture:
+    moe = replace(SIGMOID, shared=replace(SHARED, flat=True))
+    attn, width = replace(NORMED_ATTENTION, qk_norm_over="heads first"), config.moe_intermediate_size
+    shared = width * config.num_shared_experts
+    return mixture_like(config, moe, config.num_experts, width, shared, dense=dense_listed(config), attn=attn)

@@ -1,0 +1,58 @@
+"""Kolibri, Laguna and AFMoE: mixtures with a norm or a gate more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture
+from adapters.attention import Projection
+from adapters.families.shapes.llama import NORMED_ATTENTION
+from adapters.families.shapes.mixture import SHARED, SIGMOID, dense_listed, mixture_like
+from adapters.registry import only, register
+
+FLAT = replace(SIGMOID, shared=replace(SHARED, flat=True))
+
+
+@register("Kolibri1PreTrainedModel")
+def kolibri1(config: PreTrainedConfig) -> Architecture:
+    width = config.moe_intermediate_size
+    return mixture_like(
+        config,
+        SIGMOID,
+        config.num_experts,
+        width,
+        config.shared_expert_intermediate_size,
+        attn=replace(NORMED_ATTENTION, qk_norm_over="heads first"),
+        post=("post_self_attn_layernorm", "post_mlp_layernorm"),
+    )
+
+
+@register("LagunaPreTrainedModel")
+def laguna(config: PreTrainedConfig) -> Architecture:
+    """A gate of each head's `z`."""
+    only(config, moe_router_logit_softcapping=0.0)
+    attn = replace(NORMED_ATTENTION, z_is="gate", gate=Projection("g_proj"), gate_fn="softplus")
+    width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+    moe = replace(FLAT, factor=config.moe_routed_scaling_factor)
+    return mixture_like(config, moe, config.num_experts, width, shared, dense=dense_listed(config), attn=attn)
+
+
+@register("AfmoePreTrainedModel")
+def afmoe(config: PreTrainedConfig) -> Architecture:
+    """A gate of each column of `z`, norms on both sides."""
+    attn = replace(NORMED_ATTENTION, z_is="gate", gate=Projection("gate_proj"), gate_fn="sigmoid")
+    width = config.moe_intermediate_size
+    return mixture_like(
+        config,
+        replace(FLAT, router="router", router_matrix="gate"),
+        config.num_experts,
+        width,
+        width * config.num_shared_experts,
+        dense=range(min(config.num_dense_layers, config.num_hidden_layers)),
+        attn=attn,
+        pre=("input_layernorm", "pre_mlp_layernorm"),
+        post=("post_attention_layernorm", "post_mlp_layernorm"),
+        embed_factor=config.hidden_size**0.5 if config.mup_enabled else 1.0,
+    )

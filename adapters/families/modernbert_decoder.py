@@ -1,0 +1,34 @@
+"""ModernBERT as a decoder."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture, Block, Head, Stack, Step
+from adapters.attention import Attention, Projection
+from adapters.config import rotary_values
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, Norm
+from adapters.registry import register
+from adapters.views import columns
+
+
+@register("ModernBertDecoderPreTrainedModel")
+def modernbert_decoder(config: PreTrainedConfig) -> Architecture:
+    width = config.intermediate_size
+    q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
+    gate, up = (Projection("Wi", columns(i * width, (i + 1) * width)) for i in range(2))
+    attn = Attention("attn", q, k, v, o="Wo", rotary=True)
+    mlp = Step(MLP("mlp", up=up, gate=gate, down="Wo"), pre=Norm("mlp_norm", LAYER_NORM))
+    block = Block((Step(attn, pre=Norm("attn_norm", LAYER_NORM)), mlp))
+    # The embeddings are normed already.
+    stack = Stack("layers", block, {0: Block((Step(attn), mlp))}, final_norm=Norm("final_norm", LAYER_NORM))
+    head = Head("mlm_head", ".lm_head", ".lm_head.dense", norm=Norm(".lm_head.norm", LAYER_NORM), unembeds=True)
+    return Architecture(
+        embed="embeddings.tok_embeddings",
+        embed_norm=Norm("embeddings.norm", LAYER_NORM),
+        stacks=(stack,),
+        heads=(head,),
+        unembed="decoder",
+        config_values=rotary_values(config),
+    )

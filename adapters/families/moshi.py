@@ -1,0 +1,26 @@
+"""Moshi's language model: Llama with gate and up in one projection."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture
+from adapters.attention import Attention, Projection
+from adapters.families.shapes.llama import llama_like
+from adapters.feed_forward import MLP
+from adapters.registry import register
+from adapters.views import columns
+
+
+@register("MoshiForCausalLM", "MoshiModel")
+def moshi(config: PreTrainedConfig) -> Architecture:
+    width = config.ffn_dim // 2
+    q, k, v = (Projection(f"{letter}_proj.linear") for letter in "qkv")
+    gate, up = (Projection("fc1", columns(i * width, (i + 1) * width)) for i in range(2))
+    return llama_like(
+        config,
+        attn=Attention("self_attn", q, k, v, o="o_proj.linear", rotary=True),
+        mlp=MLP("mlp", up=up, gate=gate, down="fc2"),
+        # Its configuration has a window, which it does not use.
+        config_values={"d_mlp": width, "use_local_attn": False, "window_size": None, "attn_types": None},
+    )

@@ -1,0 +1,1 @@
+"""Shapes that many families share, with places for what a family does differently."""

@@ -1,0 +1,79 @@
+"""Llama's shape: attention and a gated MLP, one after the other, each behind a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypedDict
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.attention import Attention, Projection
+from adapters.config import rotary_values
+from adapters.feed_forward import MLP, MoE
+from adapters.norms import RMS_NORM, Norm, NormKind
+
+ATTENTION = Attention(
+    "self_attn", Projection("q_proj"), Projection("k_proj"), Projection("v_proj"), o="o_proj", rotary=True
+)
+FEED_FORWARD = MLP("mlp", up=Projection("up_proj"), gate=Projection("gate_proj"), down="down_proj")
+#: The same with a norm of each head's queries and keys.
+NORMED_ATTENTION = replace(ATTENTION, q_norm=Norm("q_norm", RMS_NORM), k_norm=Norm("k_norm", RMS_NORM))
+
+
+class Factors(TypedDict, total=False):
+    """What `llama_like` is told of factors."""
+
+    factor: float
+    embed_factor: float
+
+
+class Differences(Factors, total=False):
+    """What may differ from Llama, as the arguments of `llama_like`."""
+
+    attn: Attention
+    norm: NormKind
+    pre: tuple[str | None, str | None]
+    post: tuple[str | None, str | None]
+    final_norm: str
+
+
+def llama_like(
+    config: PreTrainedConfig,
+    *,
+    attn: Attention = ATTENTION,
+    mlp: MLP | MoE = FEED_FORWARD,
+    layers: Mapping[int, MLP | MoE] | None = None,
+    norm: NormKind = RMS_NORM,
+    pre: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm"),
+    post: tuple[str | None, str | None] = (None, None),
+    parallel: bool = False,
+    factor: float = 1.0,
+    embed_factor: float = 1.0,
+    final_norm: str = "norm",
+    config_values: Mapping[str, object] | None = None,
+) -> Architecture:
+    """Llama with differences.
+
+    Args:
+        config: the Hugging Face configuration.
+        attn, mlp: the parts of a block; `layers` has the MLPs of those, by index, in which it is another.
+        norm: what all norms compute.
+        pre, post: the norms that attention and MLP read through, and those that their results go through.
+        parallel: attention and MLP read the same stream.
+        factor: what these results are multiplied with.
+        embed_factor: what the token embedding is multiplied with, by the model itself.
+        final_norm: the norm behind the last block.
+        config_values: fields of `ModelConfig`, beside those of the rotary embedding.
+    """
+    norms = [Norm(path, norm) if path else None for path in (*pre, *post)]
+    first, last = Step(attn, norms[0], norms[2], factor), Step(mlp, norms[1], norms[3], factor, None, parallel)
+    others = {index: Block((first, replace(last, part=part))) for index, part in (layers or {}).items()}
+    return Architecture(
+        embed="embed_tokens",
+        stacks=(Stack("layers", Block((first, last)), others, final_norm=Norm(final_norm, norm)),),
+        unembed="lm_head",
+        embed_factor=embed_factor,
+        config_values={**rotary_values(config), **(config_values or {})},
+    )

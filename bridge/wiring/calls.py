@@ -1,0 +1,69 @@
+"""Counting the calls of modules that run several times in a pass, of which each has hook points of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from bridge.hooks.context import CURRENT
+from bridge.hooks.modules import Finder
+
+
+class Calls:
+    """Counts, in each pass, the calls of modules that run several times.
+
+    Nothing is attached for a model that has none, or while nobody may listen.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[str, Finder] = {}
+        self._handles: list[RemovableHandle] = []
+        self._users = 0
+
+    # A copy of a model that has hooks attached carries inert ones.
+    def __deepcopy__(self, memo: dict[int, object]) -> Calls:
+        return Calls()
+
+    def __reduce__(self) -> tuple[Callable[[], Calls], tuple[()]]:
+        return Calls, ()
+
+    def add(self, finders: Iterable[Finder]) -> None:
+        """Takes in modules of whose calls one is meant."""
+        for finder in finders:
+            if finder.call is not None:
+                self._modules[".".join(finder.parts)] = finder
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether any module runs several times."""
+        return bool(self._modules)
+
+    def change(self, by: int) -> None:
+        """One more (or less) who needs to know."""
+        if not self._modules:
+            return
+        before, self._users = self._users, self._users + by
+        if not before and self._users:
+            for finder in self._modules.values():
+                self._handles.append(finder.module.register_forward_pre_hook(self.count, prepend=True))
+        elif before and not self._users:
+            while self._handles:
+                self._handles.pop().remove()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts inside a ``with`` statement."""
+        self.change(1)
+        try:
+            yield
+        finally:
+            self.change(-1)
+
+    def count(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """The forward pre-hook: before those of all others."""
+        run = CURRENT.get().run
+        if run is not None and self._handles:
+            run.calls[module] = run.calls.get(module, 0) + 1
