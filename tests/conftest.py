@@ -1,5 +1,6 @@
 """What all tests share. Importing our packages under jaxtyping's hook checks every annotated shape in every test."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -27,6 +28,12 @@ from bridge import TransformerBridge
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections of garbage, which memory tests ask for, need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
