@@ -9,8 +9,10 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -154,11 +156,11 @@ def _processed(bridge: TransformerBridge) -> str:
     return ", ".join(done) or "none"
 
 
-def rows(task: Task) -> Iterator[Row]:
-    """The rows of a task, by type."""
-    for model_type in types(task):
-        if model_type != NativeModel.config_class.model_type:  # our own is none of transformers'
-            yield row(model_type, task)
+def rows(task: Task) -> list[Row]:
+    """The rows of a task, by type, made on all cores."""
+    ours = NativeModel.config_class.model_type  # none of transformers'
+    with ProcessPoolExecutor(initializer=quiet, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(partial(row, task=task), [each for each in types(task) if each != ours]))
 
 
 def table(found: list[Row]) -> str:
@@ -214,7 +216,7 @@ def main(arguments: list[str]) -> None:
         return
     text = INTRODUCTION.format(version=transformers.__version__)
     for task, title in TITLES.items():
-        found = list(rows(task))
+        found = rows(task)
         text += f"## {title}\n\n{summary(found)}\n\n{table(found)}\n\n"
         PAGE.write_text(text.rstrip() + "\n", encoding="utf-8")  # as far as it is: the next takes minutes, too
         print(task, summary(found), flush=True)
