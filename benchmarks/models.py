@@ -189,7 +189,7 @@ each kind, and noise is on every parameter.
 
 - **adapter**: *declared* by an adapter of ours, or *inferred* from one run and proved on the model (see
   [adapters](adapters.md)).
-- **offered**: *full*: the stream, attention, MLP or mixture, with all that is inside; *parts*: the stream and what is
+- **offered**: *full*: the stream, attention, MLP, mixture or mixer, with all that is inside; *parts*: the stream and what is
   added to it, and not all that is inside; *stream*: what enters and leaves the blocks.
 - **proved**: `adapters.verify` proves every claim that is declared or inferred.
 - **processed**: the transforms of `process_weights` that are done, with the log probabilities as before.

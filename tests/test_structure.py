@@ -181,6 +181,7 @@ THEIRS = {
     "_set_grad_enabled", "_autograd", "_getframe", "_experts_implementation_internal",
     "_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks",
     "_push_saved_tensors_default_hooks",
+    "_is_any_autocast_enabled",
     "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_from_config", "_no_split_modules", "_fields",
     "_current_graph_task_id", "_remove_final_layer_norm", "_local_mapping", "_apply_gate",
     "_can_set_experts_implementation", "_model_mapping",

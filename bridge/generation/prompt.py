@@ -104,7 +104,7 @@ def prompt_of(
         if padding_side is None and mask is not None and bool((mask[:, -1] == 0).any()):
             padding_side = "right"
         tokens, mask = to_the_left(tokens, mask)
-    check_ids(bridge.core, bridge.cfg, tokens, "the prompt")
+    check_ids(bridge.wiring.embedding, bridge.cfg, tokens, "the prompt")
     kwargs = {"input_ids": tokens.to(where)}
     if mask is not None:
         kwargs["attention_mask"] = mask.to(where)

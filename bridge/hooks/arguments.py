@@ -43,49 +43,91 @@ def refuse_wrong_types(function: Callable[P, T]) -> Callable[P, T]:
         Traceback (most recent call last):
         TypeError: n is '2'; double takes int there
     """
-    signature = inspect.signature(function)
+    parameters = inspect.signature(function).parameters.values()
+    in_turn = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
 
+    # That there are too many, or one too few, Python says.
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return function(*args, **kwargs)  # Python says it
-        hints, words = _hints(function)
-        check_types(function.__qualname__.removesuffix(".__init__"), given, hints, words)
+        known = _parameters(function)
+        for name, value in zip(in_turn, args, strict=False):
+            if name in known:
+                known[name].check(value)
+        for name, value in kwargs.items():
+            if name in known and name in by_name:
+                known[name].check(value)
         return function(*args, **kwargs)
 
     return checked
 
 
-def check_types(
-    function: str, given: Mapping[str, object], hints: Mapping[str, Any], words: Mapping[str, str] | None = None
-) -> None:
+class _Parameter:
+    """A parameter whose arguments are looked at.
+
+    Args:
+        function: what the function is called, for the error.
+        name: of the parameter.
+        hint: its annotation.
+        words: how that is written.
+    """
+
+    __slots__ = ("_fitting", "_function", "_hint", "_name", "_words")
+
+    def __init__(self, function: str, name: str, hint: Any, words: str) -> None:
+        self._function, self._name, self._hint, self._words = function, name, hint, words
+        #: Of arguments that fitted, all that annotations ask about them.
+        self._fitting: set[object] = set()
+
+    def check(self, value: object) -> None:
+        """Refuses what the annotation does not allow.
+
+        Raises:
+            TypeError: it does not.
+        """
+        kind = type(value)
+        asked: object = kind if kind in _ALIKE else None
+        if kind is Tensor and isinstance(value, Tensor):
+            asked = (value.dtype, value.shape)
+        if asked is not None and asked in self._fitting:
+            return
+        if not _fits(value, self._hint):
+            raise TypeError(f"{self._name} is {shown(value)}; {self._function} takes {self._words} there")
+        if asked is not None:
+            if len(self._fitting) > 1000:
+                self._fitting.clear()
+            self._fitting.add(asked)
+
+
+#: Types whose values are all the same to an annotation.
+_ALIKE = frozenset({type(None), bool, int, float, str})
+
+
+def check_types(function: str, given: Mapping[str, object], hints: Mapping[str, Any]) -> None:
     """Refuses arguments that are not what annotations say.
 
     Args:
         function: what it is called, for the error.
         given: the arguments, by name; those without an annotation are not looked at.
         hints: the annotations.
-        words: how they are written.
 
     Raises:
         TypeError: one is not.
     """
     for name, value in given.items():
-        if name in hints and not _fits(value, hints[name]):
-            wanted = (words or {}).get(name) or getattr(hints[name], "__name__", str(hints[name]))
-            raise TypeError(f"{name} is {shown(value)}; {function} takes {wanted} there")
+        if name in hints:
+            wanted = getattr(hints[name], "__name__", str(hints[name]))
+            _Parameter(function, name, hints[name], wanted).check(value)
 
 
 @functools.cache
-def _hints(function: Callable[..., object]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The annotations of the parameters that are looked at, and how they are written."""
-    known = typing.get_type_hints(function)
+def _parameters(function: Callable[..., object]) -> dict[str, _Parameter]:
+    """The parameters that are looked at."""
+    hints = typing.get_type_hints(function)
+    called = function.__qualname__.removesuffix(".__init__")
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     looked_at = [p for p in inspect.signature(function).parameters.values() if p.kind not in several]
-    hints = {p.name: known[p.name] for p in looked_at if p.name in known}
-    return hints, {p.name: str(p.annotation) for p in looked_at}
+    return {p.name: _Parameter(called, p.name, hints[p.name], str(p.annotation)) for p in looked_at if p.name in hints}
 
 
 def _parts(hint: Any) -> Iterator[Any]:

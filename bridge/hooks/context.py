@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from adapters.paths import token_embedding
 from adapters.points import Site
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from bridge.hooks.hook_point import HookPoint, Listener
@@ -140,6 +142,7 @@ class ForwardPass:
 
 #: What is seen where no scope is open: the hooks that were added.
 _ADDED_HOOKS: frozenset[Scope | None] = frozenset({None})
+_NO_SCOPES: frozenset[Scope | None] = frozenset()
 
 
 class RunContext:
@@ -162,10 +165,10 @@ class RunContext:
     def __init__(
         self,
         shared: frozenset[Scope | None] = _ADDED_HOOKS,
-        own: frozenset[Scope | None] = frozenset(),
+        own: frozenset[Scope | None] = _NO_SCOPES,
         run: ForwardPass | None = None,
         generation: Generation | None = None,
-        inherited: frozenset[Scope | None] = frozenset(),
+        inherited: frozenset[Scope | None] = _NO_SCOPES,
     ) -> None:
         self.inherited = inherited
         self.shared, self.own, self.run, self.generation = shared, own, run, generation
@@ -185,15 +188,41 @@ class RunContext:
 CURRENT: ContextVar[RunContext] = ContextVar("transformer_bridge_run", default=RunContext())  # noqa: B039
 
 
-@contextmanager
-def in_context(context: RunContext) -> Iterator[RunContext]:
+class _In(Generic[T]):
+    """A ``with`` statement in a context. (A generator would take three times as long, several times in every run.)
+
+    Args:
+        context: the context.
+        gives: what it is for.
+    """
+
+    __slots__ = ("_before", "_context", "_gives")
+
+    def __init__(self, context: RunContext, gives: T) -> None:
+        self._context, self._gives = context, gives
+
+    def __enter__(self) -> T:
+        self._before = CURRENT.get()
+        CURRENT.set(self._context)
+        return self._gives
+
+    def __exit__(self, *error: object) -> None:
+        CURRENT.set(self._before)
+
+
+class _Pass(_In[ForwardPass]):
+    """A ``with`` statement in the context of a forward pass, which ends with it."""
+
+    __slots__ = ()
+
+    def __exit__(self, *error: object) -> None:
+        self._gives.end()
+        super().__exit__(*error)
+
+
+def in_context(context: RunContext) -> AbstractContextManager[RunContext]:
     """Runs the body of a ``with`` statement in a context."""
-    before = CURRENT.get()
-    CURRENT.set(context)
-    try:
-        yield context
-    finally:
-        CURRENT.set(before)
+    return _In(context, context)
 
 
 def without_hooks() -> AbstractContextManager[RunContext]:
@@ -215,17 +244,19 @@ def open_scope(scope: Scope) -> Iterator[Scope]:
             CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation, now.inherited))
 
 
-@contextmanager
-def of_the_next_run(scope: Scope) -> Iterator[Scope]:
-    """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
+def context_of_the_next_run(scope: Scope) -> RunContext:
+    """A context whose next run sees a scope, and no run that its hooks start."""
     before = CURRENT.get()
-    own = frozenset[Scope | None]({scope})
-    with in_context(RunContext(before.shared, own, None, before.generation, before.inherited)):
-        yield scope
+    own: frozenset[Scope | None] = frozenset((scope,))
+    return RunContext(before.shared, own, None, before.generation, before.inherited)
 
 
-@contextmanager
-def forward_pass(generation: Generation | None = None) -> Iterator[ForwardPass]:
+def of_the_next_run(scope: Scope) -> AbstractContextManager[Scope]:
+    """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
+    return _In(context_of_the_next_run(scope), scope)
+
+
+def forward_pass(generation: Generation | None = None) -> AbstractContextManager[ForwardPass]:
     """A run of its own: it sees the hooks that are open, and nothing of a run in whose hooks it was started.
 
     Args:
@@ -233,9 +264,5 @@ def forward_pass(generation: Generation | None = None) -> Iterator[ForwardPass]:
     """
     before = CURRENT.get()
     run = ForwardPass()
-    own = before.own if before.run is None else frozenset[Scope | None]()
-    with in_context(RunContext(before.shared, own, run, generation or before.generation)):
-        try:
-            yield run
-        finally:
-            run.end()
+    own = before.own if before.run is None else _NO_SCOPES
+    return _Pass(RunContext(before.shared, own, run, generation or before.generation), run)

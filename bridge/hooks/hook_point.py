@@ -67,13 +67,13 @@ class HookPoint:
     def set_listeners(self, listeners: tuple[Listener, ...]) -> None:
         """Replaces all listeners, and chooses what is done with an activation while these are there."""
         self.listeners = listeners
-        kinds = {listener.kind for listener in listeners}
-        if kinds <= {"read"}:
-            self._path = HookPoint._read
-        elif kinds & {"bwd", "edge"}:
-            self._path = HookPoint._edit_with_gradients
-        else:
-            self._path = HookPoint._edit
+        self._path = HookPoint._read
+        for listener in listeners:
+            if listener.kind in ("bwd", "edge"):
+                self._path = HookPoint._edit_with_gradients
+                break
+            if listener.kind != "read":
+                self._path = HookPoint._edit
 
     def layer(self) -> int:
         """The index of the block that the hook point belongs to.
@@ -242,12 +242,15 @@ class HookPoint:
 
     def _edit(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
         """Lets the user's functions look at the activation and change it."""
-        mine = self.heard_by()
-        if not mine:
-            return x
-        if all(listener.kind == "read" for listener in mine):
-            return self._read(x, call, copy, view)
-        self._check_recomputation()
+        context = CURRENT.get()
+        mine = [listener for listener in self.listeners if listener.scope in context.visible]
+        for listener in mine:
+            if listener.kind != "read":
+                break
+        else:
+            return self._read(x, call, copy, view) if mine else x
+        if context.run is not None and context.run.gradients:
+            refuse_unknown_recomputation(self)
         act, changed = self._edited(mine, self._own_copy(view.get(x, call), copy, view), view)
         if changed:
             x = view.put(x, act, call)

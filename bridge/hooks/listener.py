@@ -91,7 +91,8 @@ class Handle:
 def call_user_function(listener: Listener, given: Tensor, point: HookPoint) -> Any:
     """Calls a user's function, outside of the run: what it computes is not the model's."""
     context = CURRENT.get()
-    CURRENT.set(context if listener.in_run else context.outside_the_run())
+    if not listener.in_run:
+        CURRENT.set(context.outside_the_run())
     try:
         return listener.fn(given, hook=point)
     except TypeError as error:
@@ -125,6 +126,8 @@ def checked(new: Any, old: Tensor, listener: Listener, point: HookPoint) -> Tens
         ValueError: it has another shape, or is on another device.
         TypeError: it is of whole numbers where the activation is not, or the reverse.
     """
+    if isinstance(new, Tensor) and new.shape == old.shape and new.device == old.device and new.dtype == old.dtype:
+        return new
     name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
     hook, what = ("hook", "activation") if listener.kind in ("fwd", "follow") else ("backward hook", "gradient")
     if not isinstance(new, Tensor):
@@ -140,8 +143,6 @@ def checked(new: Any, old: Tensor, listener: Listener, point: HookPoint) -> Tens
         raise ValueError(
             f"the {hook} {name} at {point.name} returned a tensor on {new.device}; the {what} is on {old.device}"
         )
-    if new.dtype == old.dtype:
-        return new
     if _kind_of_number(new) != _kind_of_number(old):
         raise TypeError(
             f"the {hook} {name} at {point.name} returned {new.dtype}; the {what} is {old.dtype}. "

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from adapters.paths import call_number, gone, module_path
+from adapters.paths import call_number, gone, module_path, token_embedding
 
 
 @functools.cache
@@ -50,6 +50,15 @@ class Finder:
                 raise RuntimeError(gone(".".join(self.parts)))
         return found
 
+    @property
+    def on_the_way(self) -> list[nn.Module]:
+        """The modules from the model to the one that stands there, both included."""
+        found: list[Any] = [self.root]
+        for part in self.parts:
+            child = found[-1]._modules.get(part)
+            found.append(getattr(found[-1], part) if child is None else child)
+        return found
+
     def steps(self) -> Iterator[tuple[dict[str, Any], str, nn.Module | None]]:
         """The steps from the model to the module: the modules among which it was looked for, the name, what was found.
 
@@ -60,6 +69,42 @@ class Finder:
             child = found._modules.get(part)
             yield found._modules, part, child
             found = getattr(found, part) if child is None else child
+
+
+class TokenEmbedding:
+    """Finds a model's token embeddings, which its own method looks for at one place after the other, in every run.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        model: likewise.
+    """
+
+    __slots__ = ("_paths", "model")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        known = token_embedding(model)
+        everywhere = model.named_modules(remove_duplicate=False)
+        self._paths = [path.split(".") for path, module in everywhere if module is known]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that it is now; None where the model does not say."""
+        places = [_at(self.model, path) for path in self._paths]
+        same = bool(places) and places.count(places[0]) == len(places)
+        return places[0] if same and places[0] is not None else token_embedding(self.model)
+
+
+def _at(model: nn.Module, path: list[str]) -> nn.Module | None:
+    """The module that stands at a path; None where none does, or an attribute leads to it."""
+    found: nn.Module | None = model
+    for part in path:
+        if found is None:
+            return None
+        found = found._modules.get(part)
+    return found
 
 
 def check_places(finders: Iterable[Finder]) -> None:

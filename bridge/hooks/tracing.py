@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -36,20 +34,24 @@ class OpenTrace(Protocol):
 _OPEN: ContextVar[tuple[tuple[object, OpenTrace], ...]] = ContextVar("transformer_bridge_traces", default=())
 
 
-@contextmanager
-def opened(names: object, trace: OpenTrace) -> Iterator[None]:
-    """Says that a trace is open inside a ``with`` statement.
+def opened(names: object, trace: OpenTrace) -> None:
+    """Says that a trace is open.
 
     Args:
         names: the names of its bridge.
         trace: the trace.
     """
     _OPEN.set((*_OPEN.get(), (names, trace)))
-    try:
-        yield
-    finally:
-        # Not simply what was there before: several may be open, and end in any order.
-        _OPEN.set(tuple([entry for entry in _OPEN.get() if entry[1] is not trace]))
+
+
+def closed(trace: OpenTrace) -> None:
+    """Says that it is open no more.
+
+    Args:
+        trace: the trace.
+    """
+    # Not simply what was there before: several may be open, and end in any order.
+    _OPEN.set(tuple([entry for entry in _OPEN.get() if entry[1] is not trace]))
 
 
 def trace_of(names: object, asked: str) -> OpenTrace:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from adapters.config import ModelConfig
 from adapters.paths import token_embedding
+from bridge.hooks.modules import TokenEmbedding
 
 _INTEGERS = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
@@ -114,14 +115,14 @@ def as_ids(tokens: Any) -> Tensor:
     return ids
 
 
-def check_ids(core: PreTrainedModel, cfg: ModelConfig, tokens: Tensor, name: str = "the input") -> None:
+def check_ids(embedding: TokenEmbedding, cfg: ModelConfig, tokens: Tensor, name: str = "the input") -> None:
     """Refuses token ids that have no embedding.
 
     What is in the memory of an accelerator is not looked at: that would wait for everything under way there.
 
     Args:
-        core: the Hugging Face model.
-        cfg: its facts.
+        embedding: finds the token embeddings.
+        cfg: the facts about the model.
         tokens: of whole numbers, not empty.
         name: what they are.
 
@@ -130,9 +131,13 @@ def check_ids(core: PreTrainedModel, cfg: ModelConfig, tokens: Tensor, name: str
     """
     if tokens.device.type != "cpu":
         return
-    rows = getattr(token_embedding(core), "num_embeddings", None)
+    rows = getattr(embedding.module, "num_embeddings", None)
     rows = cfg.d_vocab if rows is None else rows
-    low, high = (int(x) for x in tokens.aminmax())
+    if tokens.numel() <= 256:  # a kernel takes longer to start
+        ids = tokens.flatten().tolist()
+        low, high = min(ids), max(ids)
+    else:
+        low, high = (int(x) for x in tokens.aminmax())
     if low < 0 or high >= rows:
         bad = low if low < 0 else high
         place = (tokens == bad).nonzero()[0].tolist()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adapters.paths import learns_prompt
+from adapters.paths import learns_prompt, token_embedding
 from bridge.hooks.context import ForwardPass, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
@@ -68,11 +68,14 @@ def checked_layers(
         TypeError: one is no whole number.
         ValueError: one is out of range, or the model cannot do that.
     """
+    if start_at_layer is None and stop_at_layer is None:
+        return None, None
     start, stop = layer_range.check_layers(start_at_layer, stop_at_layer, bridge.cfg.n_layers)
-    if bridge.no_layer_runs and (start is not None or stop is not None):
+    # Of one module that is all blocks, all calls can be left out, not some.
+    no_block = start == bridge.cfg.n_layers and stop is None and any("@" in path for path in bridge.block_paths)
+    if bridge.no_layer_runs and not no_block:
         raise ValueError(f"{bridge.cfg.model_name} cannot start or stop at a layer: {bridge.no_layer_runs}")
-    if start is not None or stop is not None:
-        check_hooks_run(bridge, start, stop)
+    check_hooks_run(bridge, start, stop)
     return start, stop
 
 
@@ -97,7 +100,7 @@ class ReadyPass:
         """Calls the model: its output, or with `stop` the residual stream at that layer."""
         if self.stop is not None:
             return _stopped(self.bridge, self.run, self.inputs, self.stop)
-        model = self.bridge.original_model
+        model = self.bridge.wiring.model
         if self.as_written:
             return as_written(model, with_its_hooks, (model, (), self.inputs.kwargs), {})
         return model(**self.inputs.kwargs)
@@ -125,14 +128,14 @@ def ready(
     listening = traced or bridge.wiring.listening
     if listening:
         bridge.wiring.check_in_place()
-    with ExitStack() as stack:
-        run = stack.enter_context(forward_pass())
-        if listening:
-            stack.enter_context(bridge.wiring.calls.counted())
+    with (
+        forward_pass() as run,
+        bridge.wiring.calls.counted() if listening and bridge.wiring.calls.are_counted else nullcontext(),
+        nullcontext(input) if start is None else _starting(bridge, run, input, start) as given,
+    ):
         if start is not None:
-            input = stack.enter_context(_starting(bridge, run, input, start))
             model_kwargs.setdefault("use_cache", False)
-        inputs = prepare(bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs)
+        inputs = prepare(bridge, given, prepend_bos, padding_side, attention_mask, model_kwargs)
         run.take_embeddings(bridge.core, inputs.kwargs)
         yield ReadyPass(bridge, run, inputs, stop, listening or start is not None)
 
@@ -198,7 +201,7 @@ def _starting(bridge: Runs, run: ForwardPass, input: Input, start: int) -> Itera
     else:
         begins = layer_range.entering(run, blocks[0], input)
     with begins:
-        yield layer_range.placeholder(input)
+        yield layer_range.placeholder(input, token_embedding(bridge.core))
 
 
 def _stopped(bridge: Runs, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:

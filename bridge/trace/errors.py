@@ -8,7 +8,7 @@ import sys
 from types import CodeType
 
 #: Our own package, and what may check its annotations.
-_NOT_THE_USER = ("bridge", "jaxtyping", "beartype")
+_NOT_THE_USER = ("bridge.", "jaxtyping.", "beartype.")
 
 
 class PointPassedError(RuntimeError):
@@ -45,6 +45,6 @@ class Line:
 def asking_line() -> Line:
     """The line outside of this package that is asking."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USER:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_USER):
         frame = frame.f_back
     return Line(frame.f_code, frame.f_lasti)

@@ -18,7 +18,6 @@ from bridge.generation.prompt import aligned, rows_of, texts_of
 from bridge.hooks.context import CURRENT, Generation, Scope, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
-from bridge.hooks.tracing import opened
 from bridge.run.protocol import Input
 from bridge.trace.access import Access
 from bridge.trace.every_step import EveryStep, Operation, apply
@@ -63,8 +62,8 @@ class GenerationTrace(InStep):
 
     def _begin(self, turns: Turns) -> None:
         begins = self.bridge.core.register_forward_pre_hook(self._pass_begins, prepend=True)
-        self._stack.callback(begins.remove)
-        self._stack.enter_context(opened(self.bridge.names, _Parts(self)))
+        self._until_the_end().callback(begins.remove)
+        self._show(self.bridge.names, _Parts(self))
 
     def _work(self) -> None:
         """The model's side."""

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
 
+from bridge.hooks.tracing import OpenTrace, closed, opened
 from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
 from bridge.trace.stops import Stops
 from bridge.trace.turns import Turns
@@ -26,7 +27,8 @@ class InStep:
 
     def __init__(self, stops: Stops) -> None:
         self.stops = stops
-        self._stack = ExitStack()
+        self._stack: ExitStack | None = None
+        self._shown: OpenTrace | None = None
         self._state: Literal["new", "open", "ran", "stopped"] = "new"
 
     def __enter__(self) -> Self:
@@ -65,6 +67,17 @@ class InStep:
         """The model's side."""
         raise NotImplementedError
 
+    def _show(self, names: object, trace: OpenTrace) -> None:
+        """Lets the parts of the bridge show what a trace sees, as long as the block lasts."""
+        opened(names, trace)
+        self._shown = trace
+
+    def _until_the_end(self) -> ExitStack:
+        """What is closed when the block ends."""
+        if self._stack is None:
+            self._stack = ExitStack()
+        return self._stack
+
     def _run_to_the_end(self) -> None:
         assert self.stops.turns is not None
         while not self.stops.turns.finished:
@@ -77,7 +90,10 @@ class InStep:
                 self.stops.turns.leave()
         finally:
             self.stops.detach()
-            self._stack.close()
+            if self._shown is not None:
+                closed(self._shown)
+            if self._stack is not None:
+                self._stack.close()
             if self._state == "open":
                 self._state = "stopped"
 

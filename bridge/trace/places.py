@@ -39,6 +39,7 @@ class Places:
     def __init__(self, points: dict[str, HookPoint]) -> None:
         self.total = len(points)
         self._points = points
+        self._of = {hook: place_of(hook) for hook in points.values()}
         self._ends: dict[Group, HookPoint | None] = {}
         self._by_path: dict[str, Place] = {}
         self._blocks: dict[int, Place] = {}
@@ -50,13 +51,17 @@ class Places:
                 before = hook
             elif before is None or group_of(before) == group:
                 before = hook
-            self._by_path.setdefault(hook.point.site.path, place_of(hook))
+            self._by_path.setdefault(hook.point.site.path, self._of[hook])
             if hook.point.stack in ("blocks", "encoder"):
-                self._blocks.setdefault(hook.point.depth, place_of(hook))
+                self._blocks.setdefault(hook.point.depth, self._of[hook])
 
     def are_of(self, points: dict[str, HookPoint]) -> bool:
         """Whether they are those of these hook points, all of them."""
         return points is self._points and len(points) == self.total
+
+    def of(self, hook: HookPoint) -> Place:
+        """The place of a hook point."""
+        return self._of[hook]
 
     def end_of(self, group: Group | None) -> HookPoint | None:
         """The first plain hook point behind a group; None where there is none."""

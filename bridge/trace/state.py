@@ -14,9 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 
-#: Autocast of a type of device: whether it is on, and its type.
-Autocast = tuple[tuple[bool, torch.dtype], ...]
-_DEVICES = ("cpu", "cuda")
+#: Autocast on the CPU and on CUDA: whether it is on, and its type.
+Autocast = tuple[bool, torch.dtype, bool, torch.dtype]
 Packing = tuple[Callable[..., Any], Callable[..., Any]]
 
 
@@ -25,7 +24,7 @@ class TorchState(NamedTuple):
 
     Attributes:
         grad, inference: grad mode, inference mode.
-        autocast: for each type of device.
+        autocast: see `Autocast`.
         autocast_cache: whether autocast keeps what it converted.
         functions, operators: the modes that see torch functions, and dispatched operators, the innermost last.
         saved: the hooks on what autograd saves, the innermost last.
@@ -42,15 +41,25 @@ class TorchState(NamedTuple):
     @classmethod
     def now(cls) -> TorchState:
         """As it is."""
-        n_functions, n_operators = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES]),
-            torch.is_autocast_cache_enabled(),
-            tuple([torch._C._get_function_stack_at(i) for i in range(n_functions)]) if n_functions else (),
-            tuple(dispatch._get_current_dispatch_mode_stack()) if n_operators else (),
-            _packing_hooks() if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None else (),
+        n_functions = torch._C._len_torch_function_stack()
+        autocast = torch._C._is_any_autocast_enabled()
+        # In one piece: this is done at every turn.
+        return tuple.__new__(
+            cls,
+            (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                (
+                    autocast and torch.is_autocast_enabled("cpu"),
+                    torch.get_autocast_dtype("cpu"),
+                    autocast and torch.is_autocast_enabled("cuda"),
+                    torch.get_autocast_dtype("cuda"),
+                ),
+                torch.is_autocast_cache_enabled(),
+                tuple([torch._C._get_function_stack_at(i) for i in range(n_functions)]) if n_functions else (),
+                tuple(dispatch._get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
+                _packing_hooks() if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None else (),
+            ),
         )
 
 
@@ -85,9 +94,11 @@ class Switchboard:
         torch._C._set_grad_enabled(wanted.grad)
         if now.autocast != wanted.autocast or now.autocast_cache != wanted.autocast_cache:
             torch.clear_autocast_cache()
-            for kind, (enabled, dtype) in zip(_DEVICES, wanted.autocast, strict=True):
-                torch.set_autocast_enabled(kind, enabled)
-                torch.set_autocast_dtype(kind, dtype)
+            on_cpu, cpu_type, on_cuda, cuda_type = wanted.autocast
+            torch.set_autocast_enabled("cpu", on_cpu)
+            torch.set_autocast_dtype("cpu", cpu_type)
+            torch.set_autocast_enabled("cuda", on_cuda)
+            torch.set_autocast_dtype("cuda", cuda_type)
             torch.set_autocast_cache_enabled(wanted.autocast_cache)
 
 

@@ -16,7 +16,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, changed_in_place, checked, version_of
 from bridge.trace.copies import Copied, mapped
 from bridge.trace.errors import LateEditError, Line, PointNeverCameError, PointPassedError, asking_line
-from bridge.trace.places import Place, Places, has_passed, place_of
+from bridge.trace.places import Place, Places, has_passed
 from bridge.trace.turns import Turns
 from bridge.wiring.wiring import Wiring
 
@@ -98,7 +98,7 @@ class Stops:
         assert self.turns is not None
         if self.here is not None and self.here.asked == asked:
             return self.here
-        place = place_of(asked) if isinstance(asked, HookPoint) else self._places.of_module(*asked)
+        place = self._places.of(asked) if isinstance(asked, HookPoint) else self._places.of_module(*asked)
         line = asking_line()
         at = self._at()
         if self.turns.finished or (at is not None and has_passed(place, at[0])):
@@ -293,7 +293,7 @@ class Stops:
         self.detach()
 
     def _on_end(self, act: Tensor, hook: HookPoint) -> None:
-        if self._waiting is not None and self._waiting[1].group != place_of(hook).group:
+        if self._waiting is not None and self._waiting[1].group != self._places.of(hook).group:
             _, _, line = self._waiting
-            self._waiting = (("", ""), place_of(hook), line)
+            self._waiting = (("", ""), self._places.of(hook), line)
             self._stop_at(None)

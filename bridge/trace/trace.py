@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from adapters.paths import module_at
-from bridge.hooks.context import Scope, of_the_next_run
-from bridge.hooks.tracing import opened
+from bridge.hooks.context import CURRENT, Scope, context_of_the_next_run
 from bridge.run.forward import ReadyPass, checked_layers, ready
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import bypassing
@@ -26,6 +25,7 @@ from bridge.trace.rows import Rows
 from bridge.trace.stops import Stop, Stops
 from bridge.trace.turns import Turns
 
+_ALL = (None, None)
 _OURS = ("prepend_bos", "padding_side", "attention_mask", "start_at_layer", "stop_at_layer", "capture")
 
 
@@ -63,13 +63,14 @@ class Trace(InStep, Access):
         stops = Stops(bridge.wiring, scope, places, kept)
         InStep.__init__(self, stops)
         Access.__init__(self, bridge, stops)
-        for hook in kept:
+        for hook in kept if self._layers != _ALL else ():
             self._check_runs(hook.name)
         self._scope = scope
         self._ready: Callable[[], AbstractContextManager[ReadyPass]] | None = partial(
             ready, bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, traced=True
         )
         self._pass: ReadyPass | None = None
+        self._around: AbstractContextManager[ReadyPass] | None = None
         self._output: Any = None
         self._rows: list[tuple[int, int]] | None = None
         self._tokens: Tensor | None = None
@@ -84,24 +85,39 @@ class Trace(InStep, Access):
 
     def _begin(self, turns: Turns) -> None:
         self.stops.listen_to_captured()
-        turns.go_on()  # up to the call of the model: what can be refused is refused here
-        self._stack.enter_context(opened(self.bridge.names, self))
+        turns.beside(self._get_ready)  # what can be refused is refused here
+        self._show(self.bridge.names, self)
+
+    def _get_ready(self) -> None:
+        """All up to the call of the model, in its context."""
+        assert self._ready is not None
+        CURRENT.set(context_of_the_next_run(self._scope))  # it is the trace's own, and ends with it
+        around = self._ready()
+        self._pass = around.__enter__()
+        self._around = around
 
     def _work(self) -> None:
         """The model's side."""
-        assert self._ready is not None
-        with of_the_next_run(self._scope), self._ready() as pass_:
-            self._pass = pass_
-            assert self.stops.turns is not None
-            self.stops.turns.pause()
-            self._output = pass_.run_model()
+        assert self._pass is not None
+        try:
+            self._output = self._pass.run_model()
             self._state = "ran"
+        finally:
+            self._after()
+
+    def _after(self) -> None:
+        """Ends what was made ready, once."""
+        around, self._around = self._around, None
+        if around is not None:
+            around.__exit__(None, None, None)
 
     def _end(self) -> None:
         try:
             super()._end()
         finally:
             self._remember_rows()
+            if self.stops.turns is not None:
+                self.stops.turns.beside(self._after)  # where the model was never called
             self._pass = self._ready = None
 
     # What it ran, and what came of it.
@@ -197,7 +213,7 @@ class Trace(InStep, Access):
             raise ValueError(f"skip{wanted}: the model has come to block {a} already; say it before")
         assert self._pass is not None
         blocks = [module_at(bridge.original_model, path) for path in bridge.block_paths[a : b + 1]]
-        self._stack.enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))
+        self._until_the_end().enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))
 
     def rows(self, index: int) -> Rows:
         """One prompt of several: its part of every activation, without the padding of its row.
@@ -242,12 +258,14 @@ class Trace(InStep, Access):
         kept = self.stops.kept.get(hook)
         if kept is not None:
             return kept
-        self._check_runs(name)
+        if self._layers != _ALL:
+            self._check_runs(name)
         found: Tensor = self.reach(hook).value
         return found
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._check_runs(name)
+        if self._layers != _ALL:
+            self._check_runs(name)
         super().__setitem__(name, value)
 
     def reach(self, asked: Any) -> Stop:
@@ -257,12 +275,10 @@ class Trace(InStep, Access):
                 if self._state == "new"
                 else "the run was stopped, and the model goes no further"
             )
-        return super().reach(asked)
+        return self.stops.reach(asked)
 
     def _check_runs(self, name: str) -> None:
         start, stop = self._layers
-        if start is None and stop is None:
-            return
         layers = {"start_at_layer": start, "stop_at_layer": stop}
         if not points_that_run(self.bridge, [self.bridge.names.find(name)], layers):
             said = ", ".join(f"{what}={layer}" for what, layer in layers.items() if layer is not None)

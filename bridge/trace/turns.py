@@ -6,10 +6,13 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from greenlet import getcurrent, greenlet
 
 from bridge.trace.state import Switchboard, TorchState
+
+T = TypeVar("T")
 
 
 class Leave(BaseException):
@@ -29,11 +32,20 @@ class Turns:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self._thread = threading.get_ident()
+        self._context = contextvars.copy_context()
         self._greenlet: greenlet | None = greenlet(self._begin)
-        self._greenlet.gr_context = contextvars.copy_context()
+        self._greenlet.gr_context = self._context
         self._state = TorchState.now()
         self._switchboard = Switchboard()
         self._leaving = False
+
+    def beside(self, function: Callable[[], T]) -> T:
+        """Calls a function in the work's context, before the work begins or after it ended.
+
+        Args:
+            function: what to call. (To begin the work for it, and to let it pause, would take five times as long.)
+        """
+        return self._context.run(function)
 
     @property
     def finished(self) -> bool:
@@ -76,13 +88,13 @@ class Turns:
     def leave(self) -> None:
         """Ends the work where it is: what it holds open is closed."""
         self._leaving = True
+        if self._work is not None:  # it never began
+            self._work = self._greenlet = None
         while not self.finished:
             self.go_on()
 
     def _begin(self) -> None:
         work, self._work = self._work, None
         assert work is not None
-        if self._leaving:
-            return
         with contextlib.suppress(Leave):
             work()

@@ -47,8 +47,18 @@ _KEPT_AWAY = _KeptAway()
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Runs a model that was compiled as it was written."""
-    with _KEPT_AWAY if is_compiled(model) else nullcontext():
+    with _KEPT_AWAY if ever_compiled() and is_compiled(model) else nullcontext():
         yield
+
+
+def ever_compiled() -> bool:
+    """Whether `torch.compile` was called in this process: torch prepares itself for it once, the first time."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    prepares: Callable[[], None] = frames.TorchPatcher.patch
+    asked = getattr(prepares, "cache_info", None)
+    return asked is None or asked().currsize > 0
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -178,7 +188,7 @@ def as_written(model: nn.Module, function: Callable[..., Any], args: tuple[objec
         function: what to call.
         args, kwargs: with what.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled
+    if not ever_compiled():
         return function(*args, **kwargs)
     return _outside_compiled_code()(model, function, args, kwargs)
 

@@ -18,6 +18,7 @@ from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.modules import first_parameter
 from bridge.wiring.site import SiteHook
+from bridge.wiring.torch_hooks import put_before, put_behind, take_away
 
 #: What is called with what passed a place: its hook points, the tensor, and the call: module, args, kwargs.
 Keep = Callable[[tuple[HookPoint, ...], Tensor, nn.Module, Args, Kwargs], None]
@@ -26,14 +27,13 @@ Keep = Callable[[tuple[HookPoint, ...], Tensor, nn.Module, Args, Kwargs], None]
 class _Place:
     """One site that is read: its module, and the hook points that stand there."""
 
-    __slots__ = ("before", "call", "hooks", "key", "module", "points", "site")
+    __slots__ = ("before", "call", "key", "module", "points", "site")
 
     def __init__(self, site: SiteHook, module: nn.Module, points: tuple[HookPoint, ...]) -> None:
         self.site, self.module, self.points = site, module, points
         self.key = int(site.site.key or 0)
         self.call = call_number(site.site.path)
         self.before = site.site.kind == "input"
-        self.hooks: dict[int, Any] = module._forward_pre_hooks if self.before else module._forward_hooks
 
 
 class Reader:
@@ -128,16 +128,11 @@ class ReadingPlan:
         readers = [(Reader(place, keep, scope), place) for place in self._places]
         try:
             for reader, place in readers:
-                # Into torch's own dictionaries: a handle for each would cost more than to read. No two readers have
-                # one id while they live, and torch's own numbers are small.
                 if place.before:
-                    place.module._forward_pre_hooks_with_kwargs[id(reader)] = True
-                    place.hooks[id(reader)] = reader.on_input
+                    put_before(place.module, reader, reader.on_input)
                 else:
-                    place.hooks[id(reader)] = reader.on_output
+                    put_behind(place.module, reader, reader.on_output)
             yield
         finally:
             for reader, place in readers:
-                place.hooks.pop(id(reader), None)
-                if place.before:
-                    place.module._forward_pre_hooks_with_kwargs.pop(id(reader), None)
+                take_away(place.module, reader)

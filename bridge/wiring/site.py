@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from adapters.paths import module_path
 from adapters.points import Site
@@ -16,6 +15,7 @@ from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.modules import Finder, first_parameter
 from bridge.wiring.separate_reads import as_read_alone, read_separately, separate_readers
+from bridge.wiring.torch_hooks import put_before, put_behind, take_away
 
 #: For views that do not look at the call.
 _NO_CALL = Call(nn.Identity(), (), {})
@@ -35,7 +35,7 @@ class SiteHook:
         readers: the hook points behind this site that may be given a copy of their own (see `Point.branches`).
     """
 
-    __slots__ = ("_find", "_handle", "_last_writer", "attached_to", "points", "readers", "site", "watchers")
+    __slots__ = ("_find", "_last_writer", "attached_to", "points", "readers", "site", "watchers")
 
     def __init__(self, site: Site, find: Finder | None = None) -> None:
         self.site = site
@@ -43,7 +43,6 @@ class SiteHook:
         self.watchers = 0
         self.readers: tuple[HookPoint, ...] = ()
         self._find = find
-        self._handle: RemovableHandle | None = None
         self.attached_to: nn.Module | None = None
         self._last_writer = -1
 
@@ -76,28 +75,30 @@ class SiteHook:
             self.points = tuple(sorted((*self.points, point), key=lambda p: p.order))
         if len(self.points) > 1 and self.points[-1].view.writes_through:
             self.listeners_changed()  # what was alone before it writes after this one
-        if self._handle is None:
+        if self.attached_to is None:
             self.update()
 
     def discard(self, point: HookPoint) -> None:
         """The reverse of `add`."""
         self.points = tuple([p for p in self.points if p is not point])
-        self.listeners_changed()
-        if not self.points:
+        if self.points:
+            self.listeners_changed()
+        else:
+            self._last_writer = -1
             self.update()
 
     def update(self) -> None:
         """Attaches or detaches the torch hook, as it is needed now."""
-        if not self.is_needed:
-            if self._handle is not None:
-                self._handle.remove()
-            self._handle = self.attached_to = None
-        elif self._handle is None and self._find is not None:
+        if not (self.points or self.watchers or self.readers):
+            if self.attached_to is not None:
+                take_away(self.attached_to, self)
+            self.attached_to = None
+        elif self.attached_to is None and self._find is not None:
             module = self.attached_to = self._find.module
             if self.site.kind == "input":
-                self._handle = module.register_forward_pre_hook(self.on_input, with_kwargs=True)
+                put_before(module, self, self.on_input)
             else:
-                self._handle = module.register_forward_hook(self.on_output)
+                put_behind(module, self, self.on_output)
 
     @property
     def is_in_place(self) -> bool:

@@ -10,13 +10,13 @@ from functools import partial
 
 from torch import nn
 
-from adapters.paths import base_path, core_path, has_module, module_at
+from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
 from bridge.hooks.context import Scope, open_scope
 from bridge.hooks.followers import Following, take_over_from
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
-from bridge.hooks.modules import Finder, check_places
+from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.taps.tap import Tap
 from bridge.taps.taps import TAPS, tap_on
 from bridge.wiring.boundary import PassBoundary, only_there
@@ -27,6 +27,7 @@ from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
 from bridge.wiring.site import SiteHook
+from bridge.wiring.torch_hooks import put_behind, take_away
 
 
 class Wiring:
@@ -40,6 +41,7 @@ class Wiring:
     Attributes:
         points: the hook points by name, in the order of the computation.
         changes: how often a hook was added or removed that every run sees.
+        embedding: finds the token embeddings.
         calls: counts those of modules that run several times.
     """
 
@@ -72,6 +74,7 @@ class Wiring:
             AsWritten(Finder(model, core_path(model))),
             self.check_in_place,
         )
+        self.embedding = TokenEmbedding(model.get_submodule(core_path(model)))
         self._blocks = [Finder(model, path) for path in blocks]
         self._lists = [Finder(model, path) for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks)]
         inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
@@ -104,8 +107,8 @@ class Wiring:
             RuntimeError: a module was replaced while hooks were on it.
             ValueError: one module stands at two places in the list of blocks.
         """
-        blocks = [id(block) for held in self._lists for block in held.module._modules.values()]
-        if len(set(blocks)) != len(self._blocks):  # one stands twice, or is gone
+        blocks = {block for held in self._lists for block in held.module._modules.values()}
+        if len(blocks) != len(self._blocks):  # one stands twice, or is gone
             check_places(self._blocks)
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
@@ -133,15 +136,17 @@ class Wiring:
         """
         refuse_inside_compiled()
         with self._lock:
-            if listener.kind != "read":
-                check_clash(point, listener, partial(self._in_block, point.point.stack, point.point.depth))
+            declared = point.point
+            if listener.kind != "read" and (declared.branches or declared.flag is not None):
+                check_clash(point, listener, partial(self._in_block, declared.stack, declared.depth))
             if not point.listeners:
                 self._connect(point)
             point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
             if listener.kind != "read":
                 self._count_editor(listener, 1)
                 self._listeners_changed(point)
-                self._connect_followers(point, listener)
+                if declared.followers or declared.branches:
+                    self._connect_followers(point, listener)
 
     def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
         """Removes listeners, and the torch hook if nobody is left. Those that are not there are ignored."""
@@ -257,15 +262,17 @@ class Wiring:
         """
         with self._lock:
             opened = self._opened.setdefault(scope, {})
+            modules = [] if path in opened else Finder(self.model, path).on_the_way
             while path not in opened:
-                module = module_at(self.model, path)
-                closers: list[Callable[[], None]] = [module.register_forward_hook(only_there).remove]
+                module, opened[path] = modules.pop(), []
+                if type(module).forward is not nn.Module.forward:  # a list of modules is never called
+                    put_behind(module, scope, only_there)
+                    opened[path].append(partial(take_away, module, scope))
                 kind = self._tapped_paths.get(path)
                 if kind is not None and kind != "experts":  # that tap computes one expert at a time
                     tap = tap_on(kind, module)
                     tap.open(scope)
-                    closers.append(partial(tap.close, scope))
-                opened[path] = closers
+                    opened[path].append(partial(tap.close, scope))
                 path = path.rpartition(".")[0]
 
     def watch_sources(self, stack: str, depth: int, scope: Scope) -> None:

@@ -45,11 +45,20 @@ OF: dict[str, tuple[Any, list[Any], list[Any]]] = {
 @pytest.mark.parametrize("kind", OF)
 def test_what_fits(kind):
     hint, right, wrong = OF[kind]
+
+    def f(x):
+        return x
+
+    f.__qualname__, f.__annotations__ = "f", {"x": hint}
+    decorated = refuse_wrong_types(f)
     for value in right:
         check_types("f", {"x": value}, {"x": hint})
-    for value in wrong:
-        with pytest.raises(TypeError, match=r"^x is .*; f takes .* there$"):
-            check_types("f", {"x": value}, {"x": hint})
+        assert decorated(value) is value
+        assert decorated(x=value) is value
+    for value in wrong:  # also of what was remembered of the right ones
+        for call in (lambda: check_types("f", {"x": value}, {"x": hint}), lambda: decorated(value)):  # noqa: B023
+            with pytest.raises(TypeError, match=r"^x is .*; f takes .* there$"):
+                call()
 
 
 def test_a_decorated_function():
@@ -64,6 +73,14 @@ def test_a_decorated_function():
         power(3, "2")
     with pytest.raises(TypeError, match=r"missing 1 required"):
         power()
+    with pytest.raises(TypeError, match=r"given|unexpected"):
+        refuse_wrong_types(lambda: None)(1)  # type: ignore[call-arg]
+
+    @refuse_wrong_types
+    def alone(x: int, /, **others: object) -> object:
+        return others
+
+    assert alone(1, x="another") == {"x": "another"}
 
 
 def test_axes_of_a_callers_function_are_its_own() -> None:

@@ -1,9 +1,13 @@
 """Compiled code runs the hooks that are there, or gives way to the model as it was written."""
 
+import functools
+
 import pytest
 import torch
+from torch._dynamo.eval_frame import TorchPatcher
 
 from bridge import TransformerBridge
+from bridge.wiring.compiled import ever_compiled
 from tests.conftest import tiny, torch_hooks
 
 pytestmark = [
@@ -94,3 +98,33 @@ def test_two_bridges_keep_compiled_code_away_together(tokens):
     assert "forward" in model.__dict__
     second.remove()
     assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("how", ["module", "forward", "wrapped"])
+@torch.no_grad()
+def test_the_first_model_that_is_compiled_is_noticed(monkeypatch, tokens, how):
+    # As in a process in which nothing was compiled: what torch does for the first is still to be done.
+    monkeypatch.setattr(TorchPatcher, "patch", staticmethod(functools.cache(lambda: None)))
+    model = tiny("llama")
+    bridge, hooks = TransformerBridge(model), [("blocks.1.hook_resid_post", half)]
+    expected = bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    torch.compiler.disable(lambda: None)()
+    assert not ever_compiled()
+    layers, runs = model.model.layers, []
+
+    def backend(graph, inputs):
+        runs.append(graph)
+        return graph.forward
+
+    if how == "module":
+        layers[1].compile(backend=backend)
+    elif how == "forward":
+        layers[1].forward = torch.compile(layers[1].forward, backend=backend)
+    else:
+        layers[1].mlp = torch.compile(layers[1].mlp, backend=backend)
+    assert ever_compiled()
+    torch.testing.assert_close(bridge.run_with_hooks(tokens, fwd_hooks=hooks), expected)
+    with bridge.trace(tokens) as run:
+        run["blocks.1.hook_resid_post"] *= 0.5
+    torch.testing.assert_close(run.logits, expected)
+    assert not runs

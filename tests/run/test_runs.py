@@ -52,6 +52,20 @@ def test_a_prompt_that_is_too_long(bridge):
     assert bridge(torch.zeros(1, 40, dtype=torch.long)).shape[1] == 40
 
 
+def test_ids_are_those_of_the_embedding_that_is_there_now(tokens):
+    model = tiny("llama")
+    bridge = TransformerBridge(model)
+    width, rows = model.model.embed_tokens.embedding_dim, model.model.embed_tokens.num_embeddings
+    model.resize_token_embeddings(rows + 2)
+    assert bridge(torch.tensor([[0, rows + 1]])) is not None
+    model.model.embed_tokens = torch.nn.Embedding(3, width)
+    for length in (2, 600):  # looked at one by one, and by a kernel
+        for bad in (3, -1):
+            ids = torch.tensor([0] * length + [bad])
+            with pytest.raises(ValueError, match=rf"token id {bad} at \[0, {length}\].* from 0 to d_vocab - 1 = 2"):
+                bridge(ids)
+
+
 def test_model_arguments_pass_through(bridge, hf, tokens):
     past = hf(tokens[:, :5], use_cache=True).past_key_values
     torch.testing.assert_close(

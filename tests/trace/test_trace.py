@@ -345,3 +345,20 @@ def test_checkpointing_is_refused(tokens):
     hf.activation_checkpointing_enable()
     with pytest.raises(RuntimeError, match="checkpointing"), TransformerBridge(hf).trace(tokens):
         pass
+
+
+def test_a_block_that_fails_before_the_model_is_called(bridge, tokens):
+    before, residual = bridge(tokens), bridge(tokens, stop_at_layer=1)
+    block = bridge.original_model.get_submodule(bridge.block_paths[0])
+    with pytest.raises(ZeroDivisionError), bridge.trace(residual, start_at_layer=1) as run:
+        assert "_compiled_call_impl" in block.__dict__
+        raise ZeroDivisionError
+    assert "_compiled_call_impl" not in block.__dict__
+    with pytest.raises(RuntimeError, match="no output: it was stopped"):
+        _ = run.output
+    with bridge.trace(residual, start_at_layer=1) as run:
+        run["blocks.1.hook_resid_post"]
+        logits = run.logits
+        assert "_compiled_call_impl" not in block.__dict__  # what the run needed ended with it, not with the block
+    assert torch.equal(logits, bridge(residual, start_at_layer=1))
+    assert torch.equal(bridge(tokens), before)

@@ -1,0 +1,44 @@
+"""Torch hooks without handles: to make one and to remove with it takes longer than most of our hooks do.
+
+They stand in torch's own dictionaries, under the identity of their owner. No two owners have one while they live, and
+the numbers that torch gives out are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def put_before(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
+    """Adds a forward pre-hook that is given keyword arguments too.
+
+    Args:
+        module: the module.
+        owner: who adds it: each adds one of a kind to a module.
+        hook: the hook.
+    """
+    module._forward_pre_hooks_with_kwargs[id(owner)] = True
+    module._forward_pre_hooks[id(owner)] = hook
+
+
+def put_behind(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
+    """Adds a forward hook.
+
+    Args:
+        module, owner, hook: as for `put_before`.
+    """
+    module._forward_hooks[id(owner)] = hook
+
+
+def take_away(module: nn.Module, owner: object) -> None:
+    """Removes what an owner added.
+
+    Args:
+        module, owner: as for `put_before`.
+    """
+    module._forward_hooks.pop(id(owner), None)
+    if module._forward_pre_hooks.pop(id(owner), None) is not None:
+        module._forward_pre_hooks_with_kwargs.pop(id(owner), None)
