@@ -351,5 +351,5 @@ def test_one_weight_of_the_blocks_that_have_a_part(embedded: TransformerBridge) 
     layers, weights = embedded.stack_params_for("mlp", "mlp.W_in", lambda weight: weight.T)
     assert layers == [0, 1, 2, 3]
     assert torch.equal(weights, embedded.W_in.transpose(1, 2))
-    with pytest.raises(ValueError, match="no block of .* has 'mixer'"):
+    with pytest.raises(ValueError, match=r"no block of .* has 'mixer'"):
         embedded.stack_params_for("mixer", "mixer.A")
