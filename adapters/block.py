@@ -107,6 +107,8 @@ class Block:
 
     Attributes:
         steps: in the order in which the layer computes them.
+        entry, exit: where the block is no module, its modules that the stream enters first and leaves last (XLM); its
+            path is then that of what holds them.
         changed_in_place: modules, relative to the block, and whether it is their ``input`` or ``output`` that the model
             writes over afterwards: what stands there is shown as a copy.
 
@@ -116,6 +118,8 @@ class Block:
 
     steps: tuple[Step, ...]
     changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
+    entry: str = ""
+    exit: str = ""
 
     def __post_init__(self) -> None:
         if self.steps and self.steps[0].parallel:

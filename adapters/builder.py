@@ -167,11 +167,13 @@ class BlockBuilder:
         self.path = join(base, stack.place_of(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
-        self.rows = (Site(self.path, "input"),)
+        self.rows = (Site(join(self.path, self.block.entry), "input"),)
 
     def build(self) -> list[Point]:
         """The points, in the order of the computation."""
-        self.points.add("hook_resid_pre", Site(self.path, "input"), aliases=("hook_in",))
+        # Without a module around it all, what its first module is given is also what is added to.
+        view = WriteThrough() if self.block.entry else None
+        self.points.add("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
         steps = self.block.named
         for index, named in enumerate(steps):
             self._add_reading(named)
@@ -180,7 +182,7 @@ class BlockBuilder:
             if norm := named.step.stream_norm:
                 following = steps[index + 1].step.part if index + 1 < len(steps) else None
                 self._add_norm_on_the_stream(named, norm, following)
-        output = Site(self.path, "output", self.stack.output_key)
+        output = Site(join(self.path, self.block.exit), "output", self.stack.output_key)
         if steps and steps[-1].step.stream_norm:
             self.points.add("hook_normalized_resid_post", output, aliases=("hook_out",))
         else:

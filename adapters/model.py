@@ -14,7 +14,7 @@ from adapters.builder import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.paths import base_path, core_path, join
 from adapters.points import Point
-from adapters.registry import UndeclaredOptionError, UnsupportedModelError, declaration_for, has_declaration
+from adapters.registry import UnsupportedModelError, declaration_for, is_declared
 
 #: Whether what plays which part is inferred: where a class has no adapter, never, always.
 Automatic = bool | Literal["always"]
@@ -75,7 +75,7 @@ def map_model(model: nn.Module, declared: Architecture | None = None, *, automat
         ['transformer.h.0', 'transformer.h.1']
     """
     core = model.get_submodule(core_path(model))
-    if declared is None and (automatic == "always" or (automatic and not _is_declared(core))):
+    if declared is None and (automatic == "always" or (automatic and not is_declared(core))):
         try:
             found = infer(model)
         except NotInferable as why:
@@ -85,19 +85,6 @@ def map_model(model: nn.Module, declared: Architecture | None = None, *, automat
     if architecture.refuse is not None:
         architecture.refuse(model)
     return _mapped(model, core, architecture, None)
-
-
-def _is_declared(core: nn.Module) -> bool:
-    """Whether a model's class has an adapter, which is for the options of its configuration."""
-    if not has_declaration(core):
-        return False
-    try:
-        declaration_for(core)
-    except UndeclaredOptionError:
-        return False
-    except UnsupportedModelError:
-        pass  # a refusal, which is said as such
-    return True
 
 
 def _refusal(core: nn.Module) -> str:

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from adapters.architecture import Architecture
 from adapters.config import config_of
@@ -20,10 +20,10 @@ Declare = Callable[[PreTrainedConfig], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
 _FAMILIES = (
-    "apertus", "bert", "bloom", "codegen", "cohere", "deepseek", "dots", "exaone", "falcon", "flint", "gemma", "glm",
-    "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium", "hunyuan", "kolibri",
-    "llama", "mixtral", "modernbert_decoder", "moshi", "mpt", "native", "olmo", "openai_gpt", "opt", "persimmon",
-    "phi", "phi3", "qwen", "qwen_moe", "stablelm", "starcoder2", "t5", "xglm",
+    "apertus", "bart", "bert", "bloom", "codegen", "cohere", "deepseek", "dots", "exaone", "falcon", "flint", "gemma",
+    "glm", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium", "hunyuan",
+    "image_text", "kolibri", "llama", "mixtral", "modernbert_decoder", "moshi", "mpt", "native", "olmo", "openai_gpt",
+    "opt", "persimmon", "phi", "phi3", "qwen", "qwen_moe", "stablelm", "starcoder2", "t5", "xglm",
 )  # fmt: skip
 _loaded = False
 _LOADING = threading.RLock()
@@ -114,6 +114,23 @@ def has_declaration(model: nn.Module) -> bool:
     )
 
 
+def is_declared(model: nn.Module) -> bool:
+    """Whether a model's class has an adapter that is for the options of its configuration.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    if not has_declaration(model):
+        return False
+    try:
+        declaration_for(model)
+    except UndeclaredOptionError:
+        return False
+    except UnsupportedModelError:
+        pass  # a refusal, which is said as such
+    return True
+
+
 def declaration_for(model: nn.Module) -> Architecture:
     """What the adapter of this model's class declares for its configuration.
 
@@ -147,6 +164,25 @@ def declaration_for(model: nn.Module) -> Architecture:
         f"there is no adapter for {name}.{hint} Adapters exist for: {', '.join(sorted(_REGISTRY))}. "
         "docs/adapters.md shows how to write one."
     )
+
+
+def declaration_of(config: PreTrainedConfig) -> Architecture:
+    """What is declared for the model that a configuration is of: the text model inside of another.
+
+    Args:
+        config: a Hugging Face configuration.
+
+    Raises:
+        UndeclaredOptionError: that model has no adapter.
+    """
+    found = MODEL_MAPPING.get(type(config), None)
+    text = found[0] if isinstance(found, tuple) else found
+    classes = () if text is None else text.__mro__
+    # Of some, transformers keeps no such list: their configuration has their name.
+    for name in (*(cls.__name__ for cls in classes), f"{type(config).__name__.removesuffix('Config')}Model"):
+        if name in _REGISTRY:
+            return _REGISTRY[name](config)
+    raise UndeclaredOptionError(f"the model of a {type(config).__name__} inside of it has no adapter")
 
 
 def _is_namesake(cls: type, declare: Declare) -> bool:

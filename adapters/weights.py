@@ -195,9 +195,9 @@ class Weights:
             if part.latent(letter.lower()) is None:  # what is made from a latent has no matrix that reads the stream
                 own = "_" if letter != "Q" and n != heads else ""
                 self._add_projection(f"{name}.{own}", at, letter, projection, n, width or d_head)
-                if bias := part.bias(letter.lower()):
+                if added := part.bias(letter.lower()):
                     at_bias = f"{name}.{own}b_{letter}"
-                    self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, bias))
+                    self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, added))
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = times(factor, lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads))
         self.getters[f"{name}.b_O"] = times(factor, self.bias(out, lambda: (self.cfg.d_model,)))

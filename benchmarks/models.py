@@ -9,8 +9,10 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -154,11 +156,11 @@ def _processed(bridge: TransformerBridge) -> str:
     return ", ".join(done) or "none"
 
 
-def rows(task: Task) -> Iterator[Row]:
-    """The rows of a task, by type."""
-    for model_type in types(task):
-        if model_type != NativeModel.config_class.model_type:  # our own is none of transformers'
-            yield row(model_type, task)
+def rows(task: Task) -> list[Row]:
+    """The rows of a task, by type, made on all cores."""
+    ours = NativeModel.config_class.model_type  # none of transformers'
+    with ProcessPoolExecutor(initializer=quiet, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(partial(row, task=task), [each for each in types(task) if each != ours]))
 
 
 def table(found: list[Row]) -> str:
@@ -189,8 +191,8 @@ each kind, and noise is on every parameter.
 
 - **adapter**: *declared* by an adapter of ours, or *inferred* from one run and proved on the model (see
   [adapters](adapters.md)).
-- **offered**: *full*: the stream, attention, MLP or mixture, with all that is inside; *parts*: the stream and what is
-  added to it, and not all that is inside; *stream*: what enters and leaves the blocks.
+- **offered**: *full*: the stream, attention, MLP, mixture or mixer, with all that is inside; *parts*: the stream and
+  what is added to it, and not all that is inside; *stream*: what enters and leaves the blocks.
 - **proved**: `adapters.verify` proves every claim that is declared or inferred.
 - **processed**: the transforms of `process_weights` that are done, with the log probabilities as before.
 
@@ -214,7 +216,7 @@ def main(arguments: list[str]) -> None:
         return
     text = INTRODUCTION.format(version=transformers.__version__)
     for task, title in TITLES.items():
-        found = list(rows(task))
+        found = rows(task)
         text += f"## {title}\n\n{summary(found)}\n\n{table(found)}\n\n"
         PAGE.write_text(text.rstrip() + "\n", encoding="utf-8")  # as far as it is: the next takes minutes, too
         print(task, summary(found), flush=True)

@@ -82,6 +82,18 @@ def bridge_of(config: LlamaConfig, device: str) -> TransformerBridge:
     return TransformerBridge(model)
 
 
+def products(model: LlamaForCausalLM, length: int) -> Callable[[], None]:
+    """The matrix products of a run, with numbers of their shapes: what no way of running the model does without."""
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    pairs = [(torch.randn(1, length, each.in_features, device=each.weight.device), each.weight) for each in layers]
+
+    def job() -> None:
+        for x, weight in pairs:
+            torch.nn.functional.linear(x, weight)
+
+    return job
+
+
 def forward(title: str, goal: float, config: LlamaConfig, length: int, rounds: int, device: str) -> None:
     """One edit, and all residuals captured."""
     bridge = bridge_of(config, device)
@@ -92,7 +104,7 @@ def forward(title: str, goal: float, config: LlamaConfig, length: int, rounds: i
     program = bridge.program(names, [(at, steer)], {"vector": vector, "strength": 1.0})
     compiled = program.compile()
     inputs = {"vector": vector, "strength": torch.tensor(0.5, device=device)}
-    plain = bridge.original_model
+    plain: Any = bridge.original_model
 
     def hooks() -> object:
         with bridge.hooks([(at, lambda activation, hook: activation + vector * 0.5)]):
@@ -107,6 +119,7 @@ def forward(title: str, goal: float, config: LlamaConfig, length: int, rounds: i
                 "compiled program": lambda: compiled(tokens, **inputs),
                 "program, not compiled": lambda: program(tokens, **inputs),
                 "the same hooks and cache": hooks,
+                "the plain model's matrix products alone": products(plain, length),
             },
             rounds,
             device,

@@ -1,17 +1,14 @@
 """What all tests share. Importing our packages under jaxtyping's hook checks every annotated shape in every test."""
 
+import gc
 import os
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import jaxtyping
-from jaxtyping import install_import_hook
+from tests.shapes import Checks, install
 
-from tests.shapes import checked
-
-CHECKED = [] if os.environ.get("UNCHECKED") else ["adapters", "bridge", "weight_processing"]
-install_import_hook(CHECKED, f"{checked.__module__}.{checked.__name__}").__enter__()
+install([] if os.environ.get("UNCHECKED") else ["adapters", "bridge", "weight_processing"])
 
 import pytest
 import torch
@@ -31,6 +28,12 @@ from bridge import TransformerBridge
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections of garbage, which memory tests ask for, need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -64,9 +67,9 @@ def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.flo
 @pytest.fixture(autouse=True)
 def _types_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test marked `unchecked` runs without these checks: to see our errors for wrong types, or to time."""
-    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("unchecked") is not None)
+    Checks.on = request.node.get_closest_marker("unchecked") is None
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    Checks.on = True
 
 
 FAMILIES = ["gpt2", "llama", "gpt_neox"]

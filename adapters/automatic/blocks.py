@@ -24,6 +24,7 @@ class FoundStack:
         length: of the list.
         members: where each block stands in the list, if that is not its index: one that runs several times has all of
             them.
+        ends: for blocks that are no modules, those that the stream enters first and leaves last, relative to `path`.
     """
 
     path: str
@@ -32,6 +33,7 @@ class FoundStack:
     indices: tuple[int, ...]
     length: int
     members: tuple[str, ...] = ()
+    ends: tuple[tuple[str, str], ...] = ()
 
     @property
     def stream(self) -> Seen:
@@ -81,6 +83,8 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
             found.append(stack)
         elif reason:
             almost.append(reason)
+    if not found and (parallel := _parallel(model, recording)):
+        found.append(parallel)
     found.sort(key=lambda stack: stack.blocks[0].start)
     return found, "" if found else "; ".join(almost[:2]) or "no list of blocks that each run once"
 
@@ -104,6 +108,35 @@ def _shared(path: str, paths: list[str], recording: Recording) -> FoundStack | N
         members.append(f"{old[len(path) + 1 :]}@{number}")
         recording.rename(call, f"{old}@{number}")
     return replace(found, members=tuple(members))
+
+
+def _parallel(model: nn.Module, recording: Recording) -> FoundStack | None:
+    """Blocks that are no modules: lists beside each other, of which each has one member in every block (XLM)."""
+    for path, module in model.named_modules():
+        lists = [
+            [calls[0] if len(calls := recording.of(join(path, name, str(i)))) == 1 else None for i in range(len(child))]
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList)
+        ]
+        whole = [[call for call in each if call is not None] for each in lists if each and None not in each]
+        if len(whole) < 2 or len({len(each) for each in whole}) > 1:
+            continue
+        found = []
+        ends = []
+        for together in zip(*whole, strict=True):
+            calls = sorted(together, key=lambda call: call.start)
+            first, last = calls[0], calls[-1]
+            if first.entered is None or len(last.left) != 1 or last.left[0].key is not None:
+                break
+            block = ModuleCall(path, module, first.start - 1, last.end, first.entered, list(last.left))
+            found.append(block)
+            ends.append((first.path[len(path) + 1 :], last.path[len(path) + 1 :]))
+        stack = None
+        if len(found) == len(whole[0]):
+            stack, _ = _chained(path, tuple(found), recording, list(range(len(found))), len(found))
+        if stack is not None:
+            return replace(stack, members=("",) * len(found), ends=tuple(ends))
+    return None
 
 
 def number_calls(block: ModuleCall, recording: Recording) -> None:

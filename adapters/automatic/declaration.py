@@ -23,12 +23,12 @@ from adapters.automatic.norms import norm_kind
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
-from adapters.automatic.values import with_values
+from adapters.automatic.values import beside, with_values
 from adapters.config import act_fn_name, config_of, first
 from adapters.feed_forward import MoE
 from adapters.mixers.part import Mixer, axes_of, functions_of
 from adapters.norms import Norm
-from adapters.paths import base_path, core_path, join
+from adapters.paths import base_path, core_path
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
 
 
@@ -145,11 +145,7 @@ class _Inference:
             d_embed=embedding.width,
             changed_in_place=self._changed_before(found.blocks[0].start),
             heads=self._heads(stacks[-1], last_norm, unembed),
-            no_layer_runs="its decoder needs the encoder's output"
-            if two
-            else "its blocks are one module"
-            if any("@" in member for member in found.members)
-            else "",
+            no_layer_runs=_why_no_layers(found, two),
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
@@ -201,7 +197,7 @@ class _Inference:
 
     def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
         """What the model writes over, at the borders of the modules that run before the blocks."""
-        before = [call for call in self.recording.calls if -1 < call.end < start and call.changed]
+        before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
         return tuple((self.relative(call.path), which) for call in before for which in call.changed)
 
     def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
@@ -250,7 +246,11 @@ class _Inference:
         for total in found:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
-                declared = self._part(part, norms, call, note)
+                try:
+                    declared = self._part(part, norms, call, note)
+                except NotFound as unnamed:
+                    self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
+                    return Block(())
                 on_stream = self._norm_of(total, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
                     Step(
@@ -263,7 +263,8 @@ class _Inference:
                     )
                 )
                 notes.append(note)
-        block = Block(tuple(steps), _changed(call, inside))
+        entry, left = stack.ends[place] if stack.ends else ("", "")
+        block = Block(tuple(steps), _changed(call, inside), entry, left)
         for named, note in zip(block.named, notes, strict=True):
             for what, why in note.items():
                 if what == "entry":
@@ -279,7 +280,7 @@ class _Inference:
         return None if total.norm is None else Norm(relative(total.norm.path, block.path), norms[total.norm])
 
     def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]) -> Part:
-        """What a part is, as far as it can be said."""
+        """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
         attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
         mixes = mixes_positions(part)
         try:
@@ -299,33 +300,7 @@ class _Inference:
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
-        return replace(declared, beside=self._beside(found, declared, norms))
-
-    def _beside(self, found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
-        """The modules with parameters in an attention that play no known part, with the axes of what they make."""
-        paths = [p.path for p in (declared.q, declared.k, declared.v, declared.gate) if p]
-        paths += [norm.path for norm in (declared.q_norm, declared.k_norm, declared.v_norm) if norm]
-        single = (declared.o, declared.q_latent, declared.kv_latent, declared.position_bias, declared.branch)
-        paths += [path for path in (*single, *(declared.adds or ())) if path]
-        owner = found.owner
-        known = {join(owner.path, path) for path in paths} | {n.path for n in (found.part.pre, found.part.post) if n}
-        latents = [
-            call.entered.value for call in norms
-            if call.entered and call.path in {join(owner.path, path) for path in single[1:3] if path}
-        ]  # fmt: skip
-        beside = []
-        for call in self.recording.between(owner.start, owner.end):
-            own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False)) and call not in norms
-            own = own or (call in norms and call.path not in known and call.end < found.part.producer.start)
-            if not own or call.path in known or call.n_left != 1 or not call.left or call.left[0].key is not None:
-                continue
-            made = call.left[0].value
-            before = any(made.shape[-1] >= x.shape[-1] and torch.equal(made[..., : x.shape[-1]], x) for x in latents)
-            if not before and made.ndim > 1 and len(self.recording.of(call.path)) == 1:
-                path = relative(call.path, owner.path)
-                name = path.rpartition(".")[2].partition("@")[0]
-                beside.append((path, axes_of(name, made.shape, self.recording.batch, self.recording.pos)))
-        return tuple(beside)
+        return replace(declared, beside=beside(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts)
@@ -390,6 +365,15 @@ class _Inference:
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
     """What the model writes over, at the borders of modules that hook points may stand on."""
     return tuple((relative(call.path, block.path), which) for call in (block, *inside) for which in call.changed)
+
+
+def _why_no_layers(found: FoundStack, two: bool) -> str:
+    """Why a run cannot start or stop at a layer."""
+    if two:
+        return "its decoder needs the encoder's output"
+    if found.ends:
+        return "its blocks are no modules of their own"
+    return "its blocks are one module" if any("@" in member for member in found.members) else ""
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

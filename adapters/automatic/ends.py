@@ -52,7 +52,7 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         first: the call of the first block.
         since: the time from which on its embeddings run: when the stack before it has ended.
     """
-    before = [call for call in recording.calls if -1 < call.end < first.start and call.left and call.start > since]
+    before = [call for call in recording.calls if -1 < call.end <= first.start and call.left and call.start > since]
     module = token_embedding(model)
     called = [call for call in before if call.module is module] or [
         call for call in before if isinstance(call.module, nn.Embedding)

@@ -142,6 +142,9 @@ def mixes_positions(part: FoundPart) -> bool | None:
     """Whether what a part puts out at a position depends on what it is given at others; None where it cannot be told.
 
     Softmaxes aside: their patterns are constants of the run.
+
+    Raises:
+        NotFound: no gradient can be taken, which would tell, and it computes no softmax.
     """
     entry = part.owner.entered if part.owner else part.calls[0].entered if part.calls else None
     made = part.out[1].live
@@ -150,8 +153,11 @@ def mixes_positions(part: FoundPart) -> bool | None:
     last = made.shape[1] - 1
     try:
         gradient = gradient_of(made[0, last].sum(), entry.live)
-    except NotFound:
-        return None
+    except NotFound as no_gradient:
+        if part.softmaxes:
+            return None
+        path = part.owner.path if part.owner else part.producer.path
+        raise NotFound(f"whether {path} mixes positions is not known: {no_gradient}") from None
     if gradient is None or gradient.ndim != 3:
         return None
     return bool((gradient[0, :last] != 0).any())

@@ -11,7 +11,10 @@ from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import heads_view, parameter_of, relative
 from adapters.automatic.norms import tolerance
+from adapters.automatic.parts import Norms
 from adapters.automatic.recording import NotFound, is_linear_through
+from adapters.mixers.part import axes_of
+from adapters.paths import join
 from adapters.proofs.gradients import by_position
 
 
@@ -75,3 +78,30 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
         if parameter.shape == (found.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
             return replace(declared, z_is="sink", z_sinks=name)
     raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
+
+
+def beside(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
+    """The modules with parameters in an attention that play no known part, with the axes of what they make."""
+    paths = [p.path for p in (declared.q, declared.k, declared.v, declared.gate) if p]
+    paths += [norm.path for norm in (declared.q_norm, declared.k_norm, declared.v_norm) if norm]
+    single = (declared.o, declared.q_latent, declared.kv_latent, declared.position_bias, declared.branch)
+    paths += [path for path in (*single, *(declared.adds or ())) if path]
+    owner = found.owner
+    known = {join(owner.path, path) for path in paths} | {n.path for n in (found.part.pre, found.part.post) if n}
+    latents = [
+        call.entered.value for call in norms
+        if call.entered and call.path in {join(owner.path, path) for path in single[1:3] if path}
+    ]  # fmt: skip
+    others = []
+    for call in found.recording.between(owner.start, owner.end):
+        own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False)) and call not in norms
+        own = own or (call in norms and call.path not in known and call.end < found.part.producer.start)
+        if not own or call.path in known or call.n_left != 1 or not call.left or call.left[0].key is not None:
+            continue
+        made = call.left[0].value
+        before = any(made.shape[-1] >= x.shape[-1] and torch.equal(made[..., : x.shape[-1]], x) for x in latents)
+        if not before and made.ndim > 1 and len(found.recording.of(call.path)) == 1:
+            path = relative(call.path, owner.path)
+            name = path.rpartition(".")[2].partition("@")[0]
+            others.append((path, axes_of(name, made.shape, found.recording.batch, found.recording.pos)))
+    return tuple(others)

@@ -27,14 +27,14 @@ def glm(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, mlp=_mlp(config), config_values=PAIRS)
 
 
-@register("Glm4PreTrainedModel")
+@register("Glm4PreTrainedModel", "Glm4vTextModel", "GlmOcrTextModel")
 def glm4(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, mlp=_mlp(config), post=POST, config_values=PAIRS)
 
 
-@register("Glm4MoePreTrainedModel")
+@register("Glm4MoePreTrainedModel", "Glm4vMoeTextModel")
 def glm4_moe(config: PreTrainedConfig) -> Architecture:
     width = config.moe_intermediate_size
-    attn = NORMED_ATTENTION if config.use_qk_norm else ATTENTION
+    attn = NORMED_ATTENTION if getattr(config, "use_qk_norm", False) else ATTENTION
     shared = width * config.n_shared_experts
     return mixture_like(config, SIGMOID, config.n_routed_experts, width, shared, dense=dense_first(config), attn=attn)

@@ -24,7 +24,7 @@ def _scale(config: PreTrainedConfig) -> dict[str, object]:
     return {"attn_scale": 1 / config.attention_multiplier}
 
 
-@register("GranitePreTrainedModel")
+@register("GranitePreTrainedModel", "GraniteDoclingTextModel")
 def granite(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, **_factors(config), config_values=_scale(config))
 

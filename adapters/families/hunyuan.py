@@ -23,7 +23,7 @@ NORMED_LAST = replace(
 )
 
 
-@register("HunYuanDenseV1PreTrainedModel")
+@register("HunYuanDenseV1PreTrainedModel", "HunYuanVLTextModel")
 def hunyuan(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=NORMED_LAST)
 

@@ -12,11 +12,11 @@ from adapters.registry import register
 VALUES = {"default_prepend_bos": False}
 
 
-@register("Qwen2PreTrainedModel")
+@register("Qwen2PreTrainedModel", "Qwen2VLTextModel", "Qwen2_5_VLTextModel")
 def qwen2(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, config_values=VALUES)
 
 
-@register("Qwen3PreTrainedModel")
+@register("Qwen3PreTrainedModel", "Qwen3VLTextModel")
 def qwen3(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, attn=NORMED_ATTENTION, config_values=VALUES)

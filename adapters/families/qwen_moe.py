@@ -17,7 +17,6 @@ from adapters.registry import register
 
 @register("Qwen2MoePreTrainedModel")
 def qwen2_moe(config: PreTrainedConfig) -> Architecture:
-    """Qwen 2, with one expert more that every token is sent to."""
     shared = replace(FEED_FORWARD, path="shared_expert", flat=True)
     moe = MoE("mlp", router="gate", shared=shared, shared_gate="shared_expert_gate")
     return sparse_steps(config, ATTENTION, moe, config.shared_expert_intermediate_size)
@@ -28,21 +27,26 @@ def qwen3_moe(config: PreTrainedConfig) -> Architecture:
     return sparse_steps(config, NORMED_ATTENTION, MoE("mlp", router="gate"))
 
 
+@register("Qwen3VLMoeTextModel")
+def qwen3_vl_moe(config: PreTrainedConfig) -> Architecture:
+    values = VALUES | {"use_local_attn": False, "window_size": None, "attn_types": None}  # its configuration has one
+    return sparse_steps(config, NORMED_ATTENTION, MoE("mlp", router="gate"), None, values)
+
+
 def sparse_steps(
     config: PreTrainedConfig,
     attn: Attention,
     moe: MoE,
     d_shared_expert: int | None = None,
-    values: Mapping[str, object] = VALUES,
+    said: Mapping[str, object] = VALUES,
 ) -> Architecture:
     """A mixture in each layer, but for those that the configuration excepts."""
-    n = config.num_hidden_layers
-    step, excepted = config.decoder_sparse_step, config.mlp_only_layers
+    n, step, excepted = config.num_hidden_layers, config.decoder_sparse_step, config.mlp_only_layers
     mixtures = [i for i in range(n) if config.num_experts > 0 and i not in excepted and (i + 1) % step == 0]
     if not mixtures:
-        return llama_like(config, attn=attn, config_values=values)
+        return llama_like(config, attn=attn, config_values=said)
     values = {
-        **values,
+        **said,
         "num_experts": config.num_experts,
         "experts_per_token": config.num_experts_per_tok,
         "d_expert": config.moe_intermediate_size,

@@ -25,7 +25,7 @@ def _stack(name: str, *parts: Attention | MLP, embed: str | None = None, pos: st
     return Stack(f"{name}.block", block, {}, final_norm, embed, name, pos, output_key=0, output_length=3)
 
 
-@register("T5PreTrainedModel")
+@register("T5PreTrainedModel", "MT5PreTrainedModel")
 def t5(config: PreTrainedConfig) -> Architecture:
     up, gate = (Projection("wi_1"), Projection("wi_0")) if config.is_gated_act else (Projection("wi"), None)
     mlps = [MLP(f"layer.{i}.DenseReluDense", up=up, gate=gate, down="wo", out=f"layer.{i}.dropout") for i in range(3)]

@@ -54,7 +54,7 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
         if found:
             yield name, getattr(cfg, name) if own else found.pop() if len(found) == 1 else sorted(found)
 
-    yield "n_layers", len({place.path for place in evidence.places() if place.stack is first}) or cfg.n_layers
+    yield "n_layers", len({place.layer for place in evidence.places() if place.stack is first}) or cfg.n_layers
     yield from one("d_model", _last(evidence, "hook_resid_pre"))
     yield from one("n_heads", _last(evidence, "hook_pattern", 1) or _last(evidence, ".hook_z", 2))
     yield from one("d_head", _last(evidence, ".hook_z"))

@@ -1,8 +1,9 @@
-"""Rotary embeddings, told by what they do: which dimensions turn together, and by which angle."""
+"""Relative positions: which dimensions turn together, by which angle (rotary embeddings); buckets of biases (T5)."""
 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -148,3 +149,26 @@ def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[
     config.rope_parameters = own | {"rope_theta": base}
     speeds: Tensor = scale(config, torch.device("cpu"))[0]
     return speeds.double()
+
+
+def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -> Tensor:
+    """The number of the bias for each distance (Raffel et al. 2020): exact for short ones, logarithmic up to `most`.
+
+    Args:
+        distance: from the query to the key.
+        buckets: how many there are.
+        most: from which distance on all have the last.
+        both: half of them are for keys behind the query.
+    """
+    found = torch.zeros_like(distance)
+    if both:
+        buckets //= 2
+        found = (distance > 0).long() * buckets
+        distance = distance.abs()
+    else:
+        distance = -distance.clamp_max(0)
+    exact = buckets // 2
+    far = exact + (
+        (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
+    ).long().clamp_max(buckets - exact - 1)
+    return found + torch.where(distance < exact, distance, far)

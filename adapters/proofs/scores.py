@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
-from adapters.paths import module_at
+from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
-from adapters.proofs.rotation import prove_rotation
+from adapters.proofs.rotation import prove_rotation, relative_buckets
 from adapters.views import AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
@@ -275,6 +273,11 @@ class _Attention:
         ]
         with torch.no_grad():
             bridge.run_with_hooks(self.evidence.tokens[:1].expand(4, -1).contiguous(), fwd_hooks=hooks)
+        biases = (self.part.q_bias, self.part.k_bias, self.part.v_bias)
+        core = module_at(bridge.original_model, join(self.place.module, self.part.core))
+        for name, bias in core.named_parameters(recurse=False):
+            told = bias.numel() != q.shape[2:].numel() or join(self.part.core, name) in biases
+            self.findings.holds(SCORES, at, told, f"{name} is added to a projection, and no bias is declared")
         products = [x.double() for x in pairs.values()]
         keys = products[1].repeat_interleave(q.shape[2] // k.shape[2], 2)
         product = torch.einsum("bqhd,bkhd->bhqk", products[0], keys) / scale
@@ -371,26 +374,3 @@ class _Attention:
             self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
         else:
             self.findings.holds(MASK, at, True)
-
-
-def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -> Tensor:
-    """The number of the bias for each distance (Raffel et al. 2020): exact for short ones, logarithmic up to `most`.
-
-    Args:
-        distance: from the query to the key.
-        buckets: how many there are.
-        most: from which distance on all have the last.
-        both: half of them are for keys behind the query.
-    """
-    found = torch.zeros_like(distance)
-    if both:
-        buckets //= 2
-        found = (distance > 0).long() * buckets
-        distance = distance.abs()
-    else:
-        distance = -distance.clamp_max(0)
-    exact = buckets // 2
-    far = exact + (
-        (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
-    ).long().clamp_max(buckets - exact - 1)
-    return found + torch.where(distance < exact, distance, far)

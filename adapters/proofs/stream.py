@@ -168,9 +168,13 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     """What leaves a block enters the next, as the declared element of what it returns."""
     before: Tensor | None = None
     for prefix, entered, left, call in streams_of(evidence, stack):
+        if before is not None and stack.every_block[0].exit:
+            before = _zeroed(findings, before, entered)
         if before is not None:
             findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before)
         before = left
+        if stack.every_block[0].exit:
+            continue  # no module returns it
         output = call.output if call else None
         length = len(output) if isinstance(output, tuple | list) else 1
         fits = length == stack.output_length and isinstance(output, tuple | list) == (stack.output_key is not None)
@@ -180,6 +184,14 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
             fits,
             f"{length} elements in a {type(output).__name__}, for {stack.output_length} with key {stack.output_key}",
         )
+
+
+def _zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
+    """A stream with zeros at the positions where the model has set it to zero, between blocks that are no modules."""
+    if y is None or y.shape != x.shape or not bool((zero := (y == 0).all(-1)).any()):
+        return x
+    findings.untold(CHAIN, "the model sets the stream to zero where it sees padding")
+    return x.masked_fill(zero[..., None], 0)
 
 
 def _begins(evidence: Evidence, findings: Findings) -> None:
@@ -197,7 +209,10 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
     if architecture.embeddings is not None:
-        findings.equal(ENDS, first, stream, evidence.get("hook_full_embed"))
+        full = evidence.get("hook_full_embed")
+        if full is not None and architecture.stack.every_block[0].exit:
+            full = _zeroed(findings, full, stream)
+        findings.equal(ENDS, first, stream, full)
         _sum_of_embeddings(evidence, findings, architecture)
         return
     embed = evidence.get("hook_embed")
@@ -306,6 +321,8 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
     if last is None or stream is None or last.shape != stream.shape:
         findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
+    if architecture.stack.every_block[0].exit:
+        stream = _zeroed(findings, stream, last)
     factor = float((last.double() * stream.double()).sum() / stream.double().pow(2).sum())
     findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))
     findings.holds(ENDS, "unembed", factor > 0, f"it reads what the final norm makes, times {factor:.3g}")

@@ -9,6 +9,7 @@ from torch import Tensor
 from adapters.norms import at_least_float32
 from bridge.analysis.residual_norms import norm_of
 from bridge.analysis.runnable import RunnableModel
+from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
 
 
@@ -35,7 +36,7 @@ def logit_lens(bridge: RunnableModel, tokens: Int[Tensor, "batch pos"]) -> Float
         True
     """
     n = bridge.cfg.n_layers
-    names = [f"blocks.{i}.hook_resid_pre" for i in range(n)] + [f"blocks.{n - 1}.hook_resid_post"]
+    names = [*(f"blocks.{i}.hook_resid_pre" for i in range(n)), last_stream(bridge.hook_dict, n)]
     _, cache = bridge.run_with_cache(tokens, names_filter=names)
     return torch.stack([bridge(cache[name], start_at_layer=n) for name in names])
 

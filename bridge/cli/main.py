@@ -31,13 +31,18 @@ def hooks(model: str) -> None:
         print(line)
 
 
-def verify(model: str) -> bool:
-    """Prints what `adapters.verify` finds, and says whether everything holds."""
+def verify(model: str, quick: bool = False) -> bool:
+    """Prints what `adapters.verify` finds, and says whether everything holds.
+
+    Args:
+        model: a hub name, a folder, or ``embedded``.
+        quick: without gradients and the runs for each kind of hook point.
+    """
     from adapters import verify as check
     from bridge.bridge import TransformerBridge
 
     bridge = TransformerBridge.boot_embedded() if model == "embedded" else TransformerBridge.boot_transformers(model)
-    report = check(bridge)
+    report = check(bridge, level="quick" if quick else "full")
     print(report)
     return report.passed
 
@@ -101,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
+        if name == "verify":
+            command.add_argument("--quick", action="store_true", help="what takes a few runs: no gradients")
     add_harvest(commands)
     add_export(commands)
     given = parser.parse_args(arguments)
@@ -142,7 +149,7 @@ def _run(given: argparse.Namespace) -> int:
     elif given.command == "export":
         return run_export(given)
     else:
-        return 0 if verify(given.model) else 1
+        return 0 if verify(given.model, given.quick) else 1
     return 0
 
 

@@ -30,17 +30,20 @@ class ForExecutorch(TorchFunctionMode):
 
 
 def _split(tensor: Tensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    total = tensor.shape[dim]
+    if not isinstance(total, int):  # it may be of any size, and its number of parts with it
+        return tensor.split(split_size_or_sections, dim)
     if isinstance(split_size_or_sections, Sequence):
         sizes = list(split_size_or_sections)
     else:
-        total, size = tensor.shape[dim], split_size_or_sections
-        sizes = [min(size, total - start) for start in range(0, total, size)]
+        sizes = [min(split_size_or_sections, total - i) for i in range(0, total, split_size_or_sections)]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple([tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)])
 
 
 def _chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    return _split(input, -(-input.shape[dim] // chunks), dim)
+    total = input.shape[dim]
+    return _split(input, -(-total // chunks), dim) if isinstance(total, int) else input.chunk(chunks, dim)
 
 
 def _gelu(input: Tensor, approximate: str = "none") -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from adapters.automatic.proof import Proof
 from adapters.config import ModelConfig, is_language_part
 from adapters.model import Automatic
 from adapters.paths import base_path, join
-from adapters.registry import has_declaration
+from adapters.registry import has_declaration, is_declared
 from bridge.facade.offered import Offered, beside
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
@@ -102,12 +102,14 @@ class WrappedModel(nn.Module):
             >>> from transformers import OlmoConfig, OlmoForCausalLM
             >>> from bridge import TransformerBridge
             >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-            >>> bridge = TransformerBridge(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61)))
+            >>> bridge = TransformerBridge(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61)), automatic="always")
             >>> bridge.offered().inferred, dict(bridge.offered().not_offered)
             (True, {})
         """
-        has_adapter = has_declaration(self.core)
-        named = (self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred, has_adapter)
+        adapter: Literal["none", "there", "other options"] = "there" if is_declared(self.core) else "none"
+        if adapter == "none" and has_declaration(self.core):
+            adapter = "other options"
+        named = (self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred, adapter)
         if not is_language_part(self.core):
             return Offered(*named)
         stacks, base = self.architecture.stacks, base_path(self.core)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
@@ -19,7 +20,8 @@ class Offered:
         names: the hook points, in the order of the computation.
         not_offered: hook points, or what their names begin with, that are missing, and why.
         inferred: all this was inferred from a run and proved on the model.
-        has_adapter: the model's class has an adapter, also where it is not asked (``automatic="always"``).
+        adapter: whether the model's class has an adapter: ``none``, one that is ``there`` (though it may not be asked,
+            with ``automatic="always"``), or one that is for ``other options`` of its configuration.
         beside: of a model of images or sound and text, the modules beside the text's, which have no hook points, with
             their classes.
     """
@@ -28,7 +30,7 @@ class Offered:
     names: tuple[str, ...]
     not_offered: Mapping[str, str]
     inferred: bool
-    has_adapter: bool
+    adapter: Literal["none", "there", "other options"]
     beside: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -37,7 +39,8 @@ class Offered:
         if not self.inferred:
             return f"{self.model}: {len(self.names)} hook points, as its adapter declares"
         left_out = f"; {len(self.not_offered)} things are not offered: print(bridge.offered())"
-        why = " has an adapter, which was not asked" if self.has_adapter else " has no adapter"
+        said = {"none": "no adapter", "there": "an adapter, which was not asked"}
+        why = f" has {said.get(self.adapter, 'an adapter for other options than these')}"
         return (
             f"{self.model}{why}. One was inferred and proved on it, with {len(self.names)} hook points"
             f"{left_out if self.not_offered else ''}"

@@ -28,6 +28,7 @@ from bridge.generation.prompt import (
 from bridge.generation.recorder import StepRecorder
 from bridge.hooks.context import Generation, forward_pass
 from bridge.hooks.modules import Finder
+from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 from bridge.wiring.compiled import as_written, kept_as_written
 
@@ -154,5 +155,14 @@ def _step_recorder(bridge: Generates, options: Options, arguments: dict[str, Any
             "from the whole prompt, or use run_with_cache on the finished sequence."
         )
     points = bridge.select_hooks(options.names_filter)
-    encoder_decoder = bridge.core.config.is_encoder_decoder
-    return StepRecorder(points, options.device, chosen("use_cache") is not False, encoder_decoder)
+    known = accepted_arguments(type(bridge.core).forward)
+    if "logits_to_keep" in known and any(point.name.startswith("unembed") for point in points):
+        arguments.setdefault("logits_to_keep", 0)  # of every token: `generate` would ask for the prompt's last
+    caching = chosen("use_cache") is not False
+    rows = [point.name for point in points if "row" in point.point.axes.split()]
+    if rows and caching:
+        raise ValueError(
+            f"return_cache cannot be had for {', '.join(rows[:3])}: the rows of an expert at each step do not make "
+            "those of the sequence. Use run_with_cache on the finished sequence, or use_past_kv_cache=False."
+        )
+    return StepRecorder(points, options.device, caching, bridge.core.config.is_encoder_decoder)

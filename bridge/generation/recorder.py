@@ -81,6 +81,10 @@ class StepRecorder:
                 act = act.narrow(axis, 0, total)
             elif keys < total:  # a window that has moved on
                 act = self._widen(act, axis, (total - keys, 0), hook)
+        if self.pos in axes and act.shape[axes.index(self.pos)] > self.new:  # of the past too (keys from a latent)
+            axis = axes.index(self.pos)
+            start = self.seen if act.shape[axis] >= total else act.shape[axis] - self.new
+            act = act.narrow(axis, start, self.new).clone()
         kept = act if self.device is None else act.to(self.device)
         if kept.is_inference():  # nothing counts what is written to it later
             kept = kept.clone()
@@ -143,5 +147,11 @@ class StepRecorder:
             if {self.pos, self.key_pos} <= set(axes):
                 key = axes.index(self.key_pos)
                 parts = [self._widen(part, key, (0, total - part.shape[key]), hook) for part in parts]
-            done[hook.name] = parts[-1] if grows is None else torch.cat(parts, dim=grows)
+            whole = parts[-1] if grows is None else torch.cat(parts, dim=grows)
+            if grows is not None and whole.shape[grows] != total:
+                raise RuntimeError(
+                    f"the steps of this generation computed {hook.name} at {whole.shape[grows]} of {total} tokens: use "
+                    "run_with_cache on the finished sequence"
+                )
+            done[hook.name] = whole
         return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from operator import index
 from typing import SupportsIndex
 
@@ -55,3 +56,14 @@ def act_name(
     if part:
         pieces.append(part)
     return ".".join([*pieces, f"hook_{name}"])
+
+
+def last_stream(hook_dict: Mapping[str, object], n_layers: int) -> str:
+    """The name of what leaves the last block: of blocks that end in a norm on the stream (BERT), what that makes.
+
+    Args:
+        hook_dict: a bridge's hook points, by name.
+        n_layers: how many blocks it has.
+    """
+    normed = f"blocks.{n_layers - 1}.hook_normalized_resid_post"
+    return normed if normed in hook_dict else f"blocks.{n_layers - 1}.hook_resid_post"

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from beartype import BeartypeConf
 from beartype.door import is_bearable
+from jaxtyping import jaxtyped
 from torch import Tensor
 
 P = ParamSpec("P")
@@ -163,7 +164,8 @@ def _fits_part(value: object, part: Any) -> bool:
         return value.ndim > 0 and issubclass(Tensor, origin)
     if hasattr(value, "__array__") and inspect.isclass(origin):
         return issubclass(list, origin)
-    return bool(is_bearable(value, part, conf=_CONF))
+    with jaxtyped("context"):  # the axes of a caller's function, of whatever size, are not ours
+        return bool(is_bearable(value, part, conf=_CONF))
 
 
 def shown(value: object) -> str:

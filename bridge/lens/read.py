@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.lens.readable import Readable
 from bridge.lens.reading import Reading
@@ -71,9 +72,8 @@ def lens(
             raise ValueError("attention_mask is for tokens; for texts it is worked out")
         batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, "left")
         input, attention_mask = batch.tokens, batch.mask
-    names = {
-        layer: f"blocks.{layer}.hook_resid_pre" if layer < n else f"blocks.{n - 1}.hook_resid_post" for layer in chosen
-    }
+    last = last_stream(bridge.hook_dict, n)
+    names = {layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last for layer in chosen}
     _, cache = bridge.run_with_cache(
         input, names_filter=list(names.values()), pos_slice=pos_slice, attention_mask=attention_mask, return_type=None
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class CorruptedRun:
         logits: ``[batch, pos, d_vocab]``.
         streams: the residual stream before each layer from the lowest of these on, ``[batch, pos, d_model]``.
         kept: the wanted activations, by name.
-        steps: whether going from layer to layer gives these logits again.
-        positions: whether starting behind the first positions does.
+        positions: whether going from layer to layer gives these logits again for runs that start behind the first
+            positions.
     """
 
     def __init__(
@@ -48,11 +49,10 @@ class CorruptedRun:
         self.batch, self.length = tokens.shape
         first, n_layers = min(layers, default=0), model.cfg.n_layers
         names = {layer: f"blocks.{layer}.hook_resid_pre" for layer in range(first, n_layers)}
-        self.steps = all(name in model.hook_dict for name in names.values())
-        self.positions = False
+        self._streams_known = all(name in model.hook_dict for name in names.values())
         self.streams: dict[int, Tensor] = {}
         self.kept: dict[str, Tensor] = {}
-        wanted = dict.fromkeys([*(names.values() if self.steps else ()), *keep])
+        wanted = dict.fromkeys([*(names.values() if self._streams_known else ()), *keep])
         options: dict[str, Any] = {"attention_mask": attention_mask}
         caching = self.length > 1 and _may_cache(model)
         if caching:
@@ -60,15 +60,17 @@ class CorruptedRun:
         if wanted:
             output, cache = model.run_with_cache(tokens, names_filter=list(wanted), **options)
             self.kept = {name: cache[name] for name in keep}
-            self.streams = {layer: cache[name] for layer, name in names.items()} if self.steps else {}
+            self.streams = {layer: cache[name] for layer, name in names.items()} if self._streams_known else {}
         else:
             output = model(tokens, **options)
         self.logits: Float[Tensor, "batch pos d_vocab"] = output[0] if caching else output
         self._past: DynamicCache | None = _plain_cache(output[1], self.length) if caching else None
-        if self.steps:
-            self.steps = self._gives_logits_again(0)
-        if self.steps and self._past is not None:
-            self.positions = self._gives_logits_again(self.length // 2)
+        self.positions = self._streams_known and self._past is not None and self._gives_logits_again(self.length // 2)
+
+    @cached_property
+    def steps(self) -> bool:
+        """Whether going from layer to layer gives these logits again for runs of all positions; tried when asked."""
+        return self._streams_known and self._gives_logits_again(0)
 
     def _gives_logits_again(self, start: int) -> bool:
         """Whether each layer of the corrupted run alone, from its stream, gives the next, and the last one the logits.

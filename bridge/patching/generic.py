@@ -71,8 +71,8 @@ def generic_activation_patch(
         patches_per_run: how many patches to run as one batch; ``"auto"``: as many as a quarter of the device's free
             memory holds, and as make runs faster. Each is still given to the setter and the metric alone.
         compiled: run all patches through one compiled program (`TransformerBridge.program`), or the options that
-            `torch.compile` is to have for it. It computes all layers of each patch: it pays for small models with many
-            patches, where most of the time is between the layers. Compiling takes some seconds.
+            `torch.compile` is to have for it. It computes all layers and positions of each patch, and compiling takes
+            seconds: on a processor it was slower wherever it was measured (docs/performance.md).
         verbose: show a progress bar.
 
     Returns:

@@ -18,7 +18,7 @@ from bridge.patching.memory import tokens_per_run
 from bridge.patching.regions import differences, first_change
 from bridge.patching.runs import PatchedRuns, may_start_later
 from bridge.patching.steps import Step
-from bridge.patching.sweep import Job, Patch, Sweep
+from bridge.patching.sweep import Job, Patch, Sweep, starts_at_first
 
 #: From the logits ``[batch, pos, d_vocab]`` of one patched run to a number.
 Number = Callable[[Float[Tensor, "batch pos d_vocab"]], float]
@@ -94,7 +94,11 @@ class _Measured:
         keep = [step.hook.name for step in steps if step.region is not None]
         layers = [hook.point.depth for hook in self.hooks]
         self.run = CorruptedRun(model, tokens, layers, list(dict.fromkeys(keep)), attention_mask)
-        self.possible = self.run.steps and self._without_gradients()
+        self.possible = self._without_gradients()
+        if self.possible:
+            self.jobs = self._jobs()
+            # Where each patch leaves the first positions alone, no run has all of them.
+            self.possible = not starts_at_first(self.jobs, self.run.length) or self.run.steps
 
     def _without_gradients(self) -> bool:
         """Whether the metric can do without gradients."""
@@ -107,9 +111,8 @@ class _Measured:
     def results(self, report: Callable[[int], object]) -> list[float]:
         """The metric of each patch, in the order of the patches."""
         found = [self.unpatched] * len(self.steps)
-        jobs = self._jobs()
-        report(len(self.steps) - len(jobs))
-        for job, logits in Sweep(self.run, self._most).logits(jobs):
+        report(len(self.steps) - len(self.jobs))
+        for job, logits in Sweep(self.run, self._most).logits(self.jobs):
             number = self.metric(logits)
             if math.isnan(number) and not logits.computed:
                 number = self.metric(logits.whole())  # something may have read past what was computed

@@ -94,6 +94,21 @@ def groups(jobs: Sequence[Job], length: int, batch: int, n_layers: int) -> list[
     return found
 
 
+def starts_at_first(jobs: Sequence[Job], length: int) -> bool:
+    """Whether a group of these patches starts at the first position.
+
+    Args:
+        jobs: the patches.
+        length: how many positions there are.
+
+    Example:
+        >>> from bridge.patching.sweep import starts_at_first
+        >>> starts_at_first([], 10)
+        False
+    """
+    return any(job.start < -(-length // MOST_STARTS) for job in jobs)
+
+
 class Sweep:
     """The patched runs of one corrupted run.
 

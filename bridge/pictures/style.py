@@ -110,7 +110,7 @@ def sequential(limit: float = 1.0) -> alt.Scale:
     return alt.Scale(domain=domain, range=[themed(*pair) for pair in SEQUENTIAL], clamp=True, interpolate="lab")
 
 
-def ink_on(strength: str) -> alt.Condition[alt.Value[alt.ExprRef]] | dict[str, object]:
+def ink_on(strength: str) -> dict[str, object]:
     """The colour of text on a coloured cell, so that it can be read.
 
     Args:

@@ -23,7 +23,7 @@ from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
 from bridge.programs.one_pass import AnyFunction, OnePass
 from bridge.programs.taps import AttentionWatch
-from bridge.run.model_inputs import accepted_arguments, places_among_tokens
+from bridge.run.model_inputs import accepted_arguments, places_among_tokens, places_of
 from bridge.run.protocol import Runs
 
 
@@ -67,6 +67,7 @@ class Program(nn.Module):
         self.compiled = False
         self.training = self.model.training
         self._known = known
+        self._counted = places_of(bridge.core)
         self._places = bridge.cfg.positions_from_mask and "position_ids" in known
         self._caches = "use_cache" in known
         self._max_length = bridge.cfg.n_ctx
@@ -206,7 +207,7 @@ class Program(nn.Module):
         if isinstance(mask, Tensor) and mask.ndim == 2:
             arguments["attention_mask"] = mask = mask.long()
             if self._places and given.get("position_ids") is None:
-                arguments["position_ids"] = places_among_tokens(mask)[:, -tokens.shape[1] :]
+                arguments["position_ids"] = places_among_tokens(mask, self._counted)[:, -tokens.shape[1] :]
         if torch.compiler.is_compiling() and self._caches and given.get("past_key_values") is None:
             arguments.setdefault("use_cache", False)  # nobody gets it, and it would be in the graph
         starts = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.paths import learns_prompt
+from adapters.paths import learns_prompt, token_embedding
 from bridge.hooks.context import ForwardPass, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
@@ -71,7 +71,9 @@ def checked_layers(
     if start_at_layer is None and stop_at_layer is None:
         return None, None
     start, stop = layer_range.check_layers(start_at_layer, stop_at_layer, bridge.cfg.n_layers)
-    if bridge.no_layer_runs:
+    # Of one module that is all blocks, all calls can be left out, not some.
+    no_block = start == bridge.cfg.n_layers and stop is None and any("@" in path for path in bridge.block_paths)
+    if bridge.no_layer_runs and not no_block:
         raise ValueError(f"{bridge.cfg.model_name} cannot start or stop at a layer: {bridge.no_layer_runs}")
     check_hooks_run(bridge, start, stop)
     return start, stop
@@ -199,7 +201,7 @@ def _starting(bridge: Runs, run: ForwardPass, input: Input, start: int) -> Itera
     else:
         begins = layer_range.entering(run, blocks[0], input)
     with begins:
-        yield layer_range.placeholder(input)
+        yield layer_range.placeholder(input, token_embedding(bridge.core))
 
 
 def _stopped(bridge: Runs, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -186,6 +185,13 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
     return start, stop
 
 
-def placeholder(residual: Tensor) -> Tensor:
-    """What stands in for the embeddings of a run that starts at a layer: its shape and type matter, not its values."""
-    return torch.zeros_like(residual, requires_grad=False)
+def placeholder(residual: Tensor, embedding: nn.Module | None) -> Tensor:
+    """What stands in for the embeddings of a run that starts at a layer: its shape and type matter, not its values.
+
+    Args:
+        residual: ``[batch, pos, d_model]``.
+        embedding: of the tokens, which may be of another width.
+    """
+    table = getattr(embedding, "weight", None)
+    width = table.shape[-1] if isinstance(table, Tensor) and table.ndim == 2 else residual.shape[-1]
+    return residual.new_zeros((*residual.shape[:-1], width))

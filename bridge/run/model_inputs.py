@@ -128,7 +128,7 @@ def prepare(
             return Inputs(kwargs, tokens, None)
         wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs and not _places(bridge.core, kwargs)
         if wanted and "position_ids" in accepted_arguments(type(bridge.core).forward):
-            positions = _positions(mask)
+            positions = _positions(mask, bridge.core)
             if positions is not None:
                 if learns_prompt(bridge.original_model):
                     raise ValueError(
@@ -150,7 +150,33 @@ def _places(core: nn.Module, given: Collection[str]) -> bool:
     return any(name in given for name in taken if name not in ("input_ids", "inputs_embeds", "attention_mask"))
 
 
-def _positions(mask: Tensor) -> Tensor | None:
+@dataclass(frozen=True)
+class Places:
+    """How a model counts places.
+
+    Attributes:
+        padding: the position of padding in a model that counts from there on (RoBERTa); else None.
+        first: the position of the first token in a model whose own positions say so (Nyströmformer's begin at 2).
+    """
+
+    padding: int | None = None
+    first: Tensor | None = None
+
+
+def places_of(core: nn.Module) -> Places:
+    """How a model counts places, from its embeddings."""
+    name = "create_position_ids_from_input_ids"
+    for module in core.modules():
+        index = None if isinstance(module, nn.Embedding) else getattr(module, "padding_idx", None)
+        if index is not None and (hasattr(module, name) or name in inspect.unwrap(type(module).forward).__globals__):
+            return Places(padding=int(index))
+        own = module._buffers.get("position_ids")
+        if own is not None and own.numel():
+            return Places(first=own.flatten()[0])
+    return Places()
+
+
+def _positions(mask: Tensor, core: nn.Module) -> Tensor | None:
     """Each token's place among the tokens of its row; None where that is its place in the row.
 
     What is in the memory of an accelerator is not looked at: that would wait for everything under way there. Padding
@@ -158,21 +184,25 @@ def _positions(mask: Tensor) -> Tensor | None:
     """
     if mask.device.type == "cpu" and not ((mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)).any():
         return None  # there is no padding before a token
-    return places_among_tokens(mask)
+    return places_among_tokens(mask, places_of(core))
 
 
-def places_among_tokens(mask: Tensor) -> Tensor:
+def places_among_tokens(mask: Tensor, counted: Places) -> Tensor:
     """Each token's place among the tokens of its row; padding behind keeps its place in the row.
 
     Args:
         mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
+        counted: how the model counts them.
 
     Returns:
         ``[batch, pos]``.
     """
     count = mask.cumsum(-1)
+    if counted.padding is not None:
+        return count * mask + counted.padding
     own_place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    return torch.where(mask.bool() | (count == 0), (count - 1).clamp(min=0), own_place)
+    places = torch.where(mask.bool() | (count == 0), (count - 1).clamp(min=0), own_place)
+    return places if counted.first is None else places + counted.first.to(places.device)
 
 
 def _checked_mask(mask: Tensor, kwargs: dict[str, Any], length: int) -> Tensor:

@@ -105,8 +105,8 @@ class Recorder:
                 continue
             if view.contextual and call is _NO_CALL:
                 call = Call(module, args, kwargs).without_graph()
-            waits = view.deferrable or not (view.contextual or view.at_once)
-            if self.everything and waits and not inference:
+            can_wait = (view.deferrable or not view.contextual) and not view.at_once
+            if self.everything and can_wait and not inference:
                 self.values[point.name] = Deferred(view, x, call)
             else:
                 with torch.no_grad():

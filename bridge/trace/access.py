@@ -153,8 +153,10 @@ class Access:
                 index, _, inside = rest.partition(".")
                 block = join(base, stack.place_of(int(index)))
                 paths = stack.block_at(int(index)).module_paths
-                if not inside:
+                if not inside and not stack.block_at(int(index)).entry:
                     return block
+                if not inside:
+                    break
                 if inside in paths:
                     return join(block, paths[inside])
         for which, kind in (("hook_in", "input"), ("hook_out", "output")):

@@ -32,42 +32,6 @@ class Activations(Protocol):
 Body = Callable[[Activations], object]
 
 
-class Edit(Sequence[tuple[str, "EditHook"]]):
-    """A body as hooks: pairs of a hook point's name and a function, as `hooks` and `run_with_hooks` take them.
-
-    In each forward pass the body runs once, in step with the model, as in a trace.
-
-    Args:
-        names: of the bridge.
-        body: the body.
-        points: the hook points that it asks for.
-    """
-
-    def __init__(self, names: Names, body: Body, points: Sequence[HookPoint]) -> None:
-        self.names, self.body = names, body
-        self.points = tuple(sorted(dict.fromkeys(points), key=lambda hook: hook.order))
-        self._specs: tuple[tuple[str, EditHook], ...] = ()
-        hook = EditHook(self)
-        self._specs = tuple([(point.name, hook) for point in self.points])
-
-    def __repr__(self) -> str:
-        name = getattr(self.body, "__name__", repr(self.body))
-        return f"Edit({name} at {', '.join(point.name for point in self.points)})"
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[str, EditHook]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[str, EditHook]]: ...
-    def __getitem__(self, index: int | slice) -> tuple[str, EditHook] | Sequence[tuple[str, EditHook]]:
-        return self._specs[index]
-
-    def __iter__(self) -> Iterator[tuple[str, EditHook]]:
-        return iter(self._specs)
-
-
 class EditHook:
     """The hook function at every point of an edit.
 
@@ -102,6 +66,42 @@ class EditHook:
         body = BodyInStep(self.edit, step)
         context.run.bodies[self.edit] = body
         return body.come_to(hook, act)
+
+
+class Edit(Sequence[tuple[str, EditHook]]):
+    """A body as hooks: pairs of a hook point's name and a function, as `hooks` and `run_with_hooks` take them.
+
+    In each forward pass the body runs once, in step with the model, as in a trace.
+
+    Args:
+        names: of the bridge.
+        body: the body.
+        points: the hook points that it asks for.
+    """
+
+    def __init__(self, names: Names, body: Body, points: Sequence[HookPoint]) -> None:
+        self.names, self.body = names, body
+        self.points = tuple(sorted(dict.fromkeys(points), key=lambda hook: hook.order))
+        self._specs: tuple[tuple[str, EditHook], ...] = ()
+        hook = EditHook(self)
+        self._specs = tuple([(point.name, hook) for point in self.points])
+
+    def __repr__(self) -> str:
+        name = getattr(self.body, "__name__", repr(self.body))
+        return f"Edit({name} at {', '.join(point.name for point in self.points)})"
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, EditHook]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[str, EditHook]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, EditHook] | Sequence[tuple[str, EditHook]]:
+        return self._specs[index]
+
+    def __iter__(self) -> Iterator[tuple[str, EditHook]]:
+        return iter(self._specs)
 
 
 class BodyInStep:

@@ -15,7 +15,7 @@ from adapters import verify
 from adapters.config import ModelConfig
 from adapters.registry import UndeclaredOptionError, declaration_for, has_declaration
 from bridge import TransformerBridge
-from tests.tiny_models import CANNOT_BE_BUILT, model_class, tiny_config, tiny_model, types
+from tests.tiny_models import CANNOT_BE_BUILT, Task, model_class, tiny_config, tiny_model, types
 
 #: Those that are always tried: of each sort of difference, one.
 SAMPLE = (
@@ -31,6 +31,20 @@ OTHERS = (
     "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "moshi", "nemotron", "olmo", "olmo2", "olmo3",
     "olmoe", "persimmon", "phi4_multimodal", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
     "vaultgemma", "youtu",
+    "bart", "blenderbot", "marian", "mbart", "pegasus", "plbart",
+)  # fmt: skip
+#: Encoders and decoders, and models of images, or of sound, and text.
+ENCODER_DECODERS = ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart")
+OF_IMAGES = (
+    "aria", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "exaone4_5",
+    "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2",
+    "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava", "llava_next", "llava_next_video",
+    "llava_onevision", "mistral3", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+    "video_llama_3", "video_llava", "vipllava",
+)  # fmt: skip
+OF_SOUND = (
+    "audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus", "moss_transcribe_diarize", "musicflamingo",
+    "qwen2_audio", "qwen3_asr", "voxtral",
 )  # fmt: skip
 #: The first families, which `test_verify_all` tries with their options.
 FIRST = (
@@ -39,7 +53,7 @@ FIRST = (
     "qwen3", "qwen3_moe",
 )  # fmt: skip
 #: Facts of `cfg` that a run does not show, or a family's configuration says of what it does not do.
-NOT_SEEN = {"_model", "default_prepend_bos", "decoder_start_token_id"}
+NOT_SEEN = {"_model", "default_prepend_bos", "decoder_start_token_id", "use_attn_scale"}
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +70,11 @@ def is_proved_and_inferred(model: PreTrainedModel) -> None:
         if field.name not in NOT_SEEN:
             one, other = getattr(declared.cfg, field.name), getattr(inferred.cfg, field.name)
             assert one == pytest.approx(other, rel=1e-4) if isinstance(one, float) else one == other, field.name
+    names = list(declared.hook_dict)
     tokens = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+    more = {"decoder_input_ids": tokens[:, :7]} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        caches = [each.run_with_cache(tokens, names_filter=list(each.hook_dict))[1] for each in (declared, inferred)]
+        caches = [each.run_with_cache(tokens, names_filter=names, **more)[1] for each in (declared, inferred)]
     for name, hook in declared.hook_dict.items():
         assert inferred.hook_dict[name].point.aliases == hook.point.aliases, name
         torch.testing.assert_close(caches[1][name], caches[0][name], rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
@@ -69,6 +85,34 @@ def is_proved_and_inferred(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_relative_is_proved_and_is_what_is_inferred(model_type: str) -> None:
     is_proved_and_inferred(tiny_model(model_type))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [("mbart", {"encoder_ffn_dim": 40, "decoder_layers": 3}), ("marian", {"scale_embedding": True})],
+)
+def test_an_encoder_and_a_decoder(model_type: str, fields: dict[str, object]) -> None:
+    is_proved_and_inferred(tiny_model(model_type, "seq2seq", **fields))
+
+
+def test_the_text_of_a_model_of_images_is_declared_by_its_own_adapter() -> None:
+    is_proved_and_inferred(tiny_model("idefics3", "image_text"))
+    of_its_own = tiny_model("llava", "image_text").config
+    of_its_own.text_config = tiny_config("diffllama")
+    with pytest.raises(UndeclaredOptionError, match="the model of a DiffLlamaConfig inside of it has no adapter"):
+        declaration_for(type(tiny_model("llava", "image_text"))(of_its_own))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "task"),
+    [
+        *((name, "seq2seq") for name in (*ENCODER_DECODERS, *OF_SOUND)),
+        *((name, "image_text") for name in OF_IMAGES),
+    ],
+)
+def test_every_one_of_two_stacks_or_of_more_than_text(model_type: str, task: Task) -> None:
+    is_proved_and_inferred(tiny_model(model_type, task))
 
 
 @pytest.mark.slow

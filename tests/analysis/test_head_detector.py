@@ -191,4 +191,12 @@ def test_legacy_names_are_these():
     from bridge.legacy import head_detector
 
     assert head_detector.detect_head is detect_head
-    assert set(head_detector.__all__) >= {"HEAD_NAMES", "get_supported_heads", "SEQ_LEN_ERR"}
+    assert all(hasattr(head_detector, name) for name in ("HEAD_NAMES", "get_supported_heads", "SEQ_LEN_ERR"))
+
+
+def test_two_tokens_are_enough(embedded):
+    """And the previous token's pattern is then the first column alone, but for the first query."""
+    seen = patterns(embedded, "Mary")
+    assert seen.shape[-2:] == (2, 2)
+    found = detect_head(embedded, "Mary", "previous_token_head", error_measure="mul")
+    torch.testing.assert_close(found, seen[..., 1, 0] / seen.sum((-1, -2)))

@@ -8,6 +8,7 @@ from bridge.circuits import Graph, edge_effects, logit_difference, path_patching
 from bridge.circuits.edge_run import EdgeRun
 from bridge.circuits.senders import written
 from tests.analysis.models import bridge_of
+from tests.circuits.by_torch_hooks import ByTorchHooks
 from tests.conftest import torch_hooks
 
 EDGES = [
@@ -81,6 +82,33 @@ def test_families(family, clean, corrupted):
         assert found.values[receiver, sender] == pytest.approx(whole.item(), abs=1e-4)
     assert found.values.abs().max() > 1e-3
     assert torch_hooks(bridge.original_model) == 0
+
+
+#: Grouped keys, parallel blocks, norms after a part, a mixture as one node.
+BY_TORCH_HOOKS = {
+    "llama": ["embed->L0G1.k", "L0H2->L1H3.q", "L0H1->L0MLP", "L0MLP->L2G0.v", "L1H3->L2G1.k", "L1MLP->logits"],
+    "gpt_neox": ["embed->L0H1.k", "L0H2->L1H3.q", "L0H1->L1MLP", "L0MLP->L2H0.v", "embed->L1MLP", "L1H3->logits"],
+    "gemma2": ["embed->L0G1.k", "L0H2->L1H3.q", "L0H1->L0MLP", "L0MLP->L1G0.v", "L1H3->logits", "L1MLP->logits"],
+    "mixtral": ["embed->L0G1.k", "L0H2->L1H3.q", "L0H1->L0MLP", "L0MLP->L1G0.v", "L1H3->logits", "L1MLP->logits"],
+}
+
+
+@pytest.mark.parametrize("family", BY_TORCH_HOOKS)
+def test_edges_of_other_blocks_by_plain_torch_hooks(family, clean, corrupted, metric):
+    bridge = bridge_of(family)
+    if family != "mixtral":  # its kernel has no float64
+        bridge.to(torch.float64)
+    hand = ByTorchHooks(bridge.original_model, post_norms=family == "gemma2")
+    (one, right), (other, _) = hand.senders(clean), hand.senders(corrupted)
+    edges = BY_TORCH_HOOKS[family]
+    found = edge_effects(bridge, clean, corrupted, metric, edges, verbose=False)
+    exact = 1e-5 if family == "mixtral" else 1e-6  # RMS norms compute in float32 whatever they are given
+    for edge in edges:
+        sender, receiver = edge.split("->")
+        change = other[sender] - one[sender]
+        by_hand = (metric(hand.with_edge(clean, receiver, change)) - metric(right)).item()
+        assert abs(by_hand) > 1e-5, edge
+        assert found[edge] == pytest.approx(by_hand, abs=exact, rel=1e-4), edge
 
 
 def test_with_hooks_of_the_user_in_place(gpt2, clean, corrupted, metric):

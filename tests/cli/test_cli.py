@@ -41,6 +41,14 @@ def test_verify_prints_a_table_and_says_so_by_its_status(capsys, tmp_path, monke
     assert out.count("  ok  ") == len(out.splitlines()) - 1 > 20
 
 
+def test_verify_is_quick_where_it_is_asked(capsys):
+    assert main(["verify", "embedded"]) == 0
+    full = capsys.readouterr().out
+    assert main(["verify", "embedded", "--quick"]) == 0
+    quick = capsys.readouterr().out
+    assert ": verified" in quick and len(quick.splitlines()) < len(full.splitlines())
+
+
 def test_usage(capsys):
     with pytest.raises(SystemExit):
         main(["dmeo"])

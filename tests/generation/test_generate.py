@@ -6,6 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria, T5Config
 
 from bridge import TransformerBridge
 from tests.conftest import tiny, torch_hooks
+from tests.tiny_models import tiny_model
 
 QUIET = {"verbose": False}
 GREEDY = {"do_sample": False, "verbose": False}
@@ -129,6 +130,25 @@ def test_the_cache_of_a_generation_is_that_of_the_finished_sequence(endless, cac
     )
     assert list(some) == ["hook_embed"] and some["hook_embed"].is_meta
     assert torch_hooks(endless.original_model) == 0
+
+
+@torch.no_grad()
+def test_the_cache_of_points_whose_steps_are_of_other_lengths():
+    """Keys that are made anew from a latent, for the past too; logits of a prompt; the rows of an expert."""
+    bridge = TransformerBridge(tiny_model("deepseek_v3"))
+    names = ["blocks.0.attn.hook_k", "blocks.1.attn.hook_v", "unembed.hook_in"]
+    options = {"max_new_tokens": 4, "return_cache": True, "return_type": "tokens", "stop_at_eos": False, **GREEDY}
+    made, cache = bridge.generate(SOME, names_filter=names, **options)
+    _, whole = bridge.run_with_cache(made[:, :-1], names_filter=names)
+    for name in names:
+        torch.testing.assert_close(cache[name], whole[name], atol=1e-5, rtol=1e-4)
+    rows = [f"blocks.1.mlp.experts.{expert}.hook_in" for expert in range(4)]
+    with pytest.raises(ValueError, match=r"experts\.0\.hook_in.* do not make those of the sequence"):
+        bridge.generate(SOME, names_filter=rows, **options)
+    made, cache = bridge.generate(SOME, names_filter=rows, use_past_kv_cache=False, **options)
+    _, whole = bridge.run_with_cache(made[:, :-1], names_filter=rows)
+    assert all(torch.equal(cache[name], whole[name]) for name in rows)
+    assert torch_hooks(bridge.original_model) == 0
 
 
 def test_the_cache_of_padded_prompts(embedded):

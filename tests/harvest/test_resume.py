@@ -63,10 +63,13 @@ def kill(tmp_path, times, copies, per_shard):
         start("whole")
         assert server.stdout.readline() == "0\n"
         undisturbed = time.perf_counter() - began
-        rng, killed = random.Random(0), 0
-        for _ in range(times):
+        rng, killed, total = random.Random(0), 0, len(shards(tmp_path / "whole"))
+        for share in sorted(rng.uniform(0, 0.9) for _ in range(times)):
             process = start("killed")
-            time.sleep(rng.uniform(0.05, 1) * undisturbed * 1.6 / times)
+            while len(list((tmp_path / "killed").glob("shard-*"))) < share * total:
+                time.sleep(0.001)
+                assert time.perf_counter() - began < 300, "it makes no more shards"
+            time.sleep(rng.uniform(0, 2) * undisturbed / total)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
             killed += int(server.stdout.readline()) == -signal.SIGKILL
@@ -83,7 +86,7 @@ def kill(tmp_path, times, copies, per_shard):
 
 
 def test_killed_at_random_moments(tmp_path):
-    killed, made, total = kill(tmp_path, 4, 30, 256)
+    killed, made, total = kill(tmp_path, 4, 12, 128)
     assert killed >= 3
     assert made < total
 

@@ -7,7 +7,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Float, Int
+from beartype import beartype
+from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor
 
 from bridge.hooks.arguments import check_types, refuse_wrong_types, shown
@@ -80,6 +81,20 @@ def test_a_decorated_function():
         return others
 
     assert alone(1, x="another") == {"x": "another"}
+
+
+def test_axes_of_a_callers_function_are_its_own() -> None:
+    """A user's function may check its shapes by jaxtyping, too."""
+
+    @refuse_wrong_types
+    def ours(x: Float[Tensor, "row column"]) -> int:
+        return len(x)
+
+    @jaxtyped(typechecker=beartype)
+    def theirs(x: Float[Tensor, "row column"]) -> int:
+        return ours(x[:1])
+
+    assert theirs(torch.zeros(2, 3)) == 1
 
 
 def test_what_is_shown():

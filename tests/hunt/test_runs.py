@@ -6,11 +6,13 @@ import weakref
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 from bridge import TransformerBridge
 from tests.conftest import FAMILIES, tiny, torch_hooks
+from tests.tiny_models import tiny_model
 
 
 def zero(x, hook):
@@ -280,3 +282,25 @@ def test_positions_of_rows_padded_in_front(bridge, hf, tokens):
     assert torch.equal(bridge(tokens, attention_mask=mask, position_ids=positions), theirs)
     bridge.cfg.positions_from_mask = False
     assert torch.equal(bridge(tokens, attention_mask=mask), theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["roberta", "yoso"])
+def test_positions_of_a_model_whose_first_is_not_zero(kind):
+    """RoBERTa's first token is at the place after padding's, YOSO's at 2: as the model has it, in a program too."""
+    model = tiny_model(kind, "masked", num_hidden_layers=1)
+    bridge, padding = TransformerBridge(model), model.config.pad_token_id
+    tokens = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    assert torch.equal(bridge.program()(tokens, attention_mask=mask)["logits"], model(tokens, mask).logits)
+    with bridge.hooks([("embed.hook_pos_embed", lambda x, hook: seen.append(x[-1]))]):
+        seen: list[Tensor] = []
+        bridge(tokens[1:, 3:])
+        mask[1, :3] = 0
+        for ids in (tokens.where(mask.bool(), padding), tokens):  # what stands under the mask is no matter
+            logits = bridge(ids, attention_mask=mask)
+            assert torch.equal(seen[0], seen[-1][3:])
+            assert torch.equal(bridge.program()(ids, attention_mask=mask)["logits"], logits)
+    if kind == "roberta":
+        padded = tokens.where(mask.bool(), padding)
+        assert torch.equal(bridge(padded, attention_mask=mask), model(padded, attention_mask=mask).logits)

@@ -20,8 +20,14 @@ def pair(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, torch.cat([tokens[:, :1], (tokens[:, 1:3] + 7) % 61, tokens[:, 3:]], dim=1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"], indirect=True)
-@pytest.mark.parametrize("kind", ["resid_pre", "mlp_out", "attn_head_k_all_pos", "attn_head_pattern_all_pos"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "resid_pre"), ("gpt_neox", "mlp_out"), ("gpt_neox", "attn_head_k_all_pos"),
+        ("llama", "attn_head_pattern_all_pos"),
+    ],
+    indirect=["family"],
+)  # fmt: skip
 def test_it_equals_the_other_sweep(bridge: TransformerBridge, pair: tuple[Tensor, Tensor], kind: str) -> None:
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)

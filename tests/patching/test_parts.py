@@ -240,6 +240,22 @@ def test_logits_are_computed_for_patches_together_within_a_bound(bridge, tokens,
     assert len(sizes) - 2 == {0: 24, 1: 3 + 12, 4: 6}[kept]  # 12 heads; two are of the trial runs
 
 
+def test_runs_of_all_positions_are_tried_only_where_they_are_made(bridge, tokens, monkeypatch):
+    clean = tokens[:, :5]
+    later, first = ((clean + 7 * (torch.arange(5) == place)) % 61 for place in (2, 0))
+    _, cache = bridge.run_with_cache(clean)
+    patch = ready.get_act_patch_attn_head_out_all_pos
+    right = [plainly(monkeypatch, patch, bridge, corrupted, cache, metric) for corrupted in (later, first)]
+    tried = []
+    monkeypatch.setattr(CorruptedRun, "steps", property(lambda self: tried.append(1) or False))
+    found = patch(bridge, later, cache, metric, verbose=False)
+    torch.testing.assert_close(found, right[0], atol=1e-5, rtol=1e-4)
+    assert not tried
+    found = patch(bridge, first, cache, metric, verbose=False)  # what was tried went wrong: whole runs
+    torch.testing.assert_close(found, right[1], atol=1e-5, rtol=1e-4)
+    assert tried
+
+
 def test_the_cut_into_runs_costs_least():
     config = GPT2Config(n_embd=8, n_layer=12, n_head=2, vocab_size=10, n_positions=16, bos_token_id=0, eos_token_id=0)
     bridge = TransformerBridge(GPT2LMHeadModel(config))

@@ -164,8 +164,8 @@ def test_many_programs_in_one_process():
     """torch compiles each code object a few times only: each program has one of its own."""
     bridge = TransformerBridge(tiny("llama-gqa"))
     tokens, _ = batch(bridge)
-    for layer in range(bridge.cfg.n_layers):
-        for end in ("hook_resid_pre", "hook_resid_mid", "hook_mlp_out", "hook_attn_out", "hook_resid_post"):
-            names = [f"blocks.{layer}.{end}"]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for end in ("hook_resid_mid", "hook_mlp_out", "hook_resid_post"):
+            names = [f"blocks.1.{end}"]
             program = bridge.program(capture=names, interventions=[(names, halve)])
             assert_same(program.compile(backend="eager")(tokens), program(tokens))

@@ -45,8 +45,6 @@ def needs(format: str) -> pytest.MarkDecorator:
 def cases() -> Iterator[Any]:
     for format in FORMATS:
         for family in FAMILIES:
-            if format == "executorch" and family != "bert":
-                continue  # minutes each; see docs/export.md for what was tried once
             yield pytest.param(format, family, marks=needs(format), id=f"{format}-{family}")
 
 
@@ -84,7 +82,10 @@ def test_logits_patterns_and_streams_with_and_without_interventions(format: str,
     names = [name for name in names if name in bridge.hook_dict]
     at = f"{stack}.0.hook_mlp_out"
     example = arguments(bridge, 2, 6)
-    plain = bridge.export(example, format, capture=names)
+    # Half a minute each for ExecuTorch: there two models show that one without interventions is right, too.
+    plain = (
+        bridge.export(example, format, capture=names) if format != "executorch" or family in ("gpt2", "bert") else None
+    )
     bridge.export(
         example,
         format,
@@ -94,8 +95,9 @@ def test_logits_patterns_and_streams_with_and_without_interventions(format: str,
         path=tmp_path / "edited",
     )
     read = ExportedModel.from_pretrained(tmp_path / "edited", **RUN.get(format, {}))
-    plain.to(**RUN.get(format, {}))
-    assert list(plain(**example)) == ["logits", *sorted(names, key=list(bridge.hook_dict).index)]
+    if plain is not None:
+        plain.to(**RUN.get(format, {}))
+        assert list(plain(**example)) == ["logits", *sorted(names, key=list(bridge.hook_dict).index)]
     rows = (3, 1)
     for n, length in zip(rows, (11, 5), strict=True):
         given = arguments(bridge, n, length)
@@ -103,6 +105,8 @@ def test_logits_patterns_and_streams_with_and_without_interventions(format: str,
         vector, strength = torch.randn(32), torch.tensor(0.7)
         hooks = [(at, lambda a, hook, v=vector: a + v * 0.7), (f"{stack}.1.attn.hook_z", ablate)]
         for exported, fwd_hooks, inputs in ((plain, [], {}), (read, hooks, {"vector": vector, "strength": strength})):
+            if exported is None:
+                continue
             with bridge.hooks(fwd_hooks):
                 logits, cache = bridge.run_with_cache(tokens, names_filter=names, **more)
             made = exported(**given, **inputs)

@@ -1,4 +1,4 @@
-"""Runs the tests of compiled programs where nothing checks types: what does cannot be compiled."""
+"""Runs the tests of compiled and exported programs where nothing checks types: what does cannot be traced."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+#: torch's own format; `make export` runs all.
+EXPORTED = (
+    "test_logits_patterns_and_streams_with_and_without_interventions[dynamo-gpt2]",
+    "test_the_body_of_an_edit_is_exported",
+)
 
-def test_compiled_programs():
+
+def test_compiled_and_exported_programs():
     made = subprocess.run(
         [
             sys.executable,
@@ -17,6 +23,7 @@ def test_compiled_programs():
             "-n",
             "0",
             *(f"tests/{room}/compiled.py" for room in ("programs", "patching")),
+            *(f"tests/programs/exported.py::{name}" for name in EXPORTED),
         ],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"UNCHECKED": "1"},

@@ -1,34 +1,18 @@
-"""What is refused before anything is traced; and the tests of exports, in a process in which nothing checks types."""
+"""What is refused before anything is traced; `test_compiled` runs the tests of exports."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from bridge import TransformerBridge
 from bridge.export import formats
+from bridge.export.executorch import ForExecutorch
 from tests.adapters.test_verify_all import tiny
-
-
-def test_exported_programs():
-    """torch's own format; `make export` runs all."""
-    made = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "-n", "0", str(Path(__file__).with_name("exported.py")),
-            "-k", "dynamo-gpt2 or body",
-        ],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"UNCHECKED": "1"},
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stdout[-6000:] + made.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +46,29 @@ def test_what_cannot_be_exported_is_refused():
     )
     with pytest.raises(TypeError, match="v: an example of a declared input is given where the program is made"):
         program.export({"input_ids": tokens, "v": torch.ones(32)})
+
+
+def test_executorch_is_told_in_other_words_what_it_gets_wrong():
+    class Calls(torch.nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            parts = [*torch.split(x, 4, -1), *x.split([3, 4, 6], dim=-1), *x.chunk(3, -1), *torch.chunk(x, 2, dim=2)]
+            return [*parts, functional.gelu(x, approximate="tanh"), functional.gelu(x), x.relu()]
+
+    class Told(Calls):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            with ForExecutorch():
+                return super().forward(x)
+
+    x = torch.randn(2, 5, 13)
+    for made, wanted in zip(Told()(x), Calls()(x), strict=True):
+        torch.testing.assert_close(made, wanted, rtol=1e-6, atol=1e-6)
+    dims = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    found = [
+        [str(node.target) for node in torch.export.export(each, (x,), dynamic_shapes=dims).graph.nodes]
+        for each in (Calls(), Told())
+    ]
+    splits = [[op for op in ops if "split" in op or "chunk" in op] for ops in found]
+    assert [len(ops) for ops in splits] == [4, 0] and [ops.count("aten.gelu.default") for ops in found] == [2, 1]
 
 
 def test_executorch_does_not_get_what_it_would_move_or_cannot_count():

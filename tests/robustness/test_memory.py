@@ -99,6 +99,13 @@ def alive() -> tuple[int, int]:
     return sum(issubclass(type(x), torch.Tensor) for x in objects), len(objects)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _only_what_is_new() -> None:
+    """What is there by now is not looked at: to go through all of it takes longer than the runs."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def small() -> TransformerBridge:
     return TransformerBridge.boot_native(SIZES).eval()

@@ -345,3 +345,11 @@ def test_a_model_without_a_head_has_no_unembedding() -> None:
     bridge = TransformerBridge(transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2)))
     with pytest.raises(AttributeError, match="W_U"):
         _ = bridge.W_U
+
+
+def test_one_weight_of_the_blocks_that_have_a_part(embedded: TransformerBridge) -> None:
+    layers, weights = embedded.stack_params_for("mlp", "mlp.W_in", lambda weight: weight.T)
+    assert layers == [0, 1, 2, 3]
+    assert torch.equal(weights, embedded.W_in.transpose(1, 2))
+    with pytest.raises(ValueError, match=r"no block of .* has 'mixer'"):
+        embedded.stack_params_for("mixer", "mixer.A")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
-from bridge.legacy.components import mlps as mlps
+from bridge.legacy import kinds
 from bridge.legacy.HookedTransformer import HookedTransformer as _HookedTransformer  # which makes parts by themselves
 from bridge.legacy.kinds import (
     MLP,
@@ -40,6 +42,22 @@ NOT_HERE = {
     "T5Attention": "HookedEncoderDecoder(...).encoder[0].attn", "T5Block": "HookedEncoderDecoder(...).encoder[0]",
     "GatedMLP4Bit": "quantised layers are Hugging Face's own, behind the same MLP",
 }  # fmt: skip
+
+
+#: HookedTransformer has a module for each class; here each of them is the one that holds them all.
+_MODULES = (
+    "abstract_attention", "attention", "bert_embed", "embed", "grouped_query_attention", "layer_norm",
+    "layer_norm_pre", "pos_embed", "rms_norm", "rms_norm_pre", "transformer_block", "unembed",
+)  # fmt: skip
+mlps = ModuleType(f"{__name__}.mlps", "``transformer_lens.components.mlps``'s modules.")
+mlps.__spec__, mlps.__path__ = kinds.__spec__, []
+sys.modules[mlps.__name__] = mlps
+for _package, _names in (
+    (sys.modules[__name__], _MODULES), (mlps, ("can_be_used_as_mlp", "gated_mlp", "mlp", "moe")),
+):  # fmt: skip
+    for _name in _names:
+        setattr(_package, _name, kinds)
+        sys.modules[f"{_package.__name__}.{_name}"] = kinds
 
 
 def __getattr__(name: str) -> Any:

@@ -52,7 +52,8 @@ def test_without_automatic_it_is_refused() -> None:
 def test_an_option_that_a_declaration_is_not_for_is_inferred() -> None:
     """OLMo with `clip_qkv` writes over its queries: its adapter says nothing of that."""
     model = tiny_model("olmo", clip_qkv=0.1)
-    assert TransformerBridge(model).offered().inferred
+    offered = TransformerBridge(model).offered()
+    assert offered.inferred and "OlmoForCausalLM has an adapter for other options than these." in offered.summary
     with pytest.raises(UnsupportedModelError, match=r"is for clip_qkv=None, and this one has 0\.1"):
         TransformerBridge(model, automatic=False)
     assert not TransformerBridge(tiny_model("olmo"), automatic=False).offered().inferred
@@ -113,6 +114,16 @@ def test_what_the_model_writes_over_is_in_a_cache_of_everything() -> None:
     model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
     model(TOKENS)
     assert torch.equal(cache[name], seen[0])
+
+
+def test_a_part_of_which_nothing_says_what_it_is_has_no_name() -> None:
+    """RWKV writes over what a gradient would be taken from: its attention is no MLP."""
+    offered = TransformerBridge(tiny_model("rwkv")).offered()
+    assert (
+        "whether rwkv.blocks.1.attention mixes positions is not known" in offered.not_offered["blocks.1.hook_resid_mid"]
+    )
+    assert not any("mlp" in name or "attn" in name for name in offered.names)
+    assert {"blocks.1.hook_resid_pre", "blocks.1.hook_resid_post"} <= set(offered.names)
 
 
 def test_a_wrong_norm_is_no_norm() -> None:

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from adapters import verify
 from bridge import TransformerBridge
+from bridge.analysis.logit_lens import logit_lens
 from bridge.hooks.hook_point import HookPoint
+from bridge.lens import lens
 from tests.tiny_models import tiny_model
 
 TOKENS = torch.tensor([[5, 17, 42, 8, 61, 9, 33], [7, 7, 12, 90, 4, 55, 21]])
@@ -93,6 +95,16 @@ def test_a_trace_waits_for_a_call(albert: TransformerBridge) -> None:
             q = run["blocks.3.attn.hook_q"]
     assert torch.equal(output, cache["blocks.2.hook_resid_pre"])
     assert torch.equal(q, cache["blocks.3.attn.hook_q"])
+
+
+@pytest.mark.parametrize("model_type", ["bert", "albert", "rembert"])
+def test_lenses_end_in_the_logits(model_type: str) -> None:
+    """Also where the embeddings are of another width, and blocks end in a norm on the stream."""
+    bridge = TransformerBridge(tiny_model(model_type, "masked"))
+    with torch.no_grad():
+        logits = bridge.original_model(TOKENS).logits
+        assert torch.allclose(logit_lens(bridge, TOKENS)[-1], logits, atol=1e-5)
+        assert torch.allclose(lens(bridge, TOKENS).stack()[-1], logits, atol=1e-5)
 
 
 def test_what_one_module_cannot_do_is_refused(albert: TransformerBridge) -> None:

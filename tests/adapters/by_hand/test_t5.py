@@ -138,15 +138,15 @@ def test_a_pattern_put_in_place_of_the_models_own_takes_effect(case: str) -> Non
 def test_gradients(case: str) -> None:
     found: dict[str, Tensor] = {}
     wrong = []
-    for name, mode in names(case).items():
+    for mode in dict.fromkeys(names(case).values()):
         # The norm before self attention is computed for queries first; its gradient arrives last, and stays.
-        right = computed(case, mode).seen[name][0].grad
-        if right is None:  # nothing after it
-            continue
-        hooks = [(name, lambda gradient, hook: found.__setitem__(hook.name, gradient.clone()))]
-        outcome(tiny(case).run_with_hooks(TOKENS, bwd_hooks=hooks, **with_decoder(case))).backward()
-        if not agree(found[name], right, atol=1e-4):
-            wrong.append(name)
+        seen = {name: computed(case, mode).seen[name][0].grad for name, needs in names(case).items() if needs == mode}
+        right = {name: gradient for name, gradient in seen.items() if gradient is not None}  # None: nothing after it
+        keep = [(name, lambda gradient, hook: found.__setitem__(hook.name, gradient.clone())) for name in right]
+        outcome(tiny(case).run_with_hooks(TOKENS, bwd_hooks=keep, **with_decoder(case))).backward()
+        for name, gradient in right.items():  # some are of the order of ten, and rounded as such
+            if not agree(found[name], gradient, atol=2e-4 * max(1.0, gradient.abs().max().item())):
+                wrong.append(name)
     assert len(found) > 40
     assert not wrong
 

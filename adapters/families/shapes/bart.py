@@ -1,0 +1,73 @@
+"""BART's shape: an encoder, and a decoder that attends to it; or the decoder alone."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.attention import Attention, Projection
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, Norm
+
+
+def bart_like(
+    config: PreTrainedConfig, *, on_stream: bool, final: bool, embed_norm: bool, scales: bool = False
+) -> Architecture:
+    """An encoder and a decoder, or, by their configuration, the decoder as a language model.
+
+    Args:
+        config: the Hugging Face configuration.
+        on_stream: norms stand on the stream itself, not before each part.
+        final: there is a norm behind the last block.
+        embed_norm: there is one of the sum of the embeddings.
+        scales: where the configuration asks for it, the model multiplies the embedding, not the embedding's module.
+    """
+    alone = not config.is_encoder_decoder  # the decoder as a language model
+    names = ("decoder",) if alone else ("encoder", "decoder")
+    of_embeddings = [Norm(f"{name}.layernorm_embedding", LAYER_NORM) if embed_norm else None for name in names]
+    factor = config.d_model**0.5 if scales and config.scale_embedding else 1.0
+    width = config.decoder_ffn_dim if alone else config.encoder_ffn_dim
+    own = None if config.decoder_ffn_dim == width else config.decoder_ffn_dim
+    stacks = [
+        _stack(
+            name, on_stream, final=final, embed_norm=norm, alone=alone, factor=factor,
+            d_mlp=own if name == "decoder" else None,
+        )
+        for name, norm in zip(names, of_embeddings, strict=True)
+    ]  # fmt: skip
+    start = {} if alone else {"decoder_start_token_id": getattr(config, "decoder_start_token_id", None)}
+    return Architecture(
+        stacks=tuple(stacks),
+        embed=f"{names[0]}.embed_tokens",
+        pos_embed=f"{names[0]}.embed_positions",
+        embed_norm=of_embeddings[0],
+        embeddings=f"{names[0]}.layernorm_embedding" if embed_norm else None,
+        embed_factor=factor,
+        unembed="lm_head",
+        no_layer_runs="" if alone else "its decoder needs the encoder's output",
+        config_values={"d_mlp": width, "attention_dir": "causal" if alone else "bidirectional", **start},
+    )
+
+
+def _stack(
+    name: str, on_stream: bool, *, final: bool, embed_norm: Norm | None, alone: bool, factor: float, d_mlp: int | None
+) -> Stack:
+    """The encoder, or the decoder, which attends to it where it does not stand `alone`."""
+    q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
+    parts: list[tuple[Attention | MLP, str]] = [(Attention("self_attn", q, k, v, o="out_proj"), "self_attn_layer_norm")]
+    if name == "decoder" and not alone:
+        parts.append((Attention("encoder_attn", q, k, v, o="out_proj", cross=True), "encoder_attn_layer_norm"))
+    parts.append((MLP("", up=Projection("fc1"), down="fc2", out="fc2", d_mlp=d_mlp), "final_layer_norm"))
+    norms = [Norm(path, LAYER_NORM) for _, path in parts]
+    steps = [
+        Step(part, stream_norm=norm) if on_stream else Step(part, pre=norm)
+        for (part, _), norm in zip(parts, norms, strict=True)
+    ]
+    last = Norm(f"{name}.layer_norm", LAYER_NORM) if final else None
+    if alone or name == "encoder":
+        return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, name="blocks" if alone else name)
+    tokens, positions = f"{name}.embed_tokens", f"{name}.embed_positions"
+    return Stack(
+        f"{name}.layers", Block(tuple(steps)), {}, last, tokens, name, "decoder_pos", pos_embed=positions,
+        embed_norm=embed_norm, embed_factor=factor,
+    )  # fmt: skip

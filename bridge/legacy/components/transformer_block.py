@@ -1,3 +1,0 @@
-"""``transformer_lens.components.transformer_block``."""
-
-from bridge.legacy.components import TransformerBlock as TransformerBlock

@@ -1,0 +1,117 @@
+"""Masked language models of unusual build: what is inferred for them is proved, and what is wrong of it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adapters import Architecture, Attention, verify
+from adapters.proofs.scores import SCORES, VALUES
+from adapters.proofs.stream import ENDS
+from bridge import TransformerBridge
+from bridge.hooks.hook_point import HookPoint
+from tests.adapters.mutations import declared_as
+from tests.tiny_models import tiny_model
+
+TOKENS = torch.tensor([[5, 17, 42, 8, 61, 9, 33], [7, 7, 12, 90, 4, 55, 21]])
+
+#: What each is built of that others are not.
+BUILDS = {
+    "deberta": "scores that queries and keys alone add to, biases beside a fused projection",
+    "deberta-v2": "the same with projections that run twice",
+    "flaubert": "blocks that are no modules",
+    "fnet": "a mixer without parameters, a projection behind the embeddings",
+    "layoutlm": "embeddings that run twice",
+    "mpnet": "a table of position biases outside of the blocks",
+    "nystromformer": "a convolution of the values beside attention",
+    "roc_bert": "a projection of several embeddings before their sum",
+    "ultrabert": "a head without a norm around the output layer, windows wider than the configuration says",
+    "yoso": "a mixer with its layers inside of modules",
+}
+
+
+@pytest.mark.parametrize("model_type", BUILDS)
+def test_all_is_offered_and_proved(model_type: str) -> None:
+    bridge = TransformerBridge(tiny_model(model_type, "masked"))
+    assert not bridge.offered().not_offered
+    report = verify(bridge)
+    assert report.passed, report
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(TOKENS)
+    assert all(cache[name].numel() for name in cache)  # also what the model writes over afterwards
+
+
+def changed(declared: Architecture, change: Callable[[Attention], Attention]) -> Architecture:
+    """A declaration of one stack with other attentions."""
+    block = declared.stack.block
+    steps = tuple(
+        replace(step, part=change(step.part)) if isinstance(step.part, Attention) else step for step in block.steps
+    )
+    return replace(declared, stacks=(replace(declared.stack, block=replace(block, steps=steps)),))
+
+
+WRONG: dict[str, tuple[str, Callable[[Attention], Attention], str]] = {
+    "no bias of queries": ("deberta", lambda part: replace(part, q_bias=None), SCORES),
+    "no bias of values": ("deberta", lambda part: replace(part, v_bias=None), VALUES),
+    "nothing is added": ("deberta", lambda part: replace(part, adds=None), SCORES),
+    "something is added": ("bert", lambda part: replace(part, adds=()), SCORES),
+    "another scale": ("deberta-v2", lambda part: replace(part, scale=2.0), SCORES),
+    "no convolution": ("nystromformer", lambda part: replace(part, branch=None), VALUES),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_attentions_are_refused(case: str) -> None:
+    model_type, change, claim = WRONG[case]
+    model = tiny_model(model_type, "masked")
+    declared = TransformerBridge(model).architecture
+    with declared_as(changed(declared, change)):
+        report = verify(TransformerBridge(model, automatic=False))
+    assert claim in {check.name for check in report.checks if not check.passed}, report
+
+
+def test_a_projection_left_out_is_refused() -> None:
+    model = tiny_model("roc_bert", "masked")
+    declared = TransformerBridge(model).architecture
+    wrong = replace(declared, embed_project=None)
+    with declared_as(wrong):
+        report = verify(TransformerBridge(model, automatic=False))
+    assert ENDS in {check.name for check in report.checks if not check.passed}, report
+
+
+def test_patterns_of_deberta_are_those_of_hugging_face() -> None:
+    bridge = TransformerBridge(tiny_model("deberta-v2", "masked"))
+    with torch.no_grad():
+        expected = bridge.original_model(TOKENS, output_attentions=True).attentions
+        _, cache = bridge.run_with_cache(TOKENS)
+    for layer in range(bridge.cfg.n_layers):
+        torch.testing.assert_close(cache["pattern", layer], expected[layer])
+
+
+def test_the_stream_between_blocks_that_are_no_modules() -> None:
+    """Where no module stands around a block, an edit of the stream reaches the sum, too."""
+    bridge = TransformerBridge(tiny_model("xlm", "masked"))
+    model = bridge.original_model
+
+    def half(x: Tensor, hook: HookPoint) -> Tensor:
+        return x * 0.5
+
+    def by_hand(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output * 0.5
+
+    handle = model.get_submodule("transformer.layer_norm2.0").register_forward_hook(by_hand)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        handle.remove()
+        before = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_resid_pre", half)])
+        after = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_normalized_resid_post", half)])
+        streams = model(TOKENS, output_hidden_states=True).hidden_states
+        _, cache = bridge.run_with_cache(TOKENS)
+    assert torch.equal(before, expected) and torch.equal(after, expected)
+    assert all(torch.equal(cache["resid_pre", layer], streams[layer]) for layer in range(2))
+    with pytest.raises(ValueError, match="its blocks are no modules of their own"):
+        bridge(TOKENS, stop_at_layer=1)
