@@ -146,8 +146,8 @@ def test_layers_below_a_patch_do_not_run(pair):
         count(attention, number)
     ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
     # Two prompts of 5 tokens. Positions 1 and 2 differ at first, later also those behind; at position 0 nothing does.
-    # One run takes the stream, and two try the ways to go on from it: all positions, and the last three.
-    overhead = 2 * (5 + 5 + 3)
+    # One run takes the stream, and one tries to go on from it with the last three; no run has all positions.
+    overhead = 2 * (5 + 3)
     patched = [2 * 4 * 2, 2 * 4 * (2 + 4), 2 * 4 * (2 + 4 + 4)]  # prompts, positions that run, patches so far
     assert counts == [overhead + tokens for tokens in patched]
     counts[:] = [0] * 3
