@@ -12,6 +12,7 @@ from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
 from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.projections import prove_latents
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation
@@ -93,6 +94,7 @@ class _Attention:
         q, k = (normed(self.evidence, self.place, self.part, letter) for letter in "qk")
         for letter in "qk" if not self.part.qk_norm_last else "":
             self._norm_reads(letter)
+        prove_latents(self.evidence, self.findings, SCORES, self.place, self.part)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
         if q is None or k is None or scores is None or pattern is None or v is None or z is None:
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
