@@ -148,6 +148,7 @@ class _Attention:
         self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
         dims, said = q.shape[-1] - width, self.cfg.rotary_dim
         self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
+        self.findings.untold(SCORES, f"{at}hook_rot_q: how fast its columns turn, and in which pairs")
         sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
         ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)

@@ -378,6 +378,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 NOT_CLAIMS = {
     "model_name": "a name", "original_architecture": "a name", "tokenizer_name": "the tokenizer's",
     "default_prepend_bos": "the tokenizer's", "tokenizer_prepends_bos": "the tokenizer's",
+    "tokenizer_appends_eos": "the tokenizer's",
     "use_attn_result": "a setting", "use_split_qkv_input": "a setting", "use_attn_in": "a setting",
     "use_hook_mlp_in": "a setting", "ungroup_grouped_query_attention": "a setting", "positions_from_mask": "a setting",
     "tie_word_embeddings": "read from the model", "d_vocab": "read from the model",
