@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
@@ -122,6 +122,8 @@ class _Mixture:
         if isinstance(weight, Tensor) and weight.ndim == 2:
             made = torch.nn.functional.linear(router.input.flatten(0, -2), weight.detach(), bias)
             self.findings.equal(CHOICE, f"{at}hook_router_logits", logits, made)
+        elif any(has_matrix(each) for each in router.module.modules()):
+            self.findings.holds(CHOICE, f"{at}hook_router_logits", False, f"no matrix at {self.part.router_matrix!r}")
         else:
             self.findings.untold(CHOICE, f"{at}hook_router_logits: the router has no matrix")
         wide = logits.double()
@@ -158,9 +160,11 @@ class _Mixture:
         """The weighted results of the experts, and of the one that all tokens are sent to."""
         at, module = self.place.part, self.place.module
         experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
-        added = self.evidence.get(f"{self.place.prefix}hook_{self.place.named.name}_out")
-        if added is None or self.step.post:
-            self.findings.untold(CHOICE, f"{at}: what it returns is normed before it can be seen")
+        # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
+        name = f"{at}hook_out" if self.step.post else f"{self.place.prefix}hook_{self.place.named.name}_out"
+        added, factor = self.evidence.get(name), 1.0 if self.step.post else self.step.factor
+        if added is None:
+            self.findings.untold(CHOICE, f"{at}: what it returns is not seen")
             return
         total = torch.zeros_like(added.flatten(0, 1), dtype=torch.float64)
         for e in range(self.evidence.bridge.cfg.num_experts or 0):
@@ -180,5 +184,11 @@ class _Mixture:
                 gate = self.evidence.get(f"{at}shared_expert_gate.hook_out")
                 shared = shared * (gate.flatten(0, 1).double().sigmoid() if gate is not None else 0)
             total = total + shared * self.part.shared_factor
-        expected = like((total * self.step.factor).to(added.dtype), added)
+        expected = like((total * factor).to(added.dtype), added)
         self.findings.equal(CHOICE, f"{at}(sum)", added, expected)
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module's own weight is a matrix."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 2

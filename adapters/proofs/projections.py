@@ -142,3 +142,22 @@ def _columns(mask: Tensor) -> str:
     if not found:
         return "no column"
     return f"columns {found[0]} to {found[-1]}" if found[-1] - found[0] == len(found) - 1 else f"columns {found[:6]}..."
+
+
+def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Place, part: Attention) -> None:
+    """Each declared latent is what the projection made from it reads.
+
+    Args:
+        evidence: a driven run.
+        findings: what is found is added to it, under the claim.
+        claim: its name.
+        place, part: the attention.
+    """
+    for path, reader in ((part.q_latent, part.q.path), (part.kv_latent, part.k.path)):
+        made = evidence.call(place.module, path) if path else None
+        read = evidence.call(place.module, reader) if path else None
+        if made is None or read is None or made.result is None or read.input is None:
+            continue
+        same = read.input.numel() == made.result.numel()
+        entered = read.input.reshape(made.result.shape) if same else None
+        findings.equal(claim, f"{place.part}({path}, read by {reader})", made.result, entered)

@@ -10,6 +10,7 @@ from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.projections import prove_latents
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation, relative_buckets
@@ -91,6 +92,7 @@ class _Attention:
         q, k = (normed(self.evidence, self.place, self.part, letter) for letter in "qk")
         for letter in "qk" if not self.part.qk_norm_last else "":
             self._norm_reads(letter)
+        prove_latents(self.evidence, self.findings, SCORES, self.place, self.part)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
         if q is None or k is None or scores is None or pattern is None or v is None or z is None:
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
@@ -144,6 +146,7 @@ class _Attention:
         self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
         dims, said = q.shape[-1] - width, self.cfg.rotary_dim
         self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
+        self.findings.untold(SCORES, f"{at}hook_rot_q: how fast its columns turn, and in which pairs")
         sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
         ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)

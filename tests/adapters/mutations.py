@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -183,6 +184,37 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
                 yield f"norms over {over}", replace(part, qk_norm_over=over), ""
 
 
+def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
+    """What only some attentions claim: gates, sinks, factors and norms around values, latents, widths."""
+    if part.z_is:
+        yield f"no {part.z_is} of z", replace(part, z_is=None, gate=None, gate_fn=None, z_sinks=None), ""
+    if part.gate:
+        yield "gate through another function", replace(part, gate_fn="tanh" if part.gate_fn != "tanh" else "silu"), ""
+        view = part.gate.part or Heads(facts.cfg.n_heads)
+        yield "gate shifted by one head", replace(part, gate=replace(part.gate, part=Rolled(view, -2))), ""
+        yield "gate from the queries", replace(part, gate=part.q), ""
+    if part.z_is == "factor":
+        yield "factor of z times 1.1", replace(part, z_factor=part.z_factor * 1.1), ""
+    if part.z_is is None:
+        yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
+    if part.v_norm:
+        yield "v_norm left out", replace(part, v_norm=None), ""
+    for letter in ("q", "kv"):
+        if getattr(part, f"{letter}_latent"):
+            yield f"{letter}_latent left out", replace(part, **{f"{letter}_latent": None}), ""
+    if part.q_latent and part.kv_latent:
+        yield "latents exchanged", replace(part, q_latent=part.kv_latent, kv_latent=part.q_latent), ""
+    for which in ("d_q", "d_k", "d_v"):
+        if getattr(part, which):
+            yield f"{which} one more", replace(part, **{which: getattr(part, which) + 1}), ""
+    for which in ("n_heads", "n_kv_heads"):
+        if getattr(part, which):
+            yield f"{which} of the model", replace(part, **{which: None}), ""
+    if part.q_norm and part.rotary:
+        yield "norms before or behind the rotation", replace(part, qk_norm_last=not part.qk_norm_last), ""
+    yield "flat heads or not", replace(part, flat_heads=not part.flat_heads), ""
+
+
 def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
     """Everything that an MLP claims, changed one at a time."""
     if part.gate:
@@ -201,6 +233,9 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
     yield "flat" if not part.flat else "not flat", replace(part, flat=not part.flat), "" if part.flat else BATCHED
     if part.ln:
         yield "norm left out", replace(part, ln=None), ""
+    if part.activation:
+        yield "learned activation left out", replace(part, activation=None), ""
+    yield "one neuron more", replace(part, d_mlp=(part.d_mlp or facts.cfg.d_mlp or 0) + 1), ""
 
 
 def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
@@ -209,7 +244,16 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     yield f"chosen by {other}", replace(part, chosen_by=other), ""
     yield "no element", replace(part, out_key=0 if part.out_key is None else None), FIRST
     yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.path)
+    yield "factor times 2", replace(part, factor=part.factor * 2), ""
+    yield (
+        "corrected or not",
+        replace(part, corrected=not part.corrected),
+        "it says how the choice is proved, not what it is",
+    )
+    if part.router_matrix:
+        yield "router's own matrix", replace(part, router_matrix=""), ""
     if part.shared:
+        yield "shared expert times 2", replace(part, shared_factor=part.shared_factor * 2), ""
         yield "shared expert left out", replace(part, shared=None), ""
         for text, changed, same in mlp_changes(part.shared, facts):
             unread = "what a shared expert returns is what its module returns" if text == "out of up" else ""
@@ -223,7 +267,7 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     part = step.part
     inside: Iterator[Change] = iter(())
     if isinstance(part, Attention):
-        inside = attention_changes(part, facts)
+        inside = chain(attention_changes(part, facts), newer_attention_changes(part, facts))
     elif isinstance(part, MLP):
         inside = mlp_changes(part, facts)
     elif isinstance(part, MoE):
@@ -303,6 +347,8 @@ def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutat
     if declared.embed_norm:
         for text, norm in _norm_changes(declared.embed_norm):
             yield Mutation(f"embedding: {text}", replace(declared, embed_norm=norm))
+    factor = declared.embed_factor
+    yield Mutation("embedding times 2", replace(declared, embed_factor=factor * 2))
     if declared.pos_embed:
         yield Mutation("embeddings exchanged", replace(declared, embed=declared.pos_embed, pos_embed=declared.embed))
     if declared.embeddings is not None:
@@ -332,6 +378,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 NOT_CLAIMS = {
     "model_name": "a name", "original_architecture": "a name", "tokenizer_name": "the tokenizer's",
     "default_prepend_bos": "the tokenizer's", "tokenizer_prepends_bos": "the tokenizer's",
+    "tokenizer_appends_eos": "the tokenizer's",
     "use_attn_result": "a setting", "use_split_qkv_input": "a setting", "use_attn_in": "a setting",
     "use_hook_mlp_in": "a setting", "ungroup_grouped_query_attention": "a setting", "positions_from_mask": "a setting",
     "tie_word_embeddings": "read from the model", "d_vocab": "read from the model",

@@ -22,6 +22,7 @@ from adapters.registry import declaration_for
 from bridge import TransformerBridge
 from tests.adapters.mutations import NOT_CLAIMS, Mutation, declared_as, mutations, tried
 from tests.adapters.test_verify_all import ALIKE, OTHER, USUAL, tiny
+from tests.tiny_models import tiny_model
 
 FIRES = "every hook point fires once, with its declared shape"
 MHA = "llama-mha-tied"
@@ -95,6 +96,40 @@ def test_every_fact_is_claimed_or_is_none() -> None:
         changed |= {name.removeprefix("cfg.").split(" ")[0] for name in names if name.startswith("cfg.")}
     cfg = TransformerBridge(tiny("gpt2")).cfg.to_dict().keys() - {"device", "dtype", "n_params"}
     assert cfg - NOT_CLAIMS.keys() - changed == set()
+
+
+#: Of what only some families claim, one change of each sort.
+NEWER = {
+    ("afmoe", "blocks: MoE: factor times 2"): CHOICE,
+    ("afmoe", "blocks: MoE: router's own matrix"): CHOICE,
+    ("laguna", "blocks: Attention: gate through another function"): VALUES,
+    ("granite_swa", "blocks: Attention: no sink of z"): VALUES,
+    ("granite_swa", "embedding times 2"): ENDS,
+    ("deepseek_v3", "blocks: Attention: latents exchanged"): SCORES,
+    ("hunyuan_v1_moe", "blocks: Attention: norms before or behind the rotation"): SCORES,
+}
+
+
+@pytest.mark.parametrize(("model_type", "name"), NEWER)
+def test_what_only_some_families_claim(model_type: str, name: str) -> None:
+    model = tiny_model(model_type)
+    mutation = next(each for each in mutations(model) if each.name == name)
+    report = tried(model, mutation)
+    assert not isinstance(report, Exception)
+    assert NEWER[model_type, name] in {check.name for check in report.failed}, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["granite_swa", "hyperclovax"])
+def test_every_change_of_a_relative_is_refused(model_type: str) -> None:
+    model = tiny_model(model_type)
+    accepted = []
+    for mutation in mutations(model):
+        if not mutation.same:
+            report = tried(model, mutation)
+            if not isinstance(report, Exception) and report.passed:
+                accepted.append(mutation.name)
+    assert not accepted
 
 
 @pytest.mark.slow

@@ -227,7 +227,8 @@ def noisy(cls: str, config: transformers.PreTrainedConfig, **more: Any) -> trans
 
 def granite(config: transformers.PreTrainedConfig) -> Architecture:
     scale = {"attn_scale": 1 / config.attention_multiplier}
-    return llama_like(config, factor=config.residual_multiplier, config_values=scale)
+    embed, factor = config.embedding_multiplier, config.residual_multiplier
+    return llama_like(config, factor=factor, embed_factor=embed, config_values=scale)
 
 
 def olmo2(config: transformers.PreTrainedConfig) -> Architecture:
