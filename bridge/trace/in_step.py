@@ -90,8 +90,9 @@ class InStep:
                 self.stops.turns.leave()
         finally:
             self.stops.detach()
-            if self._shown is not None:
-                closed(self._shown)
+            shown, self._shown = self._shown, None  # it may be this very object
+            if shown is not None:
+                closed(shown)
             if self._stack is not None:
                 self._stack.close()
             if self._state == "open":
