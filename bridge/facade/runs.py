@@ -14,7 +14,7 @@ from bridge.cache.activation_cache import ActivationCache
 from bridge.facade.hooks import HookMethods
 from bridge.facade.tokens import TokenMethods
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.names import NamesFilter
+from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.run.forward import run_model
 from bridge.run.hooked import check_specs, clear_all_contexts, hooked, points_of_run, runs_some_layers
 from bridge.run.loss import lm_loss
@@ -152,8 +152,7 @@ class RunMethods(HookMethods, TokenMethods):
             output = self.forward(input, **forward_kwargs)
             if incl_bwd:
                 recorder.backward(output)
-        explicit = isinstance(names_filter, str) or (names_filter is not None and not callable(names_filter))
-        cache = ActivationCache(recorder.finish(explicit), self)
+        cache = ActivationCache(recorder.finish(named_one_by_one(names_filter)), self)
         if remove_batch_dim:
             cache.remove_batch_dim()
         if not reset_hooks_end:

@@ -28,6 +28,7 @@ from bridge.generation.prompt import (
 from bridge.generation.recorder import StepRecorder
 from bridge.hooks.context import Generation, forward_pass
 from bridge.hooks.modules import Finder
+from bridge.hooks.names import named_one_by_one
 from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 from bridge.wiring.compiled import as_written, kept_as_written
@@ -73,7 +74,8 @@ def generate(bridge: Generates, input: Input, options: Options, program: nn.Modu
     extras: list[Any] = []
     if recorder is not None:
         before = 0 if prompt.tokens is not None or recorder.pos != "pos" else prompt.kwargs["inputs_embeds"].shape[1]
-        values = recorder.finish(before + sequences.shape[1] - 1)
+        explicit = named_one_by_one(options.names_filter)
+        values = recorder.finish(before + sequences.shape[1] - 1, explicit)
         if result is not None and not as_text and not options.output_logits and prompt.to_the_right:
             copies = options.num_return_sequences
             values = recorder.behind(values, [prompt.padding[i // copies] for i in range(len(sequences))])

@@ -36,6 +36,7 @@ class StepRecorder:
         self.seen = 0  # tokens before the present step
         self.new = 0  # tokens of the present step
         self._parts: dict[HookPoint, list[Tensor]] = {}
+        self._from_start: set[HookPoint] = set()  # ran at the prompt
         self._versions: list[tuple[HookPoint, Tensor, int]] = []
 
     @contextmanager
@@ -91,6 +92,8 @@ class StepRecorder:
         else:
             self._versions.append((hook, kept, kept._version))
         self._parts.setdefault(hook, []).append(kept)
+        if not self.seen:
+            self._from_start.add(hook)
 
     def _widen(self, act: Tensor, axis: int, by: tuple[int, int], hook: HookPoint) -> Tensor:
         """Adds keys that no query of this step attends to."""
@@ -116,16 +119,23 @@ class StepRecorder:
                 moved[hook.name] = torch.stack(rows)
         return moved
 
-    def finish(self, processed: int) -> dict[str, Tensor]:
+    def finish(self, processed: int, explicit: bool) -> dict[str, Tensor]:
         """The activations of every token that was processed, by canonical name.
+
+        Hook points that did not run on the prompt (those of the embedding, where embeddings were given) are left out.
 
         Args:
             processed: how many tokens of each row the model must have processed.
+            explicit: the hook points were named one by one: each of them has to be there.
 
         Raises:
-            RuntimeError: they were others; or an activation was changed in place after it was recorded.
+            RuntimeError: they were others; or a point was named that did not run, or for some tokens alone; or an
+                activation was changed in place after it was recorded.
         """
         total = self.seen + self.new
+        missing = [hook.name for hook in self.points if hook not in self._from_start]
+        if explicit and missing:
+            raise RuntimeError(f"these hook points did not run on this prompt: {', '.join(missing)}")
         if total != processed:
             raise RuntimeError(
                 f"the steps of this generation processed {total} tokens, and its sequence has {processed} that should "
@@ -139,9 +149,9 @@ class StepRecorder:
                 )
         done: dict[str, Tensor] = {}
         for hook in self.points:
-            parts = self._parts.get(hook)
-            if parts is None:
+            if hook not in self._from_start:
                 continue
+            parts = self._parts[hook]
             axes = hook.point.axes.split()
             grows = next((axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes), None)
             if {self.pos, self.key_pos} <= set(axes):

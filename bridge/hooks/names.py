@@ -30,6 +30,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
+def named_one_by_one(names: NamesFilter) -> bool:
+    """Whether a filter names hook points, so that each of them has to run."""
+    return names is not None and not callable(names)
+
+
 class Names:
     """The hook points of a bridge by name and alias.
 

@@ -78,6 +78,7 @@ class KernelTap:
 
     def __init__(self) -> None:
         self._kernel: _Kernel | None = None
+        self._leave: Callable[[], object] = lambda: None
 
     def stand(self, implementation: str) -> None:
         """Stands in for an implementation."""
@@ -88,13 +89,13 @@ class KernelTap:
                 return  # another thread was quicker
             self.leave()
             self._kernel = _Kernel.stand(ALL_ATTENTION_FUNCTIONS, implementation)
+            self._leave = self._kernel.left_with(self)
 
     def leave(self) -> None:
         """Lets go of it."""
         with LOCK:
-            kernel, self._kernel = self._kernel, None
-            if kernel is not None:
-                kernel.leave()
+            self._kernel = None
+            self._leave()
 
 
 def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:

@@ -26,18 +26,19 @@ class RecurrenceTap(Tap):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.namespace: MutableMapping[str, Any] = inspect.unwrap(type(module).forward).__globals__
-        self._stand_ins: list[StandIn] = []
+        self._leaving: list[Callable[[], object]] = []
 
     def _stand(self) -> None:
         if not (self.points or self.opened):
-            self._stand_ins = [StandIn.stand(self.namespace, name) for name in functions_of(self.module)]
+            names = functions_of(self.module)
+            self._leaving = [StandIn.stand(self.namespace, name).left_with(self) for name in names]
         super()._stand()
 
     def _leave(self) -> None:
         super()._leave()
         if not (self.points or self.opened):
-            while self._stand_ins:
-                self._stand_ins.pop().leave()
+            while self._leaving:
+                self._leaving.pop()()
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""

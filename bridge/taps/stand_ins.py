@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -63,6 +64,12 @@ class StandIn:
             self.users -= 1
             if not self.users and self.namespace[self.name] is self:
                 self.put_back()
+
+    def left_with(self, holder: object) -> Callable[[], object]:
+        """What leaves it: when it is called, or when what needs it is gone, whichever is first."""
+        leave = weakref.finalize(holder, self.leave)
+        leave.atexit = False
+        return leave
 
     def put_back(self) -> None:
         """Puts back what was there."""

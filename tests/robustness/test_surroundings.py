@@ -69,6 +69,10 @@ def test_embeddings_for_tokens(case):
         made, steps = bridge.generate(given, **new, names_filter=lambda name: not name.endswith("hook_embed"))
         assert torch.equal(made, bridge.generate(TOKENS, **new)[0][:, 7:])
         assert all(name in steps for name in positions)
+        assert not missing & set(steps)
+        if missing:
+            with pytest.raises(RuntimeError, match="did not run on this prompt"):
+                bridge.generate(given, **new, names_filter=sorted(missing))
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa", "gemma2-gqa", "gpt_neox", "phi", "mixtral-gqa", "gpt_oss-gqa"])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import sys
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
+from bridge.taps.stand_ins import StandIn
 from tests.adapters.by_hand.families import tiny
 from tests.adapters.test_reference import bridge_of
+from tests.tiny_models import tiny_model
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(5))
 #: A case, and a hook point that is reached by replacing a method of one of its modules.
@@ -65,3 +70,24 @@ def test_hooks_fire_at_each_step_of_generation(case: str) -> None:
     with bridge.hooks(fwd_hooks=hooks):
         assert torch.equal(bridge.original_model.generate(TOKENS[:1], **asked), plain)
     assert seen == {name: [1, 1, 1, 1] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("llama", "blocks.1.attn.hook_pattern"), ("mamba", "blocks.1.mixer.hook_conv")]
+)
+def test_nothing_stands_in_for_functions_when_a_model_with_hooks_is_dropped(kind: str, name: str) -> None:
+    def standing() -> list[StandIn]:
+        """What stands in for functions that are looked up by name, in transformers' registry and in its modules."""
+        modules = [vars(module) for key, module in list(sys.modules.items()) if key.startswith("transformers.models.")]
+        found = [value for names in modules for value in list(names.values())]
+        return [one for one in [*found, *ALL_ATTENTION_FUNCTIONS.values()] if isinstance(one, StandIn)]
+
+    gc.collect()
+    before = standing()
+    bridge = TransformerBridge(tiny_model(kind))
+    bridge.add_hook(name, lambda x, hook: x * 0)
+    bridge(TOKENS)
+    assert len(standing()) > len(before)
+    del bridge
+    gc.collect()
+    assert standing() == before
