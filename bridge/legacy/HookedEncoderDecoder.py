@@ -88,24 +88,12 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
         input: Input = "",
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
         max_new_tokens: int = 10,
-        stop_at_eos: bool = True,
-        eos_token_id: int | Sequence[int] | None = None,
-        do_sample: bool = True,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        temperature: float = 1.0,
-        freq_penalty: float = 0.0,
-        return_type: str | None = "input",
-        verbose: bool = True,
         **more: Any,
     ) -> Any:
-        """What the decoder answers, by the model's own `generate`."""
+        """What the decoder answers, by the model's own `generate`; `more` is as for `HookedTransformer.generate`."""
         if one_zero_attention_mask is not None:
             more["attention_mask"] = one_zero_attention_mask
-        return super().generate(
-            input, max_new_tokens, stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, freq_penalty,
-            return_type=return_type, verbose=verbose, **more,
-        )  # fmt: skip
+        return super().generate(input, max_new_tokens, **more)
 
     def _paths(self) -> Iterator[tuple[str, str]]:
         base = base_path(self.original_model)

@@ -9,6 +9,12 @@ import torch
 from adapters.config import ModelConfig
 from bridge.legacy.parts import BUFFERS, Part
 
+__all__ = [
+    "MLP", "AbstractAttention", "Attention", "BertEmbed", "CanBeUsedAsMLP", "Embed", "GatedMLP",
+    "GroupedQueryAttention", "LayerNorm", "LayerNormPre", "MoE", "Part", "PosEmbed", "RMSNorm", "RMSNormPre",
+    "TransformerBlock", "Unembed",
+]  # fmt: skip
+
 
 class CanBeUsedAsMLP(Part):
     """What stands where a block has its MLP. `W_gate` is None without a gate."""

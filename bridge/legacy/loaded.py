@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
 from bridge.hooks.names import suggestion
-from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, HUB, get_official_model_name
+from bridge.legacy.utilities.devices import get_device
 from bridge.loading.boot import text_model
 from bridge.run.tokenization import TokenError
 
@@ -38,20 +38,6 @@ class LoadedAsBefore(TransformerBridge):
         """Puts the model where it would be without ``move_to_device=False``."""
         if self.intended_device is not None:
             self.original_model.to(self.intended_device)
-
-    def to(self, device_or_dtype: Any = None, *more: Any, print_details: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Moves the model, or changes the type of its weights."""
-        given = [x for x in (device_or_dtype, *more) if x is not None and not isinstance(x, bool)]
-        self.original_model.to(*given, **kwargs)
-        return self
-
-    def cuda(self, device: int | torch.device | None = None) -> Any:
-        """Moves the model to a GPU."""
-        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or torch.device("cuda"))
-
-    def cpu(self) -> Any:
-        """Moves the model to the CPU."""
-        return self.to(torch.device("cpu"))
 
     @classmethod
     def _load(
