@@ -13,7 +13,6 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE as CACHE_DIR
 from jaxtyping import Float
 from torch import Tensor
-from transformers.activations import XIELUActivation as XIELU
 
 from bridge.analysis.composition import composition_scores
 from bridge.hooks.act_names import act_name as get_act_name
@@ -32,6 +31,7 @@ from bridge.legacy.tokens import (
 )
 from bridge.legacy.utilities.activation_functions import (
     SUPPORTED_ACTIVATIONS,
+    XIELU,
     gelu_fast,
     gelu_new,
     gelu_pytorch_tanh,

@@ -121,11 +121,11 @@ def test_activation_functions():
 
 
 def test_xielu_is_what_hugging_face_starts_training_with():
-    from transformers.activations import XIELUActivation
-
-    right = XIELUActivation(dtype=torch.float32)
     x = torch.linspace(-4, 4, 41)
-    assert torch.allclose(utils.xielu(x), right(x).detach(), atol=1e-6)
+    assert torch.allclose(utils.xielu(x), utils.XIELU()(x).detach(), atol=1e-6)
+    other = utils.XIELU(alpha_p_init=1.0, alpha_n_init=1.5, beta_init=0.25)(x)  # Huang and Schlag 2024, by hand
+    right = torch.where(x > 0, x * x, 1.5 * (x.clamp(max=0).expm1() - x)) + 0.25 * x
+    assert torch.allclose(other, right, atol=1e-5)
 
 
 @pytest.mark.parametrize(

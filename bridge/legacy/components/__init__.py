@@ -18,7 +18,7 @@ _BERT = "HookedEncoder's parts are those of its model: model.blocks[0], model.ml
 NOT_HERE = {
     "BertBlock": _BERT, "BertMLMHead": _BERT, "BertNSPHead": _BERT, "BertPooler": _BERT,
     "TokenTypeEmbed": "the embeddings of an encoder are one part: HookedEncoder(...).embed",
-    "T5Attention": "HookedEncoderDecoder(...).encoder[0].attn", "T5Block": "HookedEncoderDecoder(...).encoder[0]",
+    "T5Block": "HookedEncoderDecoder(...).encoder[0]",
     "GatedMLP4Bit": "quantised layers are Hugging Face's own, behind the same MLP",
 }  # fmt: skip
 
