@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 import bridge.legacy.loading_from_pretrained as loading
 import bridge.legacy.utils as utils
+from adapters.config import ModelConfig
 from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
@@ -116,7 +117,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         super().__init__(model)
         self.intended_device = where
         self.dataset: Any = None
-        if isinstance(cfg, HookedTransformerConfig | Mapping):
+        if isinstance(cfg, HookedTransformerConfig | Mapping) and not isinstance(cfg, ModelConfig):
             given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
             for name in _KEPT & given.keys():
                 setattr(self.cfg, name, given[name])

@@ -115,7 +115,7 @@ def get_pretrained_state_dict(
     name = get_official_model_name(official_model_name)
     own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
     if own is not None:
-        config = copy.copy(cfg) if isinstance(cfg, HookedTransformerConfig) else own.config()
+        config = own.config() if cfg is None else copy.copy(HookedTransformerConfig.unwrap(cfg))
         config.dtype = dtype
         return own.state_dict(config)
     bridge = TransformerBridge.boot_transformers(name, hf_model=hf_model, dtype=None if hf_model else dtype, **kwargs)
