@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from adapters.config import ModelConfig
@@ -147,6 +148,20 @@ class UnprocessedAsBefore(LoadedAsBefore):
             if getattr(config, name) != allowed:
                 raise ValueError(f"{name} is {getattr(config, name)!r}; in a {cls.__name__} it can only be {allowed!r}")
         return {theirs: getattr(config, ours) for theirs, ours in names.items()}
+
+    @staticmethod
+    def _placed(model: nn.Module, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        return model.eval().to(config.dtype).to(config.device if move_to_device else "cpu")
+
+    def tokens_and_mask(
+        self, input: str | Sequence[str], move_to_device: bool, truncate: bool
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+        """Text as tokens, and their mask."""
+        longest = self.cfg.n_ctx if truncate else None
+        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
+        mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
+        device = self.cfg.device if move_to_device else "cpu"
+        return batch.tokens.to(device), mask.to(device)
 
 
 def as_type(dtype: torch.dtype | str) -> torch.dtype:
