@@ -69,7 +69,8 @@ class Facts:
             self.add("positional_embedding_type", "rotary")
             rotation = measured.rotation(found)
             if declared.kv_latent is not None and declared.d_q and declared.d_k:
-                self.add("rotary_dim", declared.d_q - declared.d_k)  # the last columns, which all heads share
+                declared = replace(declared, rotary_dim=declared.d_q - declared.d_k)  # the last, which all heads share
+                self.add("rotary_dim", declared.rotary_dim)
             elif rotation is not None:
                 self.add("rotary_dim", rotation[0])
                 self.exact_rotation |= rotation[2]
