@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from adapters.linear import weight_in_out
@@ -26,6 +26,29 @@ ExpertPart = Literal["W_gate", "W_in", "W_out"]
 Layers = tuple[str, str, str]
 #: As transformers' own models name them.
 _USUAL: tuple[Layers, ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def chosen_in_turn(
+    logits: Float[Tensor, "row n_experts"], margin: float, n: int
+) -> tuple[Float[Tensor, "row chosen"], Integer[Tensor, "row chosen"]]:
+    """The weights and indices of experts that are chosen one after the other (SparseMixer, Liu et al. 2023).
+
+    Each has the largest logit of those that are left. Its weight is its share in a softmax over those of them that come
+    close: within twice the margin of it, relative to the larger of it and their own size.
+
+    Args:
+        logits: of each expert.
+        margin: see above.
+        n: how many are chosen.
+    """
+    left, chosen, weights = logits, list[Tensor](), list[Tensor]()
+    for _ in range(n):
+        best, index = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * margin
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, index))
+        chosen.append(index)
+        left = left.scatter(-1, index, -torch.inf)
+    return torch.cat(weights, -1), torch.cat(chosen, -1)
 
 
 def are_modules(experts: nn.Module | None) -> bool:

@@ -24,7 +24,7 @@ from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
 from adapters.automatic.values import beside, with_values
-from adapters.config import act_fn_name, config_of, first
+from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
 from adapters.mixers.part import Mixer, axes_of, functions_of
 from adapters.norms import Norm
@@ -107,6 +107,7 @@ class _Inference:
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self.model, self.recording = model, recording
         self.base, self.core = base_path(model), core_path(model)
+        self.config = config_of(model).get_text_config()
         self.not_offered: dict[str, str] = {}
         self.facts = Facts(model, recording)
 
@@ -290,7 +291,7 @@ class _Inference:
                 return self._opaque(part, block, Mixer, note, "")
             if experts := experts_of(part, self.recording):
                 return self._mixture(part, block.path, experts)
-            return self._mlp(part, block.path)
+            return self._mlp(part, norms, block.path)
         except NotFound as why:
             plays = "attn" if attends and mixes is not False else "mlp"
             return self._opaque(part, block, Opaque, note, str(why), plays)
@@ -303,7 +304,7 @@ class _Inference:
         return replace(declared, beside=beside(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
-        found = FoundMixture(part, self.recording, block, experts)
+        found = FoundMixture(part, self.recording, block, experts, self.config)
         declared = found.declare()
         for name in ("num_experts", "experts_per_token", "d_expert"):
             self.facts.add(name, getattr(found, name))
@@ -313,10 +314,8 @@ class _Inference:
             self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
-    def _mlp(self, part: FoundPart, block: str) -> Part:
-        config = config_of(self.model)
-        said = first(config.get_text_config(), "hidden_act", "hidden_activation", "activation_function")
-        found = FoundMLP(part, block, said if isinstance(said, str) else None)
+    def _mlp(self, part: FoundPart, norms: Norms, block: str) -> Part:
+        found = FoundMLP(part, block, self.config, norms)
         declared = found.declare()
         self.facts.add("d_mlp", found.d_mlp)
         self.facts.add("act_fn", act_fn_name(found.act_fn))

@@ -50,7 +50,8 @@ class Facts:
         self.counts.setdefault(name, Counter())[value] += 1
 
     def add_attention(self, found: FoundAttention, declared: Attention) -> Attention:
-        """What an attention says, and its declaration with its position bias."""
+        """What an attention says, and its declaration with how its scores are seen, and its position bias."""
+        declared = replace(declared, scores=measured.scores_view(found), sinks=measured.sinks(found))
         self.add("n_heads", found.n_heads)
         self.add("n_key_value_heads", len(found.found["k"][1]))
         self.add("d_head", len(found.found["v"][1][0]))

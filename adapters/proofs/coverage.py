@@ -130,7 +130,7 @@ def _roles(place: Place) -> Iterator[str]:
         norms = [norm.path for norm in (part.q_norm, part.k_norm) if norm]
         yield from (join(place.module, path) for path in (part.q.path, part.k.path, part.v.path, part.o, *norms))
     elif isinstance(part, MLP):
-        paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln or "")
+        paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln.path if part.ln else "")
         yield from (join(place.module, path) for path in paths if path)
     yield from (join(place.path, norm.path) for norm in (step.pre, step.post, step.stream_norm) if norm)
 
