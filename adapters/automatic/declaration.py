@@ -248,7 +248,7 @@ class _Inference:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
                 try:
-                    declared = self._part(part, norms, call, note)
+                    declared = _with_bias(self._part(part, norms, call, note), term.bias)
                 except NotFound as unnamed:
                     self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
                     return Block(())
@@ -364,6 +364,20 @@ class _Inference:
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
     """What the model writes over, at the borders of modules that hook points may stand on."""
     return tuple((relative(call.path, block.path), which) for call in (block, *inside) for which in call.changed)
+
+
+def _with_bias(part: Part, bias: str | None) -> Part:
+    """A part with the parameter that is added behind it.
+
+    Raises:
+        NotFound: it is none of an attention's own.
+    """
+    if bias is None:
+        return part
+    holder, _, name = bias.rpartition(".")
+    if isinstance(part, Attention) and part.out is None and holder == part.path:
+        return replace(part, o_bias=name)
+    raise NotFound(f"{bias} is added behind a part that it does not belong to")
 
 
 def _why_no_layers(found: FoundStack, two: bool) -> str:

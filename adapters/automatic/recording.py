@@ -229,6 +229,9 @@ class _Watch(TorchFunctionMode):
             return self._attention(KernelArguments(*args, **kwargs))
         if func in _PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))
+        elif func is torch.baddbmm and len(args) == 3 and args[1].shape[0] % self.recording.batch == 0:
+            rows = (self.recording.batch, -1)  # the heads stand in the batch
+            self.products.append((args[1].unflatten(0, rows), args[2].transpose(-1, -2).unflatten(0, rows)))
         out = func(*args, **kwargs)
         if func in _CHOICES:
             self.recording.choices.append(self.tick())

@@ -198,6 +198,8 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
     if part.v_norm:
         yield "v_norm left out", replace(part, v_norm=None), ""
+    if part.o_bias:
+        yield "o_bias left out", replace(part, o_bias=None), ""
     for letter in ("q", "kv"):
         if getattr(part, f"{letter}_latent"):
             yield f"{letter}_latent left out", replace(part, **{f"{letter}_latent": None}), ""
