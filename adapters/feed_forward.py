@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 
 from adapters.attention import Projection
-from adapters.experts import Layers, are_modules, layers_of
+from adapters.experts import Layers, are_modules, has_gate, layers_of
 from adapters.norms import Norm, norm_points
 from adapters.paths import join
 from adapters.points import Group, PointList, Site
@@ -87,10 +87,15 @@ class MoE:
     layers: Layers | None = None
 
 
+#: What is seen of an expert without a gate.
+_UNGATED = ("in", "pre", "post", "out")
+
+
 def _expert_sites(path: str, e: int, experts: nn.Module | None, layers: Layers | None) -> dict[str, Site]:
     """Where the activations of an expert stand: inside the module that holds all, or in a module of its own."""
     if not are_modules(experts):
-        return {part: Site(path, "experts", f"{e}.{part}") for part in ("in", "gate", "pre", "post", "out")}
+        parts = ("in", "gate", "pre", "post", "out") if experts is None or has_gate(experts) else _UNGATED
+        return {part: Site(path, "experts", f"{e}.{part}") for part in parts}
     own = join(path, str(e))
     sites = {"in": Site(own, "input")}
     assert experts is not None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
-from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_layers
+from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_gate, has_layers
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
@@ -257,7 +257,7 @@ class Weights:
                 )
 
         for e in range(self.cfg.num_experts or 0) if has_layers(self.module(at), moe.layers) else ():
-            for part in ("W_gate", "W_in", "W_out"):
+            for part in ("W_gate", "W_in", "W_out") if has_gate(self.module(at)) else ("W_in", "W_out"):
                 add(e, part)
         if moe.shared:
             self._add_mlp(f"{name}.shared_expert", inside, moe.shared, factor * moe.shared_factor)

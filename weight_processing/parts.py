@@ -146,7 +146,8 @@ class Parts:
         elif isinstance(part, MoE):
             names = [f"{at}.W_gate.weight"]
             for e in range(self.cfg.num_experts or 0):
-                names += [f"{at}.experts.{e}.{kind}.weight" for kind in ("W_gate", "W_in")]
+                both = [f"{at}.experts.{e}.{kind}.weight" for kind in ("W_gate", "W_in")]
+                names += [name for name in both if name in self.weights.getters]  # those without a gate have no W_gate
             if part.shared_gate:
                 names.append(f"{at}.shared_expert_gate.weight")
             for weight in names:

@@ -308,7 +308,7 @@ class _Inference:
         declared = found.declare()
         for name in ("num_experts", "experts_per_token", "d_expert"):
             self.facts.add(name, getattr(found, name))
-        self.facts.add("gated_mlp", True)
+        self.facts.add("gated_mlp", found.gated)
         self.facts.add("d_shared_expert", found.d_shared)
         if found.act_fn:
             self.facts.add("act_fn", act_fn_name(found.act_fn))

@@ -15,7 +15,7 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart
 from adapters.automatic.recording import ModuleCall, NotFound, Recording
-from adapters.experts import Layers, are_modules, chosen_in_turn, layers_of, width
+from adapters.experts import Layers, are_modules, chosen_in_turn, first_projection, has_gate, layers_of, width
 from adapters.feed_forward import MLP, MoE
 from adapters.offloaded import held
 from adapters.paths import members_of
@@ -30,7 +30,7 @@ def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
     for call in inside:
         if are_modules(call.module) and any(True for _ in call.module.children()):
             return call
-        weights = [getattr(call.module, name, None) for name in ("gate_up_proj", "down_proj")]
+        weights = [getattr(call.module, name, None) for name in (first_projection(call.module), "down_proj")]
         if all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
             return call
     return None
@@ -48,6 +48,7 @@ class FoundMixture:
 
     Attributes:
         num_experts, experts_per_token, d_expert: its sizes.
+        gated: its experts have a gate.
         d_shared: the width of its shared expert, None where it has none.
         act_fn: the name of the activation function, None where it has none that is known.
 
@@ -60,6 +61,7 @@ class FoundMixture:
     ) -> None:
         self.part, self.recording, self.block, self.experts, self.config = part, recording, block, experts, config
         self.layers: Layers | None = None
+        self.gated = has_gate(experts.module)
         self.d_expert: int | None = None
         self.act_fn: str | None = None
         if are_modules(experts.module):

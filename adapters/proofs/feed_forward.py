@@ -99,9 +99,10 @@ def _experts(evidence: Evidence, findings: Findings, place: Place) -> None:
     for e in range(evidence.bridge.cfg.num_experts or 0):
         prefix = f"{place.part}experts.{e}."
         gate, pre, post = (evidence.get(f"{prefix}hook_{name}") for name in ("gate", "pre", "post"))
-        if gate is not None and pre is not None and post is not None and len(post):
+        if pre is not None and post is not None and len(post):
             used += 1
-            _post(evidence, findings, f"{prefix}hook_post", gate, pre, post)
+            entered, linear = (pre, None) if gate is None else (gate, pre)
+            _post(evidence, findings, f"{prefix}hook_post", entered, linear, post)
     findings.holds(GATED, f"{place.part}experts", used > 0, "no expert ran")
 
 
