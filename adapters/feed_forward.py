@@ -30,6 +30,8 @@ class MLP:
             `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
         d_mlp: how many neurons it has, where that is not the `d_mlp` of `ModelConfig`.
+        given: the argument of the block that its activated neurons are multiplied with (the inputs per layer of
+            Gemma 4), where its layers stand in the block itself: `hook_pre_linear` shows it.
         activation: the module that is its activation function, relative to `path`, where that has no name.
     """
 
@@ -43,6 +45,7 @@ class MLP:
     flat: bool = False
     d_mlp: int | None = None
     activation: str | None = None
+    given: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
         add("hook_pre_linear", up_site, mlp.up.part, ("in.hook_out",))
     else:
         add("hook_pre", up_site, mlp.up.part, ("in.hook_out",))
+    if mlp.given:
+        add("hook_pre_linear", Site(module, "input", mlp.given))
     if mlp.ln:
         add("hook_mid", Site(join(module, mlp.ln.path), "input"))
         norm_points(points, "ln", mlp.ln.kind, Site(join(module, mlp.ln.path), "output"), axes=wide)

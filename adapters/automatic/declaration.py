@@ -291,7 +291,7 @@ class _Inference:
                 return self._opaque(part, block, Mixer, note, "")
             if experts := experts_of(part, self.recording):
                 return self._mixture(part, block.path, experts)
-            return self._mlp(part, norms, block.path)
+            return self._mlp(part, norms, block)
         except NotFound as why:
             plays = "attn" if attends and mixes is not False else "mlp"
             return self._opaque(part, block, Opaque, note, str(why), plays)
@@ -314,8 +314,8 @@ class _Inference:
             self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
-    def _mlp(self, part: FoundPart, norms: Norms, block: str) -> Part:
-        found = FoundMLP(part, block, self.config, norms)
+    def _mlp(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Part:
+        found = FoundMLP(part, block.path, self.config, norms, block.given)
         declared = found.declare()
         self.facts.add("d_mlp", found.d_mlp)
         self.facts.add("act_fn", act_fn_name(found.act_fn))

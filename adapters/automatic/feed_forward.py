@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -33,6 +35,7 @@ class FoundMLP:
         block: the path of its block.
         config: the model's, which names an activation function: of several that compute the same, it is the one.
         norms: the norms of its block.
+        given: what the block is given, by the names of its arguments.
 
     Attributes:
         d_mlp: how many neurons it has.
@@ -43,8 +46,10 @@ class FoundMLP:
         NotFound: it cannot be declared as an MLP.
     """
 
-    def __init__(self, part: FoundPart, block: str, config: PreTrainedConfig, norms: Norms) -> None:
-        self.part, self.block, self.config = part, block, config
+    def __init__(
+        self, part: FoundPart, block: str, config: PreTrainedConfig, norms: Norms, given: Mapping[str, Tensor]
+    ) -> None:
+        self.part, self.block, self.config, self.given = part, block, config, given
         said = first(config, "hidden_act", "hidden_activation", "activation_function")
         self.names = (*((said,) if isinstance(said, str) and said in ACT2FN else ()), *ACTIVATIONS)
         if hasattr(config, "swiglu_limit") and hasattr(config, "swiglu_alpha"):
@@ -122,6 +127,7 @@ class FoundMLP:
         else:
             gate, up = self._by_trying(activated)
         self.act_fn = self._activation(gate, up)
+        given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
         activation = None if self.act_fn else self._activation_module(gate, up)
         owner = self.part.owner.path if self.part.owner else self.block
         out, seen = self.part.out
@@ -138,6 +144,7 @@ class FoundMLP:
             flat=self.post.value.ndim == 2,
             d_mlp=self.d_mlp,
             activation=activation,
+            given=given,
         )
 
     def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
@@ -167,6 +174,19 @@ class FoundMLP:
                 continue
             if owner and bool(((made * other - post).abs() <= tolerance(post) * post.abs().max()).all()):
                 return relative(each.path, owner.path)
+        return None
+
+    def _times_an_argument(self, up: Found) -> str | None:
+        """The argument of the block that the activated neurons are multiplied with."""
+        before, post = up[0].left[0].value[..., list(up[1])], self.post.value
+        for name, other in self.given.items():
+            if other.shape != post.shape:
+                continue
+            for act_fn in self.names:
+                made = product(act_fn, before, other.detach(), self.config)
+                if made is not None and bool(((made - post).abs() <= tolerance(post) * post.abs().max()).all()):
+                    self.act_fn = act_fn
+                    return name
         return None
 
     def _activation(self, gate: Found | None, up: Found) -> str | None:

@@ -235,7 +235,7 @@ class FoundMixture:
         matrices = [c for c in inside if c is not last[-1]]
         seen = call.left[0]
         part = FoundPart(call, (call, seen), last[-1], None, None, matrices, [], self.part.reads, call.start)
-        found = FoundMLP(part, base, self.config, {})
+        found = FoundMLP(part, base, self.config, {}, {})
         return replace(found.declare(), d_mlp=None), found
 
     def _activation(self) -> str | None:

@@ -69,7 +69,7 @@ def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
 def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module: str = "") -> None:
     pre, linear = evidence.get(f"{prefix}hook_pre"), evidence.get(f"{prefix}hook_pre_linear")
     post = evidence.get(f"{prefix}{'hook_mid' if part.ln else 'hook_post'}")
-    if pre is None or post is None or (part.gate is None) != (linear is None):
+    if pre is None or post is None or (part.gate is None and part.given is None) != (linear is None):
         findings.holds(GATED, f"{prefix}hook_post", False, "its layers did not all run")
         return
     if part.ln is not None:

@@ -236,6 +236,8 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
         yield "norm left out", replace(part, ln=None), ""
         for text, norm in _norm_changes(part.ln):
             yield f"norm: {text}", replace(part, ln=norm), ""
+    if part.given:
+        yield "what it is multiplied with left out", replace(part, given=None), ""
     if part.activation:
         yield "learned activation left out", replace(part, activation=None), ""
     yield "one neuron more", replace(part, d_mlp=(part.d_mlp or facts.cfg.d_mlp or 0) + 1), ""
