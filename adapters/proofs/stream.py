@@ -11,7 +11,7 @@ from adapters.architecture import Architecture, Stack
 from adapters.attention import Attention
 from adapters.builder import more_embed_name
 from adapters.feed_forward import MLP, MoE
-from adapters.paths import join
+from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, ModuleCall, Place
 from adapters.proofs.report import Findings
 
@@ -121,13 +121,22 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: A
         findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
+def behind(evidence: Evidence, place: Place, made: Tensor) -> Tensor:
+    """What a part's last layer made, with the parameter that is added behind the part."""
+    part = place.named.step.part
+    if not isinstance(part, Attention) or part.o_bias is None:
+        return made
+    bias = module_at(evidence.bridge.original_model, place.module).get_parameter(part.o_bias)
+    return made + bias.detach()
+
+
 def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     step, part = place.named.step, place.named.step.part
     at = f"{place.prefix}hook_{place.named.name}_out"
     added = evidence.get(at)
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
-        made = last.result if last else None
+        made = behind(evidence, place, last.result) if last and last.result is not None else None
         raw = evidence.get(f"{place.part}hook_out") if step.post else added
         if made is not None and not step.post:
             made = made * step.factor
