@@ -27,7 +27,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = _embedding_points(architecture, base)
+    points = _embedding_points(architecture, base) if architecture.embed else []
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):

@@ -196,6 +196,11 @@ def _zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
 
 def _begins(evidence: Evidence, findings: Findings) -> None:
     architecture = evidence.bridge.architecture
+    for stack in evidence.stacks():
+        if stack.embed:
+            _own_embeddings(evidence, findings, stack)
+    if not architecture.embed:
+        return  # it begins with images or sound
     tokens = evidence.call(evidence.base, architecture.embed)
     findings.holds(
         ENDS,
@@ -203,9 +208,6 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
         tokens is not None and tokens.input is not None and tokens.input.equal(evidence.tokens),
         "it is not given the tokens",
     )
-    for stack in evidence.stacks():
-        if stack.embed:
-            _own_embeddings(evidence, findings, stack)
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
     if architecture.embeddings is not None:

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from transformers import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from adapters.inputs.arguments import accepted_arguments
 from adapters.paths import core_path
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.criteria import Steps
@@ -29,7 +30,6 @@ from bridge.generation.recorder import StepRecorder
 from bridge.hooks.context import Generation, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.names import named_one_by_one
-from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 from bridge.wiring.compiled import as_written, kept_as_written
 

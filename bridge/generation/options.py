@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from adapters.inputs.arguments import accepted_arguments
 from bridge.generation.criteria import FrequencyPenalty, StopStrings
 from bridge.generation.prompt import Arguments, Generates, Prompt, prompt_of
 from bridge.hooks.arguments import check_types
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 
 
