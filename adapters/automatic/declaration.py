@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
@@ -27,7 +27,8 @@ from adapters.automatic.values import beside, with_values
 from adapters.config import act_fn_name, config_of, first
 from adapters.feed_forward import MoE
 from adapters.inputs.arguments import takes
-from adapters.inputs.made import CannotBeMade, Given, with_the_rest
+from adapters.inputs.made import CannotBeMade, Given, sample_inputs
+from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, axes_of, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
@@ -73,7 +74,10 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
     subject.train(False)
     try:
         with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for: it goes by gradients
-            return _Inference(subject, record(subject, sample_inputs(subject, inputs))).run()
+            given = sample_inputs(subject, inputs)
+            return _Inference(subject, given, record(subject, given)).run()
+    except CannotBeMade as why:
+        raise NotInferable(str(why)) from None
     finally:
         subject.train(was_training)
 
@@ -87,35 +91,9 @@ def _subject(model: nn.Module) -> nn.Module:
     return model if 4 * sum(p.numel() for p in half) > ROOM else twin(model)
 
 
-def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Tensor]:
-    """A few tokens: three rows of eleven, numbers that are unlikely to be a model's number of heads; and what it needs.
-
-    Args:
-        model: the model.
-        inputs: images or sound that it needs, by the names of its own arguments; None: made up.
-
-    Raises:
-        NotInferable: it has no weights to run, or needs something that cannot be made up.
-    """
-    parameter = next(model.parameters(), None)
-    if parameter is None or parameter.is_meta:
-        raise NotInferable("it has no weights, and what plays which part is found in a run")
-    config = config_of(model)
-    core = model.get_submodule(core_path(model))
-    vocabulary = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", None)
-    vocabulary = 4 if vocabulary is None else int(vocabulary)  # of images or sound alone
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
-    tokens = tokens.to(parameter.device)
-    try:
-        return with_the_rest(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
-    except CannotBeMade as why:
-        raise NotInferable(str(why)) from None
-
-
 class _Inference:
-    def __init__(self, model: nn.Module, recording: Recording) -> None:
-        self.model, self.recording = model, recording
+    def __init__(self, model: nn.Module, given: Given, recording: Recording) -> None:
+        self.model, self.given, self.recording = model, given, recording
         self.base, self.core = base_path(model), core_path(model)
         self.not_offered: dict[str, str] = {}
         self.facts = Facts(model, recording)
@@ -124,10 +102,10 @@ class _Inference:
 
     def run(self) -> Inferred:
         stacks, reason = find_stacks(self.model, self.recording)
-        if self.main is None and len(stacks) > 1:  # not the towers of images and sound
-            stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths] or stacks
+        if self.main is None and any(x.is_floating_point() for x in self.given.values()):  # not towers of images
+            stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
         if not stacks:
-            raise NotInferable(reason)
+            raise NotInferable(reason or "no list of blocks is run through by a stream of the tokens' positions")
         if self.main is not None:
             self.recording.pos = stacks[0].stream.value.shape[1]
         two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
@@ -135,7 +113,10 @@ class _Inference:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
         (found, *others) = stacks
         number_norms(stacks, self.recording)
-        embedding = None if self.main else find_embedding(self.model, self.recording, found.blocks[0])
+        embedding = None
+        if self.main is None:
+            text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
+            embedding = find_embedding(self.model, self.recording, found.blocks[0], text=text)
         if embedding is None and self.main is not None:
             embedding = FoundEmbedding("")
         if embedding is None:

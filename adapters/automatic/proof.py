@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from adapters.automatic.declaration import sample_inputs
 from adapters.automatic.norms import tolerance
-from adapters.inputs.made import Given, repeated, split
+from adapters.inputs.made import Given, repeated, sample_inputs, split
 from adapters.points import Point
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 from adapters.views import Kwargs

@@ -21,7 +21,7 @@ Mark = tuple[int, int]
 
 def mark(x: Tensor) -> Mark:
     """The numbers of a tensor in a few bytes."""
-    data = x.detach().contiguous().cpu().view(torch.uint8) if x.ndim else x.detach().cpu().view(1).view(torch.uint8)
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return x.numel(), hash(data.numpy().tobytes())
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from adapters.config import config_of, first
 from adapters.inputs.arguments import takes
+from adapters.paths import core_path
 
 #: What a model is given, by the names of its own arguments.
 Given = Mapping[str, Tensor]
@@ -42,6 +43,29 @@ def split(core: nn.Module, arguments: Given) -> tuple[Tensor, dict[str, Tensor]]
 def repeated(given: Given, times: int) -> dict[str, Tensor]:
     """The same rows several times: of what has no rows, as patches of images one after another, likewise."""
     return {name: x.repeat(times, *(1 for _ in x.shape[1:])) if x.ndim else x for name, x in given.items()}
+
+
+def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Tensor]:
+    """A few tokens: three rows of eleven, numbers that are unlikely to be a model's number of heads; and what it needs.
+
+    Args:
+        model: the model.
+        inputs: images or sound that it needs, by the names of its own arguments; None: made up.
+
+    Raises:
+        CannotBeMade: it has no weights to run, or needs something that cannot be made up.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.is_meta:
+        raise CannotBeMade("it has no weights, and what plays which part is found in a run")
+    config = config_of(model)
+    core = model.get_submodule(core_path(model))
+    vocabulary = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", None)
+    vocabulary = 4 if vocabulary is None else int(vocabulary)  # of images or sound alone
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
+    tokens = tokens.to(parameter.device)
+    return with_the_rest(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
 
 
 def with_the_rest(core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None) -> dict[str, Tensor]:
@@ -82,9 +106,8 @@ def _beside(core: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     config, needed = config_of(core), takes(core).needed
     also = _NEEDED_TOO.get(config.model_type, ())
     made = _made(core, (*needed, *also), tokens) if needed or also else {}
-    places = _places(config)
-    if "pixel_values" in made and places is not None:
-        token, count = places
+    token, count = _places(config)
+    if "pixel_values" in made and token is not None:
         tokens = tokens.masked_fill(tokens == token, (token + 1) % 7 + 1)
         row = torch.full((tokens.shape[0], count), token, device=tokens.device)
         made["input_ids"] = torch.cat([tokens[:, :1], row, tokens[:, 1:]], 1)
@@ -162,10 +185,10 @@ def _waveform(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generat
 def _flat_patches(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     """A grid of three by three patches, each with its row and column before its pixels (Pix2Struct)."""
     vision = getattr(config, "vision_config", config)
-    side, channels = first(vision, "patch_size"), first(vision, "num_channels") or 3
-    if side is None:
+    width = first(vision, "patch_embed_hidden_size")
+    if width is None:
         return None
-    pixels = torch.randn(tokens.shape[0], 9, channels * side**2, generator=generator)
+    pixels = torch.randn(tokens.shape[0], 9, width, generator=generator)
     grid = torch.cartesian_prod(torch.arange(1.0, 4.0), torch.arange(1.0, 4.0))
     return torch.cat([grid.expand(tokens.shape[0], 9, 2), pixels], -1)
 
@@ -217,11 +240,10 @@ _NEEDED_TOO: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _places(config: PreTrainedConfig) -> tuple[int, int] | None:
+def _places(config: PreTrainedConfig) -> tuple[int | None, int]:
     """The token that stands where an image does, and how many of them, where tokens are to hold them."""
-    token = first(config, "image_token_index", "image_token_id")
-    if config.model_type in ("blip-2", "instructblip") and token is not None:
-        return token, config.num_query_tokens
+    if config.model_type in ("blip-2", "instructblip"):
+        return first(config, "image_token_index"), config.num_query_tokens
     if config.model_type == "instructblipvideo":
-        return config.video_token_index, 4 * config.num_query_tokens
-    return None
+        return first(config, "video_token_index"), 4 * config.num_query_tokens
+    return None, 0

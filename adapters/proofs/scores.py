@@ -361,8 +361,8 @@ class _Attention:
 
     def _mask(self, pattern: Tensor) -> None:
         """Where attention goes in some row of the batch, by where it may go."""
-        if self.place.stack is not self.evidence.bridge.architecture.stack:
-            return  # cfg speaks of the first
+        if self.part.cross or self.place.stack is not self.evidence.bridge.architecture.stack:
+            return  # cfg speaks of the first, and of what looks at its own text
         _, _, queries, keys = pattern.shape
         seen = (pattern > 0).any(0).any(0).cpu()
         back = torch.arange(queries)[:, None] - torch.arange(keys)[None]

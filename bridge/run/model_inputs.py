@@ -115,7 +115,8 @@ def prepare(
             kwargs["attention_mask"] = mask.to(device)
             return Inputs(kwargs, tokens, None)
         wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs and not _places(bridge.core, kwargs)
-        if wanted and "position_ids" in accepted_arguments(type(bridge.core).forward):
+        # A model that needs an image hands what it does not know to that image's own model, too.
+        if wanted and not taken.needed and "position_ids" in accepted_arguments(type(bridge.core).forward):
             positions = _positions(mask, bridge.core)
             if positions is not None:
                 if learns_prompt(bridge.original_model):
