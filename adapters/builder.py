@@ -323,7 +323,7 @@ class BlockBuilder:
     def _add_result(self, named: NamedStep) -> None:
         """What the part returns, and what is added to the stream."""
         step, part, name = named.step, named.step.part, named.name
-        flat = isinstance(part, MLP) and part.flat
+        flat = isinstance(part, MLP | MoE) and part.flat
         if step.post and part.out == step.post.path:  # a sum that no module puts out
             returned = Site(join(self.path, part.out), "input")
         else:

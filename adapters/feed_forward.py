@@ -8,10 +8,10 @@ from typing import Literal
 from torch import nn
 
 from adapters.attention import Projection
-from adapters.experts import Layers, are_modules, has_gate, layers_of
+from adapters.experts import Layers, are_modules, has_gate, in_batches, layers_of
 from adapters.norms import Norm, norm_points
 from adapters.paths import join
-from adapters.points import Group, PointList, Site
+from adapters.points import Group, PointList, Site, SiteKind
 from adapters.views import Composed, FlatRows, View
 
 
@@ -72,6 +72,9 @@ class MoE:
         shared_factor: what its result is multiplied with.
         shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
         out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
+        flat: that result is ``(batch pos)`` rows.
+        in_batches: every expert is given every token, times its weight (Llama 4): `experts` works on ``(expert batch
+            pos)`` rows, and the router returns the weights of all experts, and their logits.
     """
 
     path: str
@@ -88,6 +91,8 @@ class MoE:
     out: str | None = None
     out_key: int | None = None
     layers: Layers | None = None
+    flat: bool = False
+    in_batches: bool = False
 
 
 #: What is seen of an expert without a gate.
@@ -98,7 +103,8 @@ def _expert_sites(path: str, e: int, experts: nn.Module | None, layers: Layers |
     """Where the activations of an expert stand: inside the module that holds all, or in a module of its own."""
     if not are_modules(experts):
         parts = ("in", "gate", "pre", "post", "out") if experts is None or has_gate(experts) else _UNGATED
-        return {part: Site(path, "experts", f"{e}.{part}") for part in parts}
+        kind: SiteKind = "batched experts" if experts is not None and in_batches(experts) else "experts"
+        return {part: Site(path, kind, f"{e}.{part}") for part in parts}
     own = join(path, str(e))
     sites = {"in": Site(own, "input")}
     assert experts is not None
@@ -165,10 +171,15 @@ def mixture_points(
     else:
         made = "logits" if mlp.chosen_by == "logits" else "product"
         logits, weights = Site(router, "router", made), Site(router, "router", "weights")
+    if mlp.in_batches:
+        logits, weights = Site(router, "router", "product"), Site(router, "output", 0)
     add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))
     add("hook_expert_weights", weights, "n_experts")
-    add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")
-    add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
+    if mlp.in_batches:
+        add("hook_expert_indices", Site(router, "router", "indices"), "experts_per_token")
+    else:
+        add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")
+        add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
     path = join(module, mlp.experts)
     for e in range(num_experts):
         for part, site in _expert_sites(path, e, experts, mlp.layers).items():

@@ -295,7 +295,7 @@ class FoundAttention:
             return False
         once = factor.detach()[:, :: factor.shape[1] // len(self.found[letter][1])]
         made = norm.left[0].value
-        return made.shape == once.shape and torch.equal(made, once)
+        return any(made.shape == each.shape and torch.equal(made, each) for each in (once, once.transpose(1, 2)))
 
     def _by_head(self, made: Tensor, letter: str) -> Tensor:
         """What a projection made, ``[batch, pos, head, d_head]``."""
@@ -332,7 +332,8 @@ class FoundAttention:
         """Queries (keys) behind their rotation, ``[batch, head, pos, d_head]``: before the norm that comes last."""
         norm = self._norm(letter)
         if self.normed_last and norm is not None and norm[1].entered is not None:
-            return norm[1].entered.value
+            entered = norm[1].entered.value
+            return entered if self._over(norm[1]) == "heads first" else entered.transpose(1, 2)
         factor = self.softmax.query if letter == "q" else self.softmax.key
         return None if factor is None else factor.detach()
 

@@ -15,7 +15,16 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart
 from adapters.automatic.recording import ModuleCall, NotFound, Recording
-from adapters.experts import Layers, are_modules, chosen_in_turn, first_projection, has_gate, layers_of, width
+from adapters.experts import (
+    Layers,
+    are_modules,
+    chosen_in_turn,
+    first_projection,
+    has_gate,
+    in_batches,
+    layers_of,
+    width,
+)
 from adapters.feed_forward import MLP, MoE
 from adapters.offloaded import held
 from adapters.paths import members_of
@@ -61,6 +70,7 @@ class FoundMixture:
     ) -> None:
         self.part, self.recording, self.block, self.experts, self.config = part, recording, block, experts, config
         self.layers: Layers | None = None
+        self.in_batches = False
         self.gated = has_gate(experts.module)
         self.d_expert: int | None = None
         self.act_fn: str | None = None
@@ -71,20 +81,31 @@ class FoundMixture:
             missing = [
                 name for name in ("is_transposed", "is_concatenated", "has_bias") if not hasattr(experts.module, name)
             ]
-            if missing:
+            entered = () if experts.entered is None else experts.entered.value.shape
+            everyone = len(held(experts.module, "down_proj")) * self._rows()
+            self.in_batches = in_batches(experts.module) and entered[:1] == (everyone,)
+            if missing and not self.in_batches:
                 raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
             self.num_experts, self.d_expert = len(held(experts.module, "down_proj")), width(experts.module)
             self.act_fn = self._activation()
         self.router = self._router()
         self.experts_per_token = self.router.output(1).value.shape[-1]
+        if self.in_batches:
+            self.experts_per_token = int((self.router.output(0).value != 0).sum(-1).max())
         self.owner = self._owner()
         self.d_shared: int | None = None
         self.factors = (1.0, 1.0)
+
+    def _rows(self) -> int:
+        """How many tokens the part is given."""
+        return self.recording.batch * self.recording.pos
 
     def _router(self) -> ModuleCall:
         """What chooses: it returns logits, and weights and indices of the chosen ones."""
         for call in self.recording.between(self.part.start, self.part.producer.end):
             given = [tuple(seen.value.shape) for seen in call.left]
+            if self.in_batches and call.end <= self.experts.start and given == [(self._rows(), self.num_experts)] * 2:
+                return call
             if call.end <= self.experts.start and call.n_left == 3 and call.indices == [2] and len(given) == 2:
                 (rows, experts), (others, chosen) = given[0][-2:], given[1][-2:]
                 if rows == others and experts == self.num_experts and chosen <= experts:
@@ -133,6 +154,8 @@ class FoundMixture:
 
     def chosen_by(self) -> Literal["probabilities", "logits", "scores", "in turn"]:
         """What the router compares the experts by."""
+        if self.in_batches:
+            return "scores"
         inside = [s for s in self.recording.softmaxes if self.router.start < s.time < self.router.end]
         choice = [time for time in self.recording.choices if self.router.start < time < self.router.end]
         if not inside:
@@ -185,12 +208,15 @@ class FoundMixture:
             out=None if out is self.owner else relative(out.path, self.block),
             out_key=seen.key,
             layers=self.layers,
+            flat=seen.value.ndim == 2,
+            in_batches=self.in_batches,
         )
 
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:
         """The expert that every token is sent to, and the gate behind it."""
         total = self.part.out[1].value.double().flatten()
-        routed = self.experts.left[0].value.double().flatten()
+        put_out = self.experts.left[0].value.double()
+        routed = (put_out.unflatten(0, (self.num_experts, -1)).sum(0) if self.in_batches else put_out).flatten()
         if self._is_sum(total, [routed]):
             return None, None
         others = [

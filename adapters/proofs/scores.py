@@ -130,8 +130,10 @@ class _Attention:
             if call is None or call.input is None or call.result is None:
                 given.append(seen)
                 continue
-            self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, call.result.transpose(1, 2))
-            given.append(call.input.transpose(1, 2))
+            first = self.part.qk_norm_over == "heads first"
+            made, entered = (x.transpose(1, 2) if first else x for x in (call.result, call.input))
+            self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, made)
+            given.append(entered)
         return given[0], given[1]
 
     def _latent(self, q: Heads, k: Heads, turned_q: Heads | None, turned_k: Heads | None) -> bool:

@@ -257,6 +257,8 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
         replace(part, corrected=not part.corrected),
         "it says how the choice is proved, not what it is",
     )
+    yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
+    yield "in batches or not", replace(part, in_batches=not part.in_batches), ""
     if part.router_matrix:
         yield "router's own matrix", replace(part, router_matrix=""), ""
     if part.shared:

@@ -99,6 +99,35 @@ def test_experts_without_a_gate():
     torch.testing.assert_close(tripled, bridge(TOKENS))
 
 
+def test_experts_that_are_computed_in_one_product():
+    """Llama 4: each expert has a row for every token, times its weight; what is shown, and edits, by hand."""
+    bridge = TransformerBridge(tiny_model("llama4_text"))
+    mixture: Any = bridge.core.model.layers[1].feed_forward
+    at, experts, own = "blocks.1.mlp", mixture.experts, bridge(TOKENS)
+    names = [name for name in bridge.hook_dict if name.startswith(at) and "shared" not in name]
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=["blocks.1.ln2.hook_out", *names])
+    tokens, weights = (cache[name].flatten(0, 1) for name in ("blocks.1.ln2.hook_out", f"{at}.hook_expert_weights"))
+    logits, indices = (cache[f"{at}.hook_{name}"].flatten(0, 1) for name in ("router_logits", "expert_indices"))
+    torch.testing.assert_close(logits, tokens @ mixture.router.weight.T)
+    assert torch.equal(indices, logits.topk(2).indices)
+    torch.testing.assert_close(weights.gather(-1, indices), logits.sigmoid().gather(-1, indices))
+    for e in range(4):
+        act = {part: cache[f"{at}.experts.{e}.hook_{part}"] for part in PARTS}
+        torch.testing.assert_close(act["in"], tokens * weights[:, e, None])
+        gate, up = (act["in"] @ experts.gate_up_proj[e]).chunk(2, -1)
+        for part, made in (("gate", gate), ("pre", up), ("post", up * torch.nn.functional.silu(gate))):
+            torch.testing.assert_close(act[part], made)
+        torch.testing.assert_close(act["out"], act["post"] @ experts.down_proj[e])
+    edited = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{at}.experts.2.hook_pre", lambda act, hook: act * 3)])
+    others = (logits.argsort(-1)[:, :2]).view(*TOKENS.shape, 2)
+    sent = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{at}.hook_expert_indices", lambda act, hook: others)])
+    with torch.no_grad():
+        experts.gate_up_proj[2, :, experts.expert_dim :] *= 3
+        torch.testing.assert_close(edited, bridge(TOKENS))
+        experts.gate_up_proj[2, :, experts.expert_dim :] /= 3
+    assert not torch.allclose(sent, own)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_expert_that_is_changed(case: str):
     """Its output set to zero is its weight set to zero; its input doubled is other tokens."""

@@ -17,7 +17,7 @@ from tests.tiny_models import tiny_model
 
 #: Types, and the options with which a tiny one shows what it does.
 FULL: dict[str, dict[str, Any]] = {
-    "bitnet": {}, "gemma4_text": {}, "gpt_neox_japanese": {}, "kimi_linear": {}, "mimo_v2_flash": {},
+    "bitnet": {}, "gemma4_text": {}, "gpt_neox_japanese": {}, "kimi_linear": {}, "llama4_text": {}, "mimo_v2_flash": {},
     "minimax_m3_vl_text": {"swiglu_limit": 1.0}, "nemotron_h": {}, "phimoe": {},
 }  # fmt: skip
 #: Of what only they claim, changes, and the claim that each breaks.
@@ -28,6 +28,8 @@ CHANGED = {
     ("gemma4_text", "blocks: MLP: what it is multiplied with left out"): GATED,
     ("gpt_neox_japanese", "blocks: layer 1: Attention: o_bias left out"): "resid_pre + attn_out = resid_mid",
     ("kimi_linear", "blocks: layer 1: Attention: not rotary is"): SCORES,
+    ("llama4_text", "blocks: MoE: in batches or not"): "every hook point fires once, with its declared shape",
+    ("llama4_text", "blocks: MoE: chosen by probabilities"): CHOICE,
     ("minimax_m3_vl_text", "cfg.act_fn = 'silu'"): GATED,
     ("phimoe", "blocks: MoE: margin times 2"): CHOICE,
     ("phimoe", "blocks: MoE: chosen by probabilities"): CHOICE,
