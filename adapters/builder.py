@@ -27,7 +27,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = _embedding_points(architecture, base)
+    points = _embedding_points(architecture, base) if architecture.embed else []
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
@@ -303,7 +303,7 @@ class BlockBuilder:
                 module,
                 self.cfg.n_heads,
                 self.cfg.n_kv_heads,
-                key_pos="key_pos" if part.cross else self.stack.key_pos,
+                key_pos=self.stack.key_pos if not part.cross else "key_pos" if self.stack.one_of_two else "memory_pos",
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
                 factor=step.last_factor,

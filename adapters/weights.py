@@ -114,7 +114,8 @@ class Weights:
     def _add_embeddings(self) -> None:
         a = self.architecture
         at = "embed." if a.embeddings is not None else ""  # HookedTransformer's encoder has one part for all of them
-        self.getters[f"{at}embed.W_E"] = self._token_embedding(a.embed)
+        if a.token_embeddings:
+            self.getters[f"{at}embed.W_E"] = self._token_embedding(a.token_embeddings)
         if a.pos_embed:
             self.getters[f"{at}pos_embed.W_pos"] = self._position_embedding(a.pos_embed)
         if a.token_types:

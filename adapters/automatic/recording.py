@@ -21,7 +21,7 @@ Mark = tuple[int, int]
 
 def mark(x: Tensor) -> Mark:
     """The numbers of a tensor in a few bytes."""
-    data = x.detach().contiguous().cpu().view(torch.uint8) if x.ndim else x.detach().cpu().view(1).view(torch.uint8)
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return x.numel(), hash(data.numpy().tobytes())
 
 
@@ -128,11 +128,13 @@ class Recording:
         batch, pos: the shape of the tokens.
         choices: the times at which the best of something were chosen (`topk`).
         logits: the first thing that the model returned.
+        lengths: of the rows of tokens that it was given.
     """
 
     batch: int
     pos: int
     logits: Tensor | None = None
+    lengths: tuple[int, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     softmaxes: list[Softmax] = field(default_factory=list)
     choices: list[int] = field(default_factory=list)
@@ -273,9 +275,12 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
 
     Args:
         model: a Hugging Face model.
-        inputs: what it is given; ``input_ids`` is ``[batch, pos]``.
+        inputs: what it is given; ``input_ids`` is ``[batch, pos]``. Without them, positions are those of what its
+            first blocks make of images or sound, which is not known yet.
     """
-    recording = Recording(*inputs["input_ids"].shape)
+    tokens = inputs.get("input_ids")
+    recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
+    recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name.endswith("input_ids"))
     watch = _Watch(recording)
     embedding = token_embedding(model)
     handles = []

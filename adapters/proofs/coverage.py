@@ -66,7 +66,7 @@ def _plain_run(evidence: Evidence) -> tuple[Calls, dict[str, int]]:
             handles.append(module.register_forward_pre_hook(enter(path)))
             handles.append(module.register_forward_hook(leave))
         with torch.no_grad(), recorded(model) as calls, counted:
-            evidence.bridge.core(input_ids=evidence.tokens, **evidence.more)  # not what compiles it
+            evidence.bridge.core(**evidence.arguments)  # not what compiles it
     finally:
         for handle in handles:
             handle.remove()

@@ -69,7 +69,8 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
         if name.endswith(".hook_post") and ".mlp" in name and "expert" not in name
     }
     yield from one("d_mlp", dense or _last_of_experts(evidence))
-    embed = model.get_submodule(join(evidence.base, evidence.bridge.architecture.embed))
+    tokens = evidence.bridge.architecture.token_embeddings
+    embed = model.get_submodule(join(evidence.base, tokens)) if tokens else None
     if isinstance(table := getattr(embed, "weight", None), Tensor):
         yield "d_vocab", table.shape[0]
     yield from one("d_vocab_out", _last(evidence, "unembed.hook_out"))

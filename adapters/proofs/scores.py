@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
+from adapters.inputs.made import repeated, split
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.projections import prove_latents
@@ -287,7 +288,9 @@ class _Attention:
             ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
         ]
         with torch.no_grad():
-            bridge.run_with_hooks(self.evidence.tokens[:1].expand(4, -1).contiguous(), fwd_hooks=hooks)
+            given = repeated({name: x[:1] for name, x in self.evidence.arguments.items()}, 4)
+            tokens, more = split(bridge.core, given)
+            bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
         biases = (self.part.q_bias, self.part.k_bias, self.part.v_bias)
         core = module_at(bridge.original_model, join(self.place.module, self.part.core))
         for name, bias in core.named_parameters(recurse=False):
@@ -370,8 +373,8 @@ class _Attention:
 
     def _mask(self, pattern: Tensor) -> None:
         """Where attention goes in some row of the batch, by where it may go."""
-        if self.place.stack is not self.evidence.bridge.architecture.stack:
-            return  # cfg speaks of the first
+        if self.part.cross or self.place.stack is not self.evidence.bridge.architecture.stack:
+            return  # cfg speaks of the first, and of what looks at its own text
         _, _, queries, keys = pattern.shape
         seen = (pattern > 0).any(0).any(0).cpu()
         back = torch.arange(queries)[:, None] - torch.arange(keys)[None]
