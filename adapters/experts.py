@@ -28,6 +28,8 @@ from adapters.paths import gone, has_module
 ExpertPart = Literal["W_gate", "W_in", "W_out"]
 #: The paths of an expert's layers from its own module: gate, up, down.
 Layers = tuple[str, str, str]
+#: Where all experts' matrices are one parameter each, ``[(expert d_expert), d_model]``, as DBRX names them.
+_STACKED = {"W_gate": "mlp.w1", "W_in": "mlp.v1", "W_out": "mlp.w2"}
 #: As transformers' own models name them.
 _USUAL: tuple[Layers, ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -103,9 +105,26 @@ def _held(experts: nn.Module, name: str) -> Tensor:
     return found
 
 
+def stacked(experts: nn.Module) -> dict[str, Float[Tensor, "expert d_expert d_model"]]:
+    """The projections of all experts, where each is one parameter for all of them; empty where it is not."""
+    if are_modules(experts) or hasattr(experts, "down_proj"):
+        return {}
+    known = dict(experts.named_parameters())
+    if not set(_STACKED.values()) <= known.keys():
+        return {}
+    return {part: known[name].unflatten(0, (experts.num_experts, -1)) for part, name in _STACKED.items()}
+
+
+def keeps_experts(experts: nn.Module) -> bool:
+    """Whether a module holds experts in one of the ways that are known."""
+    usual = all(hasattr(experts, name) for name in (first_projection(experts), "down_proj"))
+    return are_modules(experts) or usual or bool(stacked(experts))
+
+
 def in_batches(experts: nn.Module) -> bool:
     """Whether every expert is given every token, times its weight, in one product ``[expert, token, d]``."""
-    return not are_modules(experts) and not hasattr(experts, "is_transposed")
+    flags = hasattr(experts, "is_transposed") or not hasattr(experts, "down_proj")
+    return not are_modules(experts) and not flags
 
 
 def is_transposed(experts: nn.Module) -> bool:
@@ -147,6 +166,8 @@ def joined(experts: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
 
 def width(experts: nn.Module) -> int:
     """How many neurons an expert has."""
+    if held := stacked(experts):
+        return held["W_out"].shape[1]
     return _held(experts, "down_proj").shape[1 if is_transposed(experts) else 2]
 
 
@@ -163,6 +184,8 @@ def expert_weight(
         if weight is None:
             raise TypeError(f"{part} of expert {index} is a {type(layer).__name__}, whose weight is not a plain matrix")
         return weight.T
+    if every := stacked(experts):
+        return every[part][index].mT if part == "W_out" else every[part][index]
     if part == "W_out":
         weight = _held(experts, "down_proj")[index]
         return weight.mT if is_transposed(experts) else weight
@@ -175,7 +198,7 @@ def expert_weight(
 def has_bias(experts: nn.Module, part: ExpertPart, declared: Layers | None = None) -> bool:
     """Whether a projection of the experts has a bias."""
     layer = expert_layer(experts, 0, part, declared)
-    if layer is None and in_batches(experts):
+    if layer is None and (in_batches(experts) or stacked(experts)):
         return False
     return bool(experts.has_bias) if layer is None else getattr(layer, "bias", None) is not None
 

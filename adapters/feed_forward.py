@@ -56,6 +56,8 @@ class MoE:
         path: the module, relative to the block.
         router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
             returns their scores, and the weights and indices of the chosen ones.
+        router_returns: ``choice``, as said; or ``logits`` alone (DBRX): the choice is made in the forward of the module
+            at `path`, by probabilities, and what is chosen is seen where `experts` is given it.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
         layers: where each expert is a module of its own, the paths in it of its projections: gate, up, down; None: the
             usual names.
@@ -82,6 +84,7 @@ class MoE:
     experts: str = "experts"
     chosen_by: Literal["probabilities", "logits", "scores", "in turn"] = "probabilities"
     margin: float = 0.0
+    router_returns: Literal["choice", "logits"] = "choice"
     router_matrix: str = ""
     corrected: bool = False
     factor: float = 1.0
@@ -166,7 +169,9 @@ def mixture_points(
     router = join(module, mlp.router)
     # As in HookedTransformer, an expert's weight is its probability before the best are chosen; where these are chosen
     # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
-    if mlp.chosen_by == "probabilities":
+    if mlp.router_returns == "logits":
+        logits, weights = Site(module, "softmax", "scores"), Site(module, "softmax", "pattern")
+    elif mlp.chosen_by == "probabilities":
         logits, weights = Site(router, "softmax", "scores"), Site(router, "softmax", "pattern")
     else:
         made = "logits" if mlp.chosen_by == "logits" else "product"
@@ -175,7 +180,11 @@ def mixture_points(
         logits, weights = Site(router, "router", "product"), Site(router, "output", 0)
     add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))
     add("hook_expert_weights", weights, "n_experts")
-    if mlp.in_batches:
+    if mlp.router_returns == "logits":
+        given = join(module, mlp.experts)
+        add("hook_topk_weights", Site(given, "input", "top_k_weights"), "experts_per_token", "extra")
+        add("hook_expert_indices", Site(given, "input", "top_k_index"), "experts_per_token")
+    elif mlp.in_batches:
         add("hook_expert_indices", Site(router, "router", "indices"), "experts_per_token")
     else:
         add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")

@@ -153,6 +153,8 @@ class Limits:
             return "its layers do not have one attention each, the same in all of them"
         if attn.sinks or attn.z_is == "sink":
             return "it has attention sinks: the rows of its pattern do not sum to one"
+        if attn.clip is not None:
+            return f"its values are clamped to {attn.clip:g}, biases included"
         if attn.z_is or attn.v_norm:
             between = "norm" if attn.v_norm or attn.z_is == "norm" else attn.z_is
             return f"a {between} stands between its values and its output projection"

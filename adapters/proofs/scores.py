@@ -61,9 +61,14 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
             findings.holds(SCORES, f"{stack}, rotary", turned, "queries and keys are rotated in no layer")
 
 
+def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
+    """Queries, keys or values behind the clamp that their attention has."""
+    return made if made is None or part.clip is None else made.clamp(-part.clip, part.clip)
+
+
 def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Heads | None:
     """Queries or keys behind their norm, where they have one."""
-    made = evidence.get(f"{place.part}hook_{letter}")
+    made = clipped(evidence.get(f"{place.part}hook_{letter}"), part)
     norm = part.q_norm if letter == "q" else part.k_norm
     if norm is None or made is None or part.qk_norm_last:
         return made
@@ -95,6 +100,7 @@ class _Attention:
             self._norm_reads(letter)
         prove_latents(self.evidence, self.findings, SCORES, self.place, self.part)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
+        v = clipped(v, self.part)
         if q is None or k is None or scores is None or pattern is None or v is None or z is None:
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
             return False

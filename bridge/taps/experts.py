@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.experts import first_projection, gate_and_up, has_gate, joined, width
+from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.views import Call, Kwargs
 from bridge.taps.tap import Tap, Watch
 
@@ -58,7 +58,8 @@ class _ExpertsWatch(Watch):
         super().__init__()
         self._tap, self._call = tap, call
         self._ran: set[int] = set()
-        self._first = first_projection(tap.module)
+        self._first, self._stacked = first_projection(tap.module), stacked(tap.module)
+        self._given: dict[int, Tensor] = {}
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the projections."""
@@ -66,6 +67,8 @@ class _ExpertsWatch(Watch):
             return func(*args, **kwargs)
         x, other = _operands(args, kwargs)
         module: Any = self._tap.module
+        if self._stacked:
+            return self._of_stacked(func, x, other, args, kwargs)
         if func in LINEAR_PRODUCTS:
             for weight, channel in ((getattr(module, self._first), "in"), (module.down_proj, "post")):
                 expert = _which(other, weight)
@@ -89,6 +92,25 @@ class _ExpertsWatch(Watch):
         gate, pre = gate_and_up(module, made)
         return joined(module, self._show(expert, "gate", gate), self._show(expert, "pre", pre))
 
+    def _of_stacked(
+        self, func: Callable[..., Any], x: Any, other: Any, args: tuple[object, ...], kwargs: Kwargs
+    ) -> Any:
+        """Shows what enters and leaves projections that are apart: gate and up are given the same."""
+        if func in LINEAR_PRODUCTS:
+            for part, channel in (("W_gate", "gate"), ("W_in", "pre"), ("W_out", "out")):
+                expert = _which(other, self._stacked[part], turned=part != "W_out")
+                if expert is None:
+                    continue
+                self._ran.add(expert)
+                if part == "W_out":
+                    x = self._show(expert, "post", x)
+                elif expert not in self._given:
+                    x = self._given[expert] = self._show(expert, "in", x)
+                else:
+                    x = self._given[expert]
+                return self._show(expert, channel, func(x, *args[1:], **kwargs))
+        return func(*args, **kwargs)
+
     def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
         return self._tap.show(f"{expert}.{channel}", x, self._call)
 
@@ -103,7 +125,7 @@ class _ExpertsWatch(Watch):
             expert, part = channel.split(".")
             if int(expert) not in self._ran:
                 size = self._call.input.shape[-1] if part in ("in", "out") else width(module)
-                self._tap.show(channel, module.down_proj.new_empty(0, size), self._call)
+                self._tap.show(channel, self._call.input.new_empty(0, size), self._call)
 
 
 class BatchedExpertsTap(Tap):
@@ -206,9 +228,10 @@ def _operands(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Any, Any]:
     return first, args[1] if len(args) > 1 else next((kwargs[name] for name in names if name in kwargs), None)
 
 
-def _which(weight: Any, everyone: Tensor) -> int | None:
-    """Which expert's part of a parameter this is, or None where it is none."""
-    if not isinstance(weight, Tensor) or weight.shape != everyone.shape[1:]:
+def _which(weight: Any, everyone: Tensor, *, turned: bool = False) -> int | None:
+    """Which expert's part of a parameter, or of its transpose (``turned``), this is; None where it is none."""
+    shape = everyone.shape[:0:-1] if turned else everyone.shape[1:]
+    if not isinstance(weight, Tensor) or weight.shape != shape:
         return None
     start = weight.data_ptr() - everyone.data_ptr()
     expert = start // (everyone.stride(0) * everyone.element_size())

@@ -198,6 +198,9 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
     if part.v_norm:
         yield "v_norm left out", replace(part, v_norm=None), ""
+    if part.clip:
+        yield "clamp left out", replace(part, clip=None), ""
+        yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
     if part.o_bias:
         yield "o_bias left out", replace(part, o_bias=None), ""
     for letter in ("q", "kv"):
@@ -258,6 +261,8 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
         "it says how the choice is proved, not what it is",
     )
     yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
+    returns = "choice" if part.router_returns == "logits" else "logits"
+    yield f"router returns {returns}", replace(part, router_returns=returns), ""
     yield "in batches or not", replace(part, in_batches=not part.in_batches), ""
     if part.router_matrix:
         yield "router's own matrix", replace(part, router_matrix=""), ""

@@ -17,14 +17,16 @@ from tests.tiny_models import tiny_model
 
 #: Types, and the options with which a tiny one shows what it does.
 FULL: dict[str, dict[str, Any]] = {
-    "bitnet": {}, "gemma4_text": {}, "gpt_neox_japanese": {}, "kimi_linear": {}, "llama4_text": {}, "mimo_v2_flash": {},
-    "minimax_m3_vl_text": {"swiglu_limit": 1.0}, "nemotron_h": {}, "phimoe": {},
+    "bitnet": {}, "dbrx": {}, "gemma4_text": {}, "gpt_neox_japanese": {}, "kimi_linear": {}, "llama4_text": {},
+    "mimo_v2_flash": {}, "minimax_m3_vl_text": {"swiglu_limit": 1.0}, "nemotron_h": {}, "phimoe": {},
 }  # fmt: skip
 #: Of what only they claim, changes, and the claim that each breaks.
 CHANGED = {
     ("bitnet", "blocks: MLP: norm left out"): GATED,
     ("bitnet", "blocks: MLP: norm: ffn_sub_norm is LN"): NORMS,
     ("bitnet", "blocks: Attention: no norm of z"): VALUES,
+    ("dbrx", "blocks: Attention: clamp left out"): SCORES,
+    ("dbrx", "blocks: MoE: router returns choice"): "every hook point fires once, with its declared shape",
     ("gemma4_text", "blocks: MLP: what it is multiplied with left out"): GATED,
     ("gpt_neox_japanese", "blocks: layer 1: Attention: o_bias left out"): "resid_pre + attn_out = resid_mid",
     ("kimi_linear", "blocks: layer 1: Attention: not rotary is"): SCORES,
