@@ -23,6 +23,7 @@ from adapters.experts import (
     has_gate,
     in_batches,
     layers_of,
+    stacked,
     width,
 )
 from adapters.feed_forward import MLP, MoE
@@ -38,6 +39,8 @@ def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
     inside = recording.between(part.start, part.producer.end)
     for call in inside:
         if are_modules(call.module) and any(True for _ in call.module.children()):
+            return call
+        if stacked(call.module):
             return call
         weights = [getattr(call.module, name, None) for name in (first_projection(call.module), "down_proj")]
         if all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
@@ -77,6 +80,9 @@ class FoundMixture:
         if are_modules(experts.module):
             self.num_experts = len(members_of(experts.module))
             self._look_into_an_expert()
+        elif every := stacked(experts.module):
+            self.num_experts, self.d_expert = len(every["W_out"]), width(experts.module)
+            self.act_fn = self._activation()
         else:
             missing = [
                 name for name in ("is_transposed", "is_concatenated", "has_bias") if not hasattr(experts.module, name)
@@ -89,9 +95,13 @@ class FoundMixture:
             self.num_experts, self.d_expert = len(held(experts.module, "down_proj")), width(experts.module)
             self.act_fn = self._activation()
         self.router = self._router()
-        self.experts_per_token = self.router.output(1).value.shape[-1]
+        #: The router returns logits alone, and what is chosen is seen where the experts are given it.
+        self.chosen = experts.given.get("top_k_index") if self.router.n_left == 1 else None
         if self.in_batches:
             self.experts_per_token = int((self.router.output(0).value != 0).sum(-1).max())
+        else:
+            chosen = self.router.output(1).value if self.chosen is None else self.chosen
+            self.experts_per_token = chosen.shape[-1]
         self.owner = self._owner()
         self.d_shared: int | None = None
         self.factors = (1.0, 1.0)
@@ -110,9 +120,18 @@ class FoundMixture:
                 (rows, experts), (others, chosen) = given[0][-2:], given[1][-2:]
                 if rows == others and experts == self.num_experts and chosen <= experts:
                     return call
+            if given == [(self._rows(), self.num_experts)] and call.n_left == 1 and self._is_chosen_from(call):
+                return call
         raise NotFound(
             f"no module before {self.experts.path} returns logits, weights and indices of the chosen experts"
         )
+
+    def _is_chosen_from(self, call: ModuleCall) -> bool:
+        """Whether a softmax of what a call returned, behind it, is what the experts that are given were chosen by."""
+        logits = call.left[0].value
+        behind = [s.scores for s in self.recording.softmaxes if call.end < s.time < self.experts.start]
+        given = {"top_k_index", "top_k_weights"} <= self.experts.given.keys()
+        return given and any(torch.equal(scores.detach(), logits) for scores in behind)
 
     def _look_into_an_expert(self) -> None:
         """The layers of the expert that most tokens were sent to: which of two is the gate, a few rows say."""
@@ -156,6 +175,8 @@ class FoundMixture:
         """What the router compares the experts by."""
         if self.in_batches:
             return "scores"
+        if self.chosen is not None:
+            return "probabilities"
         inside = [s for s in self.recording.softmaxes if self.router.start < s.time < self.router.end]
         choice = [time for time in self.recording.choices if self.router.start < time < self.router.end]
         if not inside:
@@ -175,9 +196,9 @@ class FoundMixture:
             self.chosen_by() == "scores"
         ):  # in groups, or with a term for each expert, which may not show in a few tokens
             return True
-        logits = self.router.output(0).value.flatten(0, -2)
+        logits = self.router.left[0].value.flatten(0, -2)
         best = logits.topk(self.experts_per_token).values
-        routed = self.router.indices_seen.flatten(0, -2)
+        routed = (self.router.indices_seen if self.chosen is None else self.chosen).flatten(0, -2)
         chosen = logits.gather(-1, routed.long()).sort(-1, descending=True).values
         return not torch.equal(best, chosen)
 
@@ -199,6 +220,7 @@ class FoundMixture:
             experts=relative(self.experts.path, owner),
             chosen_by=self.chosen_by(),
             margin=(self._margin() or 0.0) if self.chosen_by() == "in turn" else 0.0,
+            router_returns="choice" if self.chosen is None else "logits",
             router_matrix=relative(linear[0].path, self.router.path) if linear and linear[0] is not self.router else "",
             corrected=self._corrected(),
             factor=self.factors[0],
