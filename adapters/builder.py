@@ -290,6 +290,10 @@ class BlockBuilder:
         view, sources = (FlatRows(), self.rows) if flat else (None, ())
         norm_points(self.points, name, norm.kind, site, view=view, sources=sources, branches=branches)
         seen = Composed(View(), FlatRows()) if flat else None
+        if norm.kind.gate:
+            self.points.add(
+                f"{name}.hook_gate", Site(join(self.path, norm.path, norm.kind.gate), "output"), group="extra"
+            )
         self.points.add(f"{name}.hook_out", site, seen, group="extra", sources=sources, branches=branches)
 
     def _add_inside(self, named: NamedStep) -> None:

@@ -11,7 +11,7 @@ from adapters.config import config_of
 from adapters.inputs.made import repeated, split
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
-from adapters.proofs.projections import prove_latents
+from adapters.proofs.projections import clipped, normed, prove_latents
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation, relative_buckets
@@ -59,26 +59,6 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
         for stack in {name for name, _ in rotates}:
             turned = any(rotated for name, rotated in rotates if name == stack)
             findings.holds(SCORES, f"{stack}, rotary", turned, "queries and keys are rotated in no layer")
-
-
-def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
-    """Queries, keys or values behind the clamp that their attention has."""
-    return made if made is None or part.clip is None else made.clamp(-part.clip, part.clip)
-
-
-def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Heads | None:
-    """Queries or keys behind their norm, where they have one."""
-    made = clipped(evidence.get(f"{place.part}hook_{letter}"), part)
-    norm = part.q_norm if letter == "q" else part.k_norm
-    if norm is None or made is None or part.qk_norm_last:
-        return made
-    call = evidence.call(place.module, norm.path)
-    if call is None or call.result is None:
-        return None
-    result = call.result
-    if part.qk_norm_over == "heads first":
-        result = result.transpose(1, 2)
-    return result.reshape(made.shape) if result.numel() == made.numel() else None
 
 
 class _Attention:
@@ -390,10 +370,13 @@ class _Attention:
             allowed = allowed & (back < window) & (back > -window)
             if window > queries:
                 self.findings.untold(MASK, f"a window of {window} is longer than the text of {queries} tokens")
-        at = f"{self.place.part}hook_pattern"
+        at, sees = f"{self.place.part}hook_pattern", (pattern > 0).any(1)
         more, less = (seen & ~allowed).nonzero().tolist(), (allowed & ~seen).nonzero().tolist()
         if more:
             self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
+        elif less and bool((sees != sees[:1]).any()) and {q - k for q, k in less} <= set(back[seen].tolist()):
+            # Keys are chosen by what they are (an indexer), and others as far away have been.
+            self.findings.untold(MASK, f"{at}: whether token {less[0][0]} may attend to token {less[0][1]}")
         elif less:
             self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
         else:

@@ -122,6 +122,8 @@ def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
     for name, kind in kinds.items():
         if kind != norm.kind:
             yield f"{norm.path} is {name}", replace(norm, kind=kind)
+    if norm.kind.gate:
+        yield f"{norm.path} without its gate", Norm(f"{norm.path}.{norm.kind.inner}", RMS_NORM)
 
 
 def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
@@ -481,7 +483,11 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
     tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
     norms = [path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)]
-    bare = all(m.weight is None for path, m in model.named_modules() if any(path.endswith(f".{n}") for n in norms))
+    bare = all(
+        getattr(m, "weight", m) is None
+        for path, m in model.named_modules()
+        if any(path.endswith(f".{n}") for n in norms)
+    )
     facts = Facts(cfg, tensors, dropouts, bare)
     yield from architecture_changes(declared, facts)
     yield from fact_changes(declared, facts)
