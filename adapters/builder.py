@@ -15,7 +15,7 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, call_number, has_module, join, module_at, module_path, path_from
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
+from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WithParameter, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -27,7 +27,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = _embedding_points(architecture, base)
+    points = _embedding_points(architecture, base) if architecture.embed else []
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
@@ -303,7 +303,7 @@ class BlockBuilder:
                 module,
                 self.cfg.n_heads,
                 self.cfg.n_kv_heads,
-                key_pos="key_pos" if part.cross else self.stack.key_pos,
+                key_pos=self.stack.key_pos if not part.cross else "key_pos" if self.stack.one_of_two else "memory_pos",
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
                 factor=step.last_factor,
@@ -332,10 +332,12 @@ class BlockBuilder:
             type(part), (f"{name}.out.hook_out",)
         )
         scaled = Scaled(step.factor) if step.factor != 1 else None
+        added = WithParameter(part.o_bias) if isinstance(part, Attention) and part.o_bias else None
         if step.post is None:
-            self._add(flat, f"hook_{name}_out", returned, scaled, aliases=(f"{name}.hook_out", *projection))
+            shown = Composed(added, scaled) if added and scaled else added or scaled
+            self._add(flat, f"hook_{name}_out", returned, shown, aliases=(f"{name}.hook_out", *projection))
         else:
-            self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
+            self._add(flat, f"{name}.hook_out", returned, added, group="extra", aliases=projection)
         if isinstance(part, Attention):
             qk_norm_points(self.points.inside(name), part, join(self.path, part.path))
         if step.post:

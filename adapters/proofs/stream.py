@@ -11,8 +11,10 @@ from adapters.architecture import Architecture, Stack
 from adapters.attention import Attention
 from adapters.builder import more_embed_name
 from adapters.feed_forward import MLP, MoE
-from adapters.paths import join
-from adapters.proofs.evidence import Evidence, ModuleCall, Place
+from adapters.inputs.places import others_of, unchanged
+from adapters.paths import join, module_at
+from adapters.proofs.evidence import Evidence, ModuleCall, Place, recorded
+from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
 
 CHAIN = "what leaves a block as the stream enters the next"
@@ -110,7 +112,7 @@ def _entries(place: Place) -> list[str]:
 def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
     first = evidence.bridge.architecture.stack
     if place.stack is first:
-        findings.holds(READS, place.part, False, "there is no encoder before it whose output it could read")
+        _reads_beside(evidence, findings, place, part)
         return
     read = next((left for *_, left, _ in reversed(list(streams_of(evidence, first)))), None)
     if first.final_norm:
@@ -121,13 +123,41 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: A
         findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
+def behind(evidence: Evidence, place: Place, made: Tensor) -> Tensor:
+    """What a part's last layer made, with the parameter that is added behind the part."""
+    part = place.named.step.part
+    if not isinstance(part, Attention) or part.o_bias is None:
+        return made
+    bias = module_at(evidence.bridge.original_model, place.module).get_parameter(part.o_bias)
+    return made + bias.detach()
+
+
+def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
+    """Without an encoder in the declaration: keys and values are made from one thing, which is not made of text."""
+    own = [evidence.call(place.module, each.path) for each in (part.k, part.v)]
+    key, value = (None if call is None else call.input for call in own)
+    if not evidence.arguments.keys() - {"input_ids", "attention_mask"} or key is None or value is None:
+        findings.holds(READS, place.part, False, "there is nothing beside the text that it could read")
+        return
+    findings.equal(READS, f"{place.part}({part.v.path})", value, key)
+    first = f"{place.stack.name}.0.hook_resid_pre"
+    path = join(place.module, part.k.path)
+
+    def other(x: Tensor, hook: Hook) -> Tensor:
+        return x.flip(1) * 0.5
+
+    with torch.no_grad(), recorded(evidence.bridge.original_model, [path]) as calls:
+        evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, other)], **evidence.more)
+    findings.equal(READS, f"{place.part}({part.k.path})", calls[path][0].input, key)
+
+
 def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     step, part = place.named.step, place.named.step.part
     at = f"{place.prefix}hook_{place.named.name}_out"
     added = evidence.get(at)
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
-        made = last.result if last else None
+        made = behind(evidence, place, last.result) if last and last.result is not None else None
         raw = evidence.get(f"{place.part}hook_out") if step.post else added
         if made is not None and not step.post:
             made = made * step.factor
@@ -196,6 +226,11 @@ def _zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
 
 def _begins(evidence: Evidence, findings: Findings) -> None:
     architecture = evidence.bridge.architecture
+    for stack in evidence.stacks():
+        if stack.embed:
+            _own_embeddings(evidence, findings, stack)
+    if not architecture.embed:
+        return  # it begins with images or sound
     tokens = evidence.call(evidence.base, architecture.embed)
     findings.holds(
         ENDS,
@@ -203,9 +238,6 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
         tokens is not None and tokens.input is not None and tokens.input.equal(evidence.tokens),
         "it is not given the tokens",
     )
-    for stack in evidence.stacks():
-        if stack.embed:
-            _own_embeddings(evidence, findings, stack)
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
     if architecture.embeddings is not None:
@@ -216,6 +248,7 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
         _sum_of_embeddings(evidence, findings, architecture)
         return
     embed = evidence.get("hook_embed")
+    text = _text_places(evidence, first, stream)
     # Shortformer's positions are added to what queries and keys read.
     shifts = {part.qk_shift for block in architecture.stack.every_block for part in block.attentions}
     positions = evidence.get("hook_pos_embed") if architecture.pos_embed not in shifts else None
@@ -231,7 +264,24 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     for name in map(more_embed_name, architecture.more_embeds):
         more = evidence.get(name)
         rest = rest if more is None else rest - more.to(stream)
+    if text is not None:  # images have the other places
+        findings.untold(ENDS, "what is not made of tokens: images have its place")
+        rest, embed = rest[text], embed[text]
     findings.equal(ENDS, first, rest, embed.to(rest.dtype), float(stream.abs().max()))
+
+
+def _text_places(evidence: Evidence, first: str, stream: Tensor | None) -> Tensor | None:
+    """Where the first stream stays the same with other images, ``[batch, pos]``; None: everywhere."""
+    others, seen = others_of(evidence.more), list[Tensor]()
+    if stream is None or not others:
+        return None
+
+    def look(x: Tensor, hook: Hook) -> None:
+        seen.append(x.detach().clone())
+
+    with torch.no_grad():
+        evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, look)], **{**evidence.more, **others})
+    return unchanged(stream, seen[0])
 
 
 def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> None:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adapters.inputs.arguments import accepted_arguments
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
@@ -24,7 +25,6 @@ from bridge.legacy.tokens import (
 from bridge.run.checks import as_tokens
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import check_layers
-from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 
 
