@@ -25,7 +25,6 @@ FULL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: Of what only they claim, changes, and the claim that each breaks.
 CHANGED = {
-    ("axk2", "blocks: Attention: pre: input_layernorm is RMS"): NORMS,
     ("axk2", "blocks: Attention: pre: input_layernorm without its gate"): READS,
     ("bitnet", "blocks: MLP: norm left out"): GATED,
     ("bitnet", "blocks: MLP: norm: ffn_sub_norm is LN"): NORMS,
