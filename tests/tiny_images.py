@@ -16,6 +16,12 @@ def _sections(*sections: int) -> dict[str, Any]:
 _VOCABULARY = {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}
 #: What a configuration class needs besides, by its model type.
 OWN: dict[str, dict[str, Any]] = {
+    "blip_vision_model": {"image_size": 64},
+    "blip_2_vision_model": {"image_size": 28},
+    "instructblip_vision_model": {"image_size": 28},
+    "instructblipvideo_vision_model": {"image_size": 28},
+    "vit": {"image_size": 64},
+    "deit": {"image_size": 64},
     "blip-2": {"image_token_index": 5, "num_query_tokens": 3},
     "chameleon": {"vocabulary_map": _VOCABULARY},
     "cosmos3_edge_text": _sections(1, 1, 2),
@@ -25,6 +31,8 @@ OWN: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_topk": 16, **_sections(1, 1, 2)},
     "instructblip": {"image_token_index": 5, "num_query_tokens": 3},
     "instructblipvideo": {"video_token_index": 5, "num_query_tokens": 3},
+    "hubert": {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
+    "wav2vec2": {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
     "inkling2_vision": {"text_hidden_size": 32},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "granite_docling_vision": {"out_hidden_size": 32},
@@ -46,7 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
     "kosmos_2_5_text_model": {"layers": 2, "embed_dim": 32, "attention_heads": 4},
     "paddleocr_vl_text": _sections(1, 1, 2),
     "pix2struct_text_model": {"hidden_size": 32},
-    "pp_formulanet_vision": {"decoder_hidden_size": 32, "image_size": 64, "global_attn_indexes": [1]},
+    "pp_formulanet_vision": {"decoder_hidden_size": 32, "image_size": 160, "global_attn_indexes": [1]},
     "qwen2_vl_vision": {"embed_dim": 32, "depth": 2},
     "qwen2_vl_text": _sections(1, 1, 2),
     "qwen2_5_vl_text": _sections(1, 1, 2),

@@ -87,18 +87,20 @@ def with_the_rest(core: nn.Module, tokens: Tensor, decodes: bool, given: Given |
         rows = next(x for name in ("input_ids", taken.main) if name and (x := made.get(name)) is not None).shape[0]
         return repeated(made, -(-tokens.shape[0] // rows))
     if taken.main is not None:
-        made = made or _made(core, (taken.main,), tokens)
-        made = _rows_of(made, tokens.shape[0])
+        made, tokens = _with_rows(made or _made(core, (taken.main,), tokens), tokens)
         return made if taken.tokens is None else {**made, taken.tokens: tokens[:, :-4].contiguous()}
-    made = _rows_of(made, tokens.shape[0]) if made else _beside(core, tokens)
+    made, tokens = _with_rows(made, tokens) if made else (_beside(core, tokens), tokens)
     tokens = made.pop("input_ids", tokens)
     if decodes:
         made.setdefault("decoder_input_ids", tokens[:, :-4].contiguous())
     return {"input_ids": tokens, **made}
 
 
-def _rows_of(given: Given, rows: int) -> dict[str, Tensor]:
-    return repeated(given, -(-rows // next(iter(given.values())).shape[0]))
+def _with_rows(given: Given, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As many rows of what is given as there are of tokens, or of these a few more."""
+    rows = next(iter(given.values())).shape[0]
+    times = -(-tokens.shape[0] // rows)
+    return repeated(given, times), tokens.repeat(-(-rows * times // tokens.shape[0]), 1)[: rows * times]
 
 
 def _beside(core: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
