@@ -15,7 +15,7 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, call_number, has_module, join, module_at, module_path, path_from
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
+from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WithParameter, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -332,10 +332,12 @@ class BlockBuilder:
             type(part), (f"{name}.out.hook_out",)
         )
         scaled = Scaled(step.factor) if step.factor != 1 else None
+        added = WithParameter(part.o_bias) if isinstance(part, Attention) and part.o_bias else None
         if step.post is None:
-            self._add(flat, f"hook_{name}_out", returned, scaled, aliases=(f"{name}.hook_out", *projection))
+            shown = Composed(added, scaled) if added and scaled else added or scaled
+            self._add(flat, f"hook_{name}_out", returned, shown, aliases=(f"{name}.hook_out", *projection))
         else:
-            self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
+            self._add(flat, f"{name}.hook_out", returned, added, group="extra", aliases=projection)
         if isinstance(part, Attention):
             qk_norm_points(self.points.inside(name), part, join(self.path, part.path))
         if step.post:

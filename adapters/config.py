@@ -107,7 +107,7 @@ class ModelConfig:
         told = []
         for f in fields(self):
             usual = f.default_factory() if f.default_factory is not MISSING else f.default
-            if f.name[0] != "_" and f.name not in _FIRST_LINE and getattr(self, f.name) != usual:
+            if f.name[0] != "_" and f.name not in _TOLD_APART and getattr(self, f.name) != usual:
                 told.append(f"{f.name} = {getattr(self, f.name)!r}")
         if self._model is not None:
             told.append(f"{self.n_params:,} parameters, {self.dtype} on {self.device}")
@@ -196,7 +196,7 @@ class ModelConfig:
         return name in {f.name for f in fields(self)}
 
 
-_FIRST_LINE = ("model_name", "original_architecture")
+_TOLD_APART = ("model_name", "original_architecture", "device", "dtype", "n_params")
 
 
 class _Live:

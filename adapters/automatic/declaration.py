@@ -24,7 +24,7 @@ from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
 from adapters.automatic.values import beside, with_values
-from adapters.config import act_fn_name, config_of, first
+from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
 from adapters.inputs.arguments import takes
 from adapters.inputs.made import CannotBeMade, Given, sample_inputs
@@ -95,6 +95,7 @@ class _Inference:
     def __init__(self, model: nn.Module, given: Given, recording: Recording) -> None:
         self.model, self.given, self.recording = model, given, recording
         self.base, self.core = base_path(model), core_path(model)
+        self.config = config_of(model).get_text_config()
         self.not_offered: dict[str, str] = {}
         self.facts = Facts(model, recording)
         #: What its first blocks read in place of tokens.
@@ -250,7 +251,7 @@ class _Inference:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
                 try:
-                    declared = self._part(part, norms, call, note)
+                    declared = _with_bias(self._part(part, norms, call, note), term.bias)
                 except NotFound as unnamed:
                     self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
                     return Block(())
@@ -293,7 +294,7 @@ class _Inference:
                 return self._opaque(part, block, Mixer, note, "")
             if experts := experts_of(part, self.recording):
                 return self._mixture(part, block.path, experts)
-            return self._mlp(part, block.path)
+            return self._mlp(part, norms, block)
         except NotFound as why:
             plays = "attn" if attends and mixes is not False else "mlp"
             return self._opaque(part, block, Opaque, note, str(why), plays)
@@ -306,20 +307,18 @@ class _Inference:
         return replace(declared, beside=beside(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
-        found = FoundMixture(part, self.recording, block, experts)
+        found = FoundMixture(part, self.recording, block, experts, self.config)
         declared = found.declare()
         for name in ("num_experts", "experts_per_token", "d_expert"):
             self.facts.add(name, getattr(found, name))
-        self.facts.add("gated_mlp", True)
+        self.facts.add("gated_mlp", found.gated)
         self.facts.add("d_shared_expert", found.d_shared)
         if found.act_fn:
             self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
-    def _mlp(self, part: FoundPart, block: str) -> Part:
-        config = config_of(self.model)
-        said = first(config.get_text_config(), "hidden_act", "hidden_activation", "activation_function")
-        found = FoundMLP(part, block, said if isinstance(said, str) else None)
+    def _mlp(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Part:
+        found = FoundMLP(part, block.path, self.config, norms, block.given)
         declared = found.declare()
         self.facts.add("d_mlp", found.d_mlp)
         self.facts.add("act_fn", act_fn_name(found.act_fn))
@@ -368,6 +367,20 @@ class _Inference:
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
     """What the model writes over, at the borders of modules that hook points may stand on."""
     return tuple((relative(call.path, block.path), which) for call in (block, *inside) for which in call.changed)
+
+
+def _with_bias(part: Part, bias: str | None) -> Part:
+    """A part with the parameter that is added behind it.
+
+    Raises:
+        NotFound: it is none of an attention's own.
+    """
+    if bias is None:
+        return part
+    holder, _, name = bias.rpartition(".")
+    if isinstance(part, Attention) and part.out is None and holder == part.path:
+        return replace(part, o_bias=name)
+    raise NotFound(f"{bias} is added behind a part that it does not belong to")
 
 
 def _why_no_layers(found: FoundStack, two: bool, main: str | None) -> str:

@@ -50,7 +50,8 @@ class Facts:
         self.counts.setdefault(name, Counter())[value] += 1
 
     def add_attention(self, found: FoundAttention, declared: Attention) -> Attention:
-        """What an attention says, and its declaration with its position bias."""
+        """What an attention says, and its declaration with how its scores are seen, and its position bias."""
+        declared = replace(declared, scores=measured.scores_view(found), sinks=measured.sinks(found))
         self.add("n_heads", found.n_heads)
         self.add("n_key_value_heads", len(found.found["k"][1]))
         self.add("d_head", len(found.found["v"][1][0]))
@@ -69,7 +70,8 @@ class Facts:
             self.add("positional_embedding_type", "rotary")
             rotation = measured.rotation(found)
             if declared.kv_latent is not None and declared.d_q and declared.d_k:
-                self.add("rotary_dim", declared.d_q - declared.d_k)  # the last columns, which all heads share
+                declared = replace(declared, rotary_dim=declared.d_q - declared.d_k)  # the last, which all heads share
+                self.add("rotary_dim", declared.rotary_dim)
             elif rotation is not None:
                 self.add("rotary_dim", rotation[0])
                 self.exact_rotation |= rotation[2]

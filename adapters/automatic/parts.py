@@ -98,7 +98,7 @@ class Parts:
     def _matrices(self, start: int, producer: ModuleCall) -> list[ModuleCall]:
         """The calls that multiply with a matrix, from a time on until the producer ends."""
         return [
-            call for call in self.inside if start < call.start and call.end <= producer.end and call.is_linear
+            call for call in self.inside if start <= call.start and call.end <= producer.end and call.is_linear
             and call is not producer
         ]  # fmt: skip
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from adapters.automatic.layouts import parameter_of
 from adapters.automatic.norms import tolerance
 from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen
 
@@ -34,10 +35,11 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What is added to the stream: a value, times a factor."""
+    """What is added to the stream: a value, times a factor, and a parameter of the block beside it."""
 
     value: Value
     factor: float
+    bias: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +193,18 @@ class Sums:
             rest = square - u * d[i] - v * d[j]
             if min(abs(u), abs(v)) > 1e-3 and abs(rest) <= rough and left({i: u, j: v}) <= bound:
                 return terms({i: _rounded(u), j: _rounded(v)})
+        return self._with_parameter(difference, candidates)
+
+    def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
+        """One value, and a parameter of the block that is added to it at every position."""
+        assert self.block.entered is not None
+        width, close = self.block.entered.value.shape[-1], 10 * self.close * float(difference.abs().max())
+        for value in candidates:
+            rows = (difference - value.x).view(-1, width)
+            if bool(((rows - rows[0]).abs() <= close).all()):
+                name = parameter_of(self.block.module, rows.mean(0), close)
+                if name is not None:
+                    return (Term(value, 1.0, name),)
         return None
 
 

@@ -145,7 +145,10 @@ class _Attention:
         self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
         shared = turned_k[..., width:]
         self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
-        dims, said = q.shape[-1] - width, self.cfg.rotary_dim
+        if not self.part.rotary:
+            self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q, q)
+            return False
+        dims, said = q.shape[-1] - width, self.part.rotary_dim or self.cfg.rotary_dim
         self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
         self.findings.untold(SCORES, f"{at}hook_rot_q: how fast its columns turn, and in which pairs")
         sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
@@ -234,7 +237,7 @@ class _Attention:
             cap = cfg.attn_scores_soft_cap
             made = cap * (made / cap).tanh()
             size = min(size, cap)
-        seen = scores.isfinite()
+        seen = scores.isfinite() & self._sees_something(scores)
         if self.part.adds is not None:
             if not self.padded:
                 self._interaction(q, k, scale, at)
@@ -257,6 +260,13 @@ class _Attention:
             self._alibi(one, at)
         else:
             self._relative(one, at, biases)
+
+    def _sees_something(self, scores: Tensor) -> Tensor:
+        """Which queries have a token at or before them, ``[batch, 1, query, 1]``: others see nothing."""
+        mask = self.evidence.more.get("attention_mask")
+        if mask is None or self.cfg.attention_dir != "causal" or self.part.cross or mask.shape[-1] != scores.shape[-2]:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=scores.device)
+        return (mask.cumsum(-1) > 0)[:, None, :, None].to(scores.device)
 
     def _interaction(self, q: Heads, k: Heads, scale: float, at: str) -> None:
         """Beside the product of queries and keys, scores are made of what each, or the places, make alone.

@@ -12,7 +12,7 @@ from adapters.attention import Attention
 from adapters.builder import more_embed_name
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs.places import others_of, unchanged
-from adapters.paths import join
+from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, ModuleCall, Place, recorded
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
@@ -123,6 +123,15 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: A
         findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
+def behind(evidence: Evidence, place: Place, made: Tensor) -> Tensor:
+    """What a part's last layer made, with the parameter that is added behind the part."""
+    part = place.named.step.part
+    if not isinstance(part, Attention) or part.o_bias is None:
+        return made
+    bias = module_at(evidence.bridge.original_model, place.module).get_parameter(part.o_bias)
+    return made + bias.detach()
+
+
 def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
     """Without an encoder in the declaration: keys and values are made from one thing, which is not made of text."""
     own = [evidence.call(place.module, each.path) for each in (part.k, part.v)]
@@ -148,7 +157,7 @@ def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     added = evidence.get(at)
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
-        made = last.result if last else None
+        made = behind(evidence, place, last.result) if last and last.result is not None else None
         raw = evidence.get(f"{place.part}hook_out") if step.post else added
         if made is not None and not step.post:
             made = made * step.factor

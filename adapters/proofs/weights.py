@@ -12,7 +12,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
-from adapters.proofs.stream import like
+from adapters.proofs.stream import behind, like
 from adapters.views import Call
 from adapters.weights import Weights
 
@@ -94,7 +94,8 @@ class _Layer:
         expected = entered @ matrix.double().flatten(0, -2) + bias.double()
         step = self.place.named.step
         own = step.part.shared_factor if isinstance(step.part, MoE) and "shared" in matrix_name else 1.0
-        made = call.result * (own * step.last_factor)
+        made = behind(self.evidence, self.place, call.result) if matrix_name == "W_O" else call.result
+        made = made * (own * step.last_factor)
         self.findings.equal(CLAIM, f"{self.place.part}{matrix_name}", like(expected.to(made.dtype), made), made)
 
     def mlp(self, part: MLP, inside: str) -> None:

@@ -17,7 +17,7 @@ from adapters.views.heads import (
     interleaved,
 )
 from adapters.views.scores import AlibiScores, FilledScores, MaskedScores, SinkPattern, SinkScores
-from adapters.views.stream import Composed, Copied, FlatRows, Scaled, WithBatchAxis
+from adapters.views.stream import Composed, Copied, FlatRows, Scaled, WithBatchAxis, WithParameter
 
 __all__ = [
     "AlibiScores",
@@ -43,6 +43,7 @@ __all__ = [
     "SinkScores",
     "View",
     "WithBatchAxis",
+    "WithParameter",
     "WriteThrough",
     "columns",
     "gathered",

@@ -288,10 +288,7 @@ class RunsAsBefore(TransformerBridge):
 
 def _positions(given: Any) -> Any:
     """A `pos_slice` as the bridge takes it."""
-    kept = Slice.unwrap(given)
-    if kept.mode == "int":
-        return int(kept.slice)
-    values = kept.slice
-    if isinstance(values, np.ndarray):
-        return (values.nonzero()[0] if values.dtype == bool else values).tolist()
-    return values
+    kept = Slice.unwrap(given).slice
+    if not isinstance(kept, np.ndarray):
+        return kept
+    return (kept.nonzero()[0] if kept.dtype == bool else kept).tolist()
