@@ -47,7 +47,7 @@ class ProgramMethods(HookMethods, TokenMethods):
 
         Raises:
             UnknownHookError: a name that no hook point has.
-            ValueError: a hook point that no program can have; an input that no function takes; a filter that matches
+            ValueError: a hook point that no program can have; a model of images or sound before text; an input that no function takes; a filter that matches
                 nothing.
             TypeError: a function that asks for an input which is not declared.
 

@@ -111,6 +111,20 @@ def test_a_hook_on_either_stack_changes_the_answer(
     assert torch.equal(made, with_plain_hook(hearing, path, lambda: model.generate(sound, **options)))
 
 
+def test_a_trace_of_a_run_on_sound(hearing: TransformerBridge, sound: Tensor) -> None:
+    with torch.no_grad():
+        expected = hearing.run_with_hooks(TOKENS, fwd_hooks=[("encoder.1.hook_resid_post", half)], input_features=sound)
+        with hearing.trace(TOKENS, input_features=sound) as run:
+            run["encoder.1.hook_resid_post"] = run["encoder.1.hook_resid_post"] * 0.5
+            logits = run.logits
+        assert torch.equal(logits, expected)
+        one = run.rows(1)
+        assert one.tokens is not None and torch.equal(one.tokens, TOKENS[1:])
+        assert torch.equal(one.logits, expected[1:])
+    with pytest.raises(ValueError, match="a program takes tokens, and WhisperForConditionalGeneration reads input_f"):
+        hearing.program()
+
+
 def test_text_is_generated_from_sound(hearing: TransformerBridge, sound: Tensor) -> None:
     model: Any = hearing.original_model
     options = {"max_new_tokens": 5, "do_sample": False}
