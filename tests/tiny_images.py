@@ -20,6 +20,7 @@ OWN: dict[str, dict[str, Any]] = {
     "blip_2_vision_model": {"image_size": 28},
     "instructblip_vision_model": {"image_size": 28},
     "instructblipvideo_vision_model": {"image_size": 28},
+    "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 32},
     "vit": {"image_size": 64},
     "deit": {"image_size": 64},
     "blip-2": {"image_token_index": 5, "num_query_tokens": 3},
