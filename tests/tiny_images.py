@@ -16,6 +16,7 @@ def _sections(*sections: int) -> dict[str, Any]:
 _VOCABULARY = {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}
 #: What a configuration class needs besides, by its model type.
 OWN: dict[str, dict[str, Any]] = {
+    "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 98},
     "blip_vision_model": {"image_size": 64},
     "blip_2_vision_model": {"image_size": 28},
     "instructblip_vision_model": {"image_size": 28},

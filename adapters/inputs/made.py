@@ -168,6 +168,12 @@ def _spectrogram(config: PreTrainedConfig, tokens: Tensor, generator: torch.Gene
     return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
 
 
+def _frames_of_each_token(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """``[batch, mel, frame]``, a few frames for each token (Voxtral Realtime, which adds them to it)."""
+    mels, frames = first(config.audio_config, "num_mel_bins"), 2 * config.downsample_factor * tokens.shape[1]
+    return None if mels is None else torch.randn(tokens.shape[0], mels, frames, generator=generator)
+
+
 def _of_frames_and_mels(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     mels = first(config, "input_feat_per_channel", "num_mel_bins")
     return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
@@ -231,6 +237,7 @@ _MAKERS: Mapping[str, Make] = {
 _OF_TYPE: Mapping[tuple[str, str], Make] = {
     ("audio-spectrogram-transformer", "input_values"): _patches_of_sound,
     ("speech_to_text", "input_features"): _of_frames_and_mels,
+    ("voxtral_realtime", "input_features"): _frames_of_each_token,
     ("idefics", "pixel_values"): _images,
     ("instructblipvideo", "pixel_values"): _frames,
 }
@@ -239,6 +246,7 @@ _NEEDED_TOO: Mapping[str, tuple[str, ...]] = {
     "idefics": ("pixel_values", "image_attention_mask"),
     "kosmos-2": ("pixel_values", "image_embeds_position_mask"),
     "udop": ("bbox",),
+    "voxtral_realtime": ("input_features",),
 }
 
 
