@@ -43,7 +43,9 @@ OWN: dict[str, dict[str, Any]] = {
     "llava": {"image_token_index": 5},
     "mllama": {"image_token_index": 5},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
-    "mllama_vision_model": {"image_size": 28, "num_global_layers": 1, "intermediate_layers_indices": [0]},
+    "mllama_vision_model": {
+        "image_size": 28, "num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 64,
+    },
     "qwen2_audio": {"audio_token_index": 5},
     "qwen2_vl": {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
     "florence_vision": {"num_heads": [4, 4, 4, 4]},

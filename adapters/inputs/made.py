@@ -153,6 +153,25 @@ def _images(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator
     return None if image is None else image.unsqueeze(1)
 
 
+def _tiles(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """``[batch, image, tile, channel, height, width]`` (Mllama), one image of all tiles in each row."""
+    count = config.vision_config.max_num_tiles
+    tiles = [x for _ in range(count) if (x := _image(config, tokens, generator)) is not None]
+    return torch.stack(tiles, 1).unsqueeze(1) if tiles else None
+
+
+def _one_for_each_row(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    return torch.ones(len(tokens), 1, dtype=torch.long)
+
+
+def _all_tiles(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    return torch.ones(len(tokens), 1, config.vision_config.max_num_tiles, dtype=torch.long)
+
+
+def _tiles_of_each_token(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    return torch.ones(*tokens.shape, 1, config.vision_config.max_num_tiles, dtype=torch.long)
+
+
 def _frames(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     """``[batch, frame, channel, height, width]``, four frames in each row."""
     image = _image(config, tokens, generator)
@@ -239,12 +258,17 @@ _OF_TYPE: Mapping[tuple[str, str], Make] = {
     ("speech_to_text", "input_features"): _of_frames_and_mels,
     ("voxtral_realtime", "input_features"): _frames_of_each_token,
     ("idefics", "pixel_values"): _images,
+    ("mllama", "pixel_values"): _tiles,
+    ("mllama", "aspect_ratio_ids"): _one_for_each_row,
+    ("mllama", "aspect_ratio_mask"): _all_tiles,
+    ("mllama", "cross_attention_mask"): _tiles_of_each_token,
     ("instructblipvideo", "pixel_values"): _frames,
 }
 #: What else models need that their forward can be called without.
 _NEEDED_TOO: Mapping[str, tuple[str, ...]] = {
     "idefics": ("pixel_values", "image_attention_mask"),
     "kosmos-2": ("pixel_values", "image_embeds_position_mask"),
+    "mllama": ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
     "udop": ("bbox",),
     "voxtral_realtime": ("input_features",),
 }
