@@ -87,6 +87,15 @@ def test_a_relative_is_proved_and_is_what_is_inferred(model_type: str) -> None:
     is_proved_and_inferred(tiny_model(model_type))
 
 
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_a_declaration_is_proved_quickly(model_type: str) -> None:
+    """`make slow` proves them in full, and infers them."""
+    bridge = TransformerBridge(tiny_model(model_type))
+    assert not bridge.offered().inferred
+    report = verify(bridge, level="quick")
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [("mbart", {"encoder_ffn_dim": 40, "decoder_layers": 3}), ("marian", {"scale_embedding": True})],
