@@ -176,7 +176,7 @@ class Weights:
         if norm.kind.identity:
             return
         at = norm.path if norm.path.startswith(".") else join(path, norm.path)
-        module = self.module(at)
+        module, inner = norm.kind.normalizer(self.module(at)), join(at, norm.kind.inner)
 
         def weight() -> Tensor:
             found = norm.kind.weight(self.module(at))
@@ -186,7 +186,7 @@ class Weights:
         if getattr(module, "weight", None) is not None:
             self.getters[f"{name}.w"] = weight
         if getattr(module, "bias", None) is not None:
-            self.getters[f"{name}.b"] = self.parameter(at, "bias")
+            self.getters[f"{name}.b"] = self.parameter(inner, "bias")
 
     def _add_attention(self, name: str, path: str, part: Attention, factor: float) -> None:
         heads, at = part.n_heads or self.cfg.n_heads, join(path, part.path)

@@ -251,7 +251,7 @@ def _configured(cls: type[PreTrainedConfig], fields: Mapping[str, Any]) -> PreTr
 def _dbrx(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
     from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
 
-    attention = DbrxAttentionConfig(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0)
+    attention = DbrxAttentionConfig(kv_n_heads=2, rope_theta=1e4, clip_qkv=2.0)
     mixture = DbrxFFNConfig(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)
     return cls(
         d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=99, attn_config=attention, ffn_config=mixture,

@@ -19,7 +19,7 @@ from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
-from adapters.automatic.norms import norm_kind
+from adapters.automatic.norms import norm_kind, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
 from adapters.automatic.stream import Sum, Sums
@@ -235,7 +235,8 @@ class _Inference:
         place = stack.indices.index(index)
         call = stack.blocks[place]
         inside = self.recording.between(call.start, call.end)
-        norms: Norms = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
+        plain = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
+        norms: Norms = with_gated(inside, plain)
         sums = Sums(call, stack.outputs[place], self.recording, list(norms))
         found = sums.find()
         prefix = f"{name}.{index}"

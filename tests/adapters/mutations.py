@@ -128,6 +128,8 @@ def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
     for name, kind in kinds.items():
         if kind != norm.kind:
             yield f"{norm.path} is {name}", replace(norm, kind=kind)
+    if norm.kind.gate:
+        yield f"{norm.path} without its gate", Norm(f"{norm.path}.{norm.kind.inner}", RMS_NORM)
 
 
 def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
@@ -204,6 +206,9 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
     if part.v_norm:
         yield "v_norm left out", replace(part, v_norm=None), ""
+    if part.clip:
+        yield "clamp left out", replace(part, clip=None), ""
+        yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
     if part.o_bias:
         yield "o_bias left out", replace(part, o_bias=None), ""
     for letter in ("q", "kv"):
@@ -263,6 +268,10 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
         replace(part, corrected=not part.corrected),
         "it says how the choice is proved, not what it is",
     )
+    yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
+    returns = "choice" if part.router_returns == "logits" else "logits"
+    yield f"router returns {returns}", replace(part, router_returns=returns), ""
+    yield "in batches or not", replace(part, in_batches=not part.in_batches), ""
     if part.router_matrix:
         yield "router's own matrix", replace(part, router_matrix=""), ""
     if part.shared:
@@ -479,7 +488,11 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
     tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
     norms = [path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)]
-    bare = all(m.weight is None for path, m in model.named_modules() if any(path.endswith(f".{n}") for n in norms))
+    bare = all(
+        getattr(m, "weight", m) is None
+        for path, m in model.named_modules()
+        if any(path.endswith(f".{n}") for n in norms)
+    )
     facts = Facts(cfg, tensors, dropouts, bare)
     yield from architecture_changes(declared, facts)
     yield from fact_changes(declared, facts)
