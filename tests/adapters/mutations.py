@@ -36,6 +36,7 @@ from adapters import (
 from adapters.config import ModelConfig
 from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
+from adapters.paths import module_path
 from adapters.proofs.evidence import recorded
 from adapters.proofs.report import Report
 from adapters.views import AlibiScores, Call, Heads, MaskedScores, View
@@ -110,12 +111,16 @@ class Facts:
 
     def of_a_tensor(self, path: str) -> str:
         """Why another element of what a module in a block returns is the same: it returns a tensor."""
-        tensor = any(found.endswith(f".{path}") for found in self.tensors)
+        tensor = any(found.endswith(f".{module_path(path)}") for found in self.tensors)
         return "it returns a tensor, of which no element is taken" if tensor else ""
 
     def behind_a_dropout(self, path: str) -> str:
         """Why what a module in a block returns is what entered it."""
-        return "a dropout stands between" if any(found.endswith(f".{path}") for found in self.dropouts) else ""
+        return (
+            "a dropout stands between"
+            if any(found.endswith(f".{module_path(path)}") for found in self.dropouts)
+            else ""
+        )
 
 
 def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
