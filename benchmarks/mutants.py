@@ -45,8 +45,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = ("bridge", "adapters", "weight_processing")
 #: What made the model in the package, and is not run again.
 LEFT_OUT = ("bridge/embedded/train.py",)
-#: How many files of tests are collected at first: most mutants need no more.
-FIRST = 6
+#: How many files of tests are collected at first, and then: most mutants need no more.
+FIRST, THEN = 6, 30
 #: What is said of a mutant that no test noticed in the time there was: it hangs, or more time is needed to know.
 NO_END = "the tests did not end"
 #: What is said of one that stands where no test comes.
@@ -283,7 +283,8 @@ def noticed(mutant: Mutant, touched: Touched, checkout: pathlib.Path, limit: int
     target, tests = checkout / mutant.path, touched.tests_for(mutant)
     if not tests:
         return NOT_RUN
-    batches = [batch for batch in (list(tests)[:FIRST], list(tests)[FIRST:]) if batch]
+    in_order = list(tests)
+    batches = [batch for batch in (in_order[:FIRST], in_order[FIRST:THEN], in_order[THEN:]) if batch]
     original = target.read_text()
 
     def write(text: str) -> None:
@@ -304,7 +305,7 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=100, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0, help="which")
     parser.add_argument("--only", default="", help="only files whose path begins so, or so: bridge/hooks,adapters")
-    parser.add_argument("--limit", type=int, default=300, help="seconds of processor time for the tests of one mutant")
+    parser.add_argument("--limit", type=int, default=150, help="seconds of processor time for each process of tests")
     parser.add_argument("--numbers", default="", help="of these mutants only those with these numbers: 3,17")
     parser.add_argument("--touched", type=pathlib.Path, default=ROOT / ".mutants", help="what touched.py measured")
     parser.add_argument("--allowed", type=int, default=None, help="fail where more are not noticed")

@@ -103,11 +103,15 @@ class _Inference:
 
     def run(self) -> Inferred:
         stacks, reason = find_stacks(self.model, self.recording)
-        if self.main is None and any(x.is_floating_point() for x in self.given.values()):  # not towers of images
+        beside = any(x.is_floating_point() for x in self.given.values())
+        if beside and (self.main is None or ("decoder_input_ids" in self.given and len(stacks) != 2)):
+            # Not towers of images, nor an encoder of another kind than text's: the decoder alone.
             stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
         if not stacks:
             raise NotInferable(reason or "no list of blocks is run through by a stream of the tokens' positions")
-        if self.main is not None:
+        if self.main is not None and len(stacks) == 1 and stacks[0].stream.value.shape[1] in self.recording.lengths:
+            self.main = None
+        if self.recording.pos < 0:  # it was not given them as tokens
             self.recording.pos = stacks[0].stream.value.shape[1]
         two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
         if len(stacks) > 1 and not two:

@@ -34,6 +34,7 @@ from adapters import (
     verify,
 )
 from adapters.config import ModelConfig
+from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
 from adapters.proofs.evidence import recorded
 from adapters.proofs.report import Report
@@ -364,7 +365,8 @@ def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutat
         for text, norm in _norm_changes(declared.embed_norm):
             yield Mutation(f"embedding: {text}", replace(declared, embed_norm=norm))
     factor = declared.embed_factor
-    yield Mutation("embedding times 2", replace(declared, embed_factor=factor * 2))
+    if declared.embed:  # else the first blocks read no tokens
+        yield Mutation("embedding times 2", replace(declared, embed_factor=factor * 2))
     if declared.pos_embed:
         yield Mutation("embeddings exchanged", replace(declared, embed=declared.pos_embed, pos_embed=declared.embed))
     if declared.embeddings is not None:
@@ -476,10 +478,8 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
     """The changed declarations of a model: of what is inferred, where its class has none."""
     bridge = TransformerBridge(model)
     declared, cfg = bridge.architecture, bridge.cfg
-    tokens = torch.arange(3, 9)[None]
-    more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
     with torch.no_grad(), recorded(model) as calls:
-        model(tokens, **more)
+        model(**sample_inputs(model))
     tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
     norms = [path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)]

@@ -188,6 +188,8 @@ def test_components_from_configurations():
     assert attn.cfg == copy.deepcopy(attn).cfg == HookedTransformerConfig(**cfg)  # of two layers, which it is told
     assert attn(x, x, x).shape == (2, 5, 16)
     assert set(attn.state_dict()) == {f"{w}_{p}" for w in "Wb" for p in "QKVO"}
+    with pytest.raises(TypeError, match=r"reads \[batch, pos, d_model\], not \[2, 5, 4, 16\]: .*hook_q_input"):
+        attn(x[:, :, None].expand(-1, -1, 4, -1), x, x)
     seen = []
     attn.hook_pattern.add_hook(lambda pattern, hook: seen.append(pattern))
     attn(x)
