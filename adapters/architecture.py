@@ -186,6 +186,12 @@ class Architecture:
         """Norms stand on the residual stream itself."""
         return any(step.stream_norm for stack in self.stacks for block in stack.every_block for step in block.steps)
 
+    @property
+    def streams_are_sums(self) -> bool:
+        """What leaves every block is what enters it and what its parts put out, without norms or factors on it."""
+        blocks = [block for stack in self.stacks for block in stack.every_block]
+        return not self.norms_on_the_stream and all(block.is_sum for block in blocks)
+
     def step_at(self, layer: int, name: str) -> Step:
         """A step of a layer of the first stack, by the name of its part.
 

@@ -15,7 +15,7 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, call_number, has_module, join, module_at, module_path, path_from
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
+from adapters.views import Adjusted, Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -174,6 +174,8 @@ class BlockBuilder:
         # Without a module around it all, what its first module is given is also what is added to.
         view = WriteThrough() if self.block.entry else None
         self.points.add("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
+        if self.block.norm:
+            self._add_norm("ln0", self.block.norm)
         steps = self.block.named
         for index, named in enumerate(steps):
             self._add_reading(named)
@@ -201,11 +203,16 @@ class BlockBuilder:
         group: Group = "standard",
         aliases: tuple[str, ...] = (),
         flag: str | None = None,
+        sources: tuple[Site, ...] = (),
     ) -> None:
         """Adds a point of the shape of the stream, whose site holds ``(batch pos)`` rows in a flat part."""
         if flat:
-            view = Composed(view or View(), FlatRows())
-        self.points.add(name, site, view, group=group, aliases=aliases, sources=self.rows if flat else (), flag=flag)
+            view, sources = Composed(view or View(), FlatRows()), self.rows
+        self.points.add(name, site, view, group=group, aliases=aliases, sources=sources, flag=flag)
+
+    def _is_put_out(self, stream: str) -> bool:
+        """Whether a module puts out this stream: its point stands there."""
+        return any(named.after == stream and named.step.total for named in self.block.named)
 
     def _entry(self, part: Part) -> Site:
         """Where a part's input enters it.
@@ -228,7 +235,7 @@ class BlockBuilder:
         step, part = named.step, named.step.part
         flat = isinstance(part, MLP) and part.flat
         entry = Site(join(self.path, step.pre.path), "input") if step.pre else None
-        if named.first and named.before.startswith("hook_resid_mid"):
+        if named.first and named.before.startswith("hook_resid_mid") and not self._is_put_out(named.before):
             self._add(flat, named.before, entry or self._entry(part), WriteThrough())
         if step.pre is None:
             if (feeds_forward(part) or isinstance(part, Mixer)) and not named.before.endswith("hook_out"):
@@ -307,6 +314,7 @@ class BlockBuilder:
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
                 factor=step.last_factor,
+                results=step.adjust is None or step.adjust.weight is None,
             )
         elif isinstance(part, MLP):
             mlp_points(self.points.inside(named.name), part, module, self.rows)
@@ -331,8 +339,11 @@ class BlockBuilder:
         projection = {Attention: (f"{name}.o.hook_out",), Mixer: (), Opaque: ()}.get(
             type(part), (f"{name}.out.hook_out",)
         )
-        scaled = Scaled(step.factor) if step.factor != 1 else None
-        if step.post is None:
+        scaled: View | None = Scaled(step.factor) if step.factor != 1 else None
+        if step.adjust:
+            scaled = Composed(scaled, Adjusted(step.adjust)) if scaled else Adjusted(step.adjust)
+        more = self.rows if step.adjust else ()
+        if step.post is None and not step.adjust:
             self._add(flat, f"hook_{name}_out", returned, scaled, aliases=(f"{name}.hook_out", *projection))
         else:
             self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
@@ -340,7 +351,11 @@ class BlockBuilder:
             qk_norm_points(self.points.inside(name), part, join(self.path, part.path))
         if step.post:
             self._add_norm(f"{named.norm}_post", step.post)
-            self._add(False, f"hook_{name}_out", Site(join(self.path, step.post.path), "output"), scaled)
+            returned, flat = Site(join(self.path, step.post.path), "output"), False
+        if step.post or step.adjust:
+            self._add(flat, f"hook_{name}_out", returned, scaled, sources=more)
+        if step.total and named.after != "hook_resid_post":
+            self.points.add(named.after, Site(join(self.path, step.total), "output"))
 
     def _add_norm_on_the_stream(self, named: NamedStep, norm: Norm, following: Part | None) -> None:
         """The sum of stream and part, and the norm of it, which is the stream from there on."""

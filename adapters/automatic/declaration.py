@@ -240,10 +240,10 @@ class _Inference:
                 "what leaves the block is not what enters it and what its modules put out"
             )
             return Block(())
-        parts = Parts(call, self.recording, norms, sums.values)
+        parts = Parts(call, self.recording, norms, sums.values, found.sums)
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
-        for total in found:
+        for total in found.sums:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
                 try:
@@ -251,7 +251,7 @@ class _Inference:
                 except NotFound as unnamed:
                     self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
                     return Block(())
-                on_stream = self._norm_of(total, norms, call) if nth == len(total.terms) - 1 else None
+                on_stream = total.norm and _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
                     Step(
                         declared,
@@ -260,11 +260,17 @@ class _Inference:
                         factor=term.factor,
                         stream_norm=on_stream,
                         parallel=nth > 0,
+                        adjust=term.adjust,
+                        carry=total.carry if nth == 0 else None,
+                        total=total.total and relative(total.total.path, call.path),
+                        reads=parts.reads(term, total),
                     )
                 )
                 notes.append(note)
         entry, left = stack.ends[place] if stack.ends else ("", "")
-        block = Block(tuple(steps), _changed(call, inside), entry, left)
+        block = Block(
+            tuple(steps), _changed(call, inside), entry, left, norm=found.norm and _norm(found.norm, norms, call)
+        )
         for named, note in zip(block.named, notes, strict=True):
             for what, why in note.items():
                 if what == "entry":
@@ -275,9 +281,6 @@ class _Inference:
                     self.not_offered[f"{prefix}.{named.norm if what == 'pre' else named.name}"] = why
         return block
 
-    @staticmethod
-    def _norm_of(total: Sum, norms: Norms, block: ModuleCall) -> Norm | None:
-        return None if total.norm is None else Norm(relative(total.norm.path, block.path), norms[total.norm])
 
     def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]) -> Part:
         """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
@@ -374,6 +377,10 @@ def _why_no_layers(found: FoundStack, two: bool) -> str:
     if found.ends:
         return "its blocks are no modules of their own"
     return "its blocks are one module" if any("@" in member for member in found.members) else ""
+
+
+def _norm(norm: ModuleCall, norms: Norms, block: ModuleCall) -> Norm:
+    return Norm(relative(norm.path, block.path), norms[norm])
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

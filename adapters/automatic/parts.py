@@ -51,22 +51,35 @@ class Parts:
         recording: the run.
         norms: its norms.
         values: what passes borders inside of it, by mark.
+        sums: its sums.
     """
 
     def __init__(
-        self, block: ModuleCall, recording: Recording, norms: Norms, values: Mapping[tuple[int, int], Value]
+        self,
+        block: ModuleCall,
+        recording: Recording,
+        norms: Norms,
+        values: Mapping[tuple[int, int], Value],
+        sums: Sequence[Sum],
     ) -> None:
-        self.block, self.recording, self.norms, self.values = block, recording, norms, values
+        self.block, self.recording, self.norms, self.values, self.sums = block, recording, norms, values, sums
         self.inside = recording.between(block.start, block.end)
 
     def of_sum(self, total: Sum) -> list[FoundPart]:
-        """The parts of a sum, in the order of the computation."""
-        found: list[FoundPart] = []
-        start = total.start
-        for term in total.terms:
-            found.append(self._part(term, total, start))
-            start = found[-1].producer.end
-        return found
+        """The parts of a sum, in its terms' order."""
+        return [self._part(term, *self._read_in(term, total)) for term in total.terms]
+
+    def _read_in(self, term: Term, total: Sum) -> tuple[Sum, int]:
+        """The sum in whose time a term is made, and the time from which on its part runs."""
+        made = term.value.made[0][0]
+        within = next((each for each in self.sums if each.start < made.end <= each.end), total)
+        terms = [each.value.made[0][0].end for other in self.sums for each in other.terms]
+        return within, max((end for end in terms if within.start < end < made.end), default=within.start)
+
+    def reads(self, term: Term, total: Sum) -> int | None:
+        """Which of the block's streams the part of a term reads, where it is made before the sum begins."""
+        within = self._read_in(term, total)[0]
+        return None if within is total else self.sums.index(within)
 
     def _part(self, term: Term, total: Sum, start: int) -> FoundPart:
         producer = term.value.made[0][0]

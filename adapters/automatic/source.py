@@ -25,7 +25,7 @@ _MODULES = {
     "adapters.norms": ("Norm", "NormKind", *_KINDS.values()),
     "adapters.registry": ("register",),
     "adapters.views": (
-        "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead", "columns",
+        "Affine", "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead", "columns",
         "gathered", "interleaved",
     ),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.overrides import TorchFunctionMode
 
-from adapters.architecture import Opaque
+from adapters.architecture import Opaque, Part
 from adapters.attention import Attention
 from adapters.experts import are_modules
 from adapters.feed_forward import MLP, MoE
@@ -117,7 +117,14 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
 
 
 def _biases(place: Place) -> list[str]:
-    part = place.named.step.part
+    """Modules whose parameters are claimed otherwise than by a hook point."""
+    part, step = place.named.step.part, place.named.step
+    kept = [path for affine in (step.adjust, step.carry) if affine for path in affine.parameters()]
+    # Only of a module inside of the block: what a part's own module keeps is seen in the sum.
+    return [join(place.path, path.rpartition(".")[0]) for path in kept] + _of_part(place, part)
+
+
+def _of_part(place: Place, part: Part) -> list[str]:
     if isinstance(part, MLP) and part.activation:
         return [join(place.module, part.activation)]
     return [join(place.module, part.position_bias)] if isinstance(part, Attention) and part.position_bias else []
@@ -132,7 +139,8 @@ def _roles(place: Place) -> Iterator[str]:
     elif isinstance(part, MLP):
         paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln or "")
         yield from (join(place.module, path) for path in paths if path)
-    yield from (join(place.path, norm.path) for norm in (step.pre, step.post, step.stream_norm) if norm)
+    norms = (step.pre, step.post, step.stream_norm, place.stack.block_at(place.layer).norm)
+    yield from (join(place.path, norm.path) for norm in norms if norm)
 
 
 def _opaque(place: Place) -> list[str]:

@@ -11,7 +11,7 @@ from adapters.architecture import Architecture, Stack
 from adapters.attention import Attention
 from adapters.builder import more_embed_name
 from adapters.feed_forward import MLP, MoE
-from adapters.paths import join
+from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, ModuleCall, Place
 from adapters.proofs.report import Findings
 
@@ -45,8 +45,10 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
 def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
     """Each stream is the one before it and what the steps between them add; the sum is the claim's name."""
     steps = place.stack.block_at(place.layer).named
-    names = [place.named.before, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
+    names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
+    carry = place.named.step.carry
+    left = left if carry is None else f"({', '.join(carry.parameters()) or f'{carry.factor:g}'}) * {left}"
     claim = f"{left} = {place.named.after.removeprefix('hook_')}"
     at = place.prefix + place.named.after
     terms = [evidence.get(place.prefix + name) for name in names]
@@ -56,6 +58,8 @@ def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
         findings.holds(claim, at, False, "a term of it has no hook point that ran")
         return
     added = there[0].double()
+    if carry is not None:
+        added = carry.of(added, module_at(evidence.bridge.original_model, place.path))
     for term in there[1:]:
         added = added + term.double()
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
@@ -128,20 +132,26 @@ def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
         made = last.result if last else None
-        raw = evidence.get(f"{place.part}hook_out") if step.post else added
-        if made is not None and not step.post:
+        raw = evidence.get(f"{place.part}hook_out") if step.post or step.adjust else added
+        if made is not None and not (step.post or step.adjust):
             made = made * step.factor
         findings.equal(RETURNS, at, raw, like(made, raw))
     if step.post:
         call = evidence.call(place.path, step.post.path)
         findings.equal(RETURNS, at, call.input if call else None, evidence.get(f"{place.part}hook_out"))
-        made = call.result if call else None
-        findings.equal(RETURNS, at, added, None if made is None else made * step.factor)
+        made = None if call is None or call.result is None else call.result * step.factor
+        if not step.adjust:
+            findings.equal(RETURNS, at, added, made)
+    if step.adjust:
+        block = module_at(evidence.bridge.original_model, place.path)
+        raw = evidence.get(f"{place.part}hook_out") if not step.post else made
+        made = None if raw is None else step.adjust.of(raw * (1 if step.post else step.factor), block)
+        findings.equal(RETURNS, at, like(added, made), made)
     if step.stream_norm:
         call = evidence.call(place.path, step.stream_norm.path)
         total = evidence.get(place.prefix + place.named.after)
         findings.equal(RETURNS, at, call.input if call else None, total)
-    if isinstance(part, MoE) and added is not None and part.out_key is None and not step.post and step.factor == 1:
+    if isinstance(part, MoE) and added is not None and part.out_key is None and not (step.post or step.adjust) and step.factor == 1:
         call = evidence.call(place.module)
         findings.equal(RETURNS, at, added, like(call.output if call else None, added))
 

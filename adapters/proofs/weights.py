@@ -95,6 +95,9 @@ class _Layer:
         step = self.place.named.step
         own = step.part.shared_factor if isinstance(step.part, MoE) and "shared" in matrix_name else 1.0
         made = call.result * (own * step.last_factor)
+        if step.adjust and not step.post:
+            block = module_at(self.evidence.bridge.original_model, self.place.path)
+            made = step.adjust.of(made, block) if own == 1 else step.adjust.linear(made, block)
         self.findings.equal(CLAIM, f"{self.place.part}{matrix_name}", like(expected.to(made.dtype), made), made)
 
     def mlp(self, part: MLP, inside: str) -> None:

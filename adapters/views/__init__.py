@@ -17,9 +17,11 @@ from adapters.views.heads import (
     interleaved,
 )
 from adapters.views.scores import AlibiScores, FilledScores, MaskedScores, SinkPattern, SinkScores
-from adapters.views.stream import Composed, Copied, FlatRows, Scaled, WithBatchAxis
+from adapters.views.stream import Adjusted, Affine, Composed, Copied, FlatRows, Scaled, WithBatchAxis
 
 __all__ = [
+    "Adjusted",
+    "Affine",
     "AlibiScores",
     "Args",
     "Biased",

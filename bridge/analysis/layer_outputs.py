@@ -55,7 +55,7 @@ def results_of_heads(
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
     with gradients_of(z):
         results = head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
-    factor = cache.model.architecture.step_at(layer, "attn").last_factor
+    factor = _factor(cache.model, layer, "attn")
     return results if factor == 1 else results * factor
 
 
@@ -95,7 +95,7 @@ def results_of_neurons(
     with gradients_of(post):
         weight = _rows_of(module, post, neuron_slice).to(post.device)
         results = pick(post, neuron_slice, -1)[..., None] * weight
-    factor = cache.model.architecture.step_at(layer, "mlp").last_factor
+    factor = _factor(cache.model, layer, "mlp")
     return results if factor == 1 else results * factor
 
 
@@ -134,7 +134,22 @@ def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"])
     if weight_in_out(module) is not None or width is None:
         return bias
     like = _to_module(torch.zeros(1, 1, width, dtype=bias.dtype), module)  # LoRA may have a bias of its own
-    return bias_of(module, like)[0, 0].to(bias.device) * model.architecture.step_at(layer, part).last_factor
+    return bias_of(module, like)[0, 0].to(bias.device) * _factor(model, layer, part)
+
+
+def _factor(model: AnalysedModel, layer: int, part: str) -> float:
+    """What the result of a part's last matrix is multiplied with.
+
+    Raises:
+        ValueError: it goes through parameters of the block besides.
+    """
+    step = model.architecture.step_at(layer, part)
+    if step.adjust:
+        raise ValueError(
+            f"block {layer} of {model.cfg.model_name} multiplies what its {part} puts out with parameters of its own, or "
+            f"adds them: it cannot be taken apart into heads or neurons. hook_{part}_out is what is added, whole"
+        )
+    return step.last_factor
 
 
 def neuron_labels(model: AnalysedModel, layer: int, neuron_slice: Index = None) -> list[str]:
