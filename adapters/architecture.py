@@ -39,6 +39,9 @@ class Stack:
         pos: the axis of its positions.
         output_key: which element of a block's output is the residual stream (None: the output itself).
         output_length: how many elements a tuple output has (for skipping a block).
+        rescaled: what the model multiplies the stream with before a block, by the block's index, or before the final
+            norm, by their number (RWKV).
+        positions_first: its blocks, and the embeddings before them, are given ``[pos, batch, ...]`` (XLNet).
     """
 
     path: str
@@ -55,6 +58,8 @@ class Stack:
     embed_norm: Norm | None = None
     token_types: str | None = None
     members: tuple[str, ...] = ()
+    rescaled: Mapping[int, float] = field(default_factory=dict)
+    positions_first: bool = False
 
     def place_of(self, index: int) -> str:
         """The path of a block."""
@@ -93,6 +98,11 @@ class Stack:
     def key_pos(self) -> str:
         """The axis of its positions as keys."""
         return self.pos.removesuffix("pos") + "key_pos"
+
+    @property
+    def keeps_its_stream(self) -> bool:
+        """Nothing multiplies its stream, or norms it as it enters a block."""
+        return not self.rescaled and all(block.is_sum for block in self.every_block)
 
     @property
     def one_of_two(self) -> bool:
@@ -189,8 +199,7 @@ class Architecture:
     @property
     def streams_are_sums(self) -> bool:
         """What leaves every block is what enters it and what its parts put out, without norms or factors on it."""
-        blocks = [block for stack in self.stacks for block in stack.every_block]
-        return not self.norms_on_the_stream and all(block.is_sum for block in blocks)
+        return not self.norms_on_the_stream and all(stack.keeps_its_stream for stack in self.stacks)
 
     def step_at(self, layer: int, name: str) -> Step:
         """A step of a layer of the first stack, by the name of its part.

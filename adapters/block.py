@@ -149,7 +149,9 @@ class Block:
         for step in self.steps:
             streams += not step.parallel
             if step.reads is not None and not 0 <= step.reads < streams - 1:
-                raise ValueError(f"the step of {step.part} has reads={step.reads}, and {streams - 1} streams are earlier")
+                raise ValueError(
+                    f"the step of {step.part} has reads={step.reads}, and {streams - 1} streams are earlier"
+                )
 
     @property
     def attn(self) -> Attention | None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, Head, NamedStep, Opaque, Part, Stack, feeds_forward
+from adapters.architecture import Architecture, NamedStep, Opaque, Part, Stack, feeds_forward
 from adapters.attention import Attention, attention_points, qk_norm_points
+from adapters.building.ends import (
+    add_final_norm,
+    add_head,
+    add_own_embeddings,
+    add_unembedding,
+    batch_first,
+    copied,
+    embedding_points,
+)
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
 from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
-from adapters.paths import base_path, call_number, has_module, join, module_at, module_path, path_from
+from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Adjusted, Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WriteThrough
+from adapters.views import Adjusted, Branch, Composed, FlatRows, Scaled, View, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -27,127 +35,28 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = _embedding_points(architecture, base)
+    points = embedding_points(architecture, base)
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
             continue
         if stack.embed:
-            _add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, stack.embed, base)
+            add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, stack.embed, base)
         n = len(stack.modules(model.get_submodule(base)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
         if stack.final_norm:
-            _add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
+            add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
     after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
     unembedded = False
     for head in architecture.heads:
-        _add_head(after, head, model)
+        add_head(after, head, model)
         if head.unembeds:
             unembedded = True
-            _add_unembedding(after, architecture, model)
+            add_unembedding(after, architecture, model)
     if not unembedded:
-        _add_unembedding(after, architecture, model)
+        add_unembedding(after, architecture, model)
     return points
-
-
-def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
-    tokens = Site(join(base, architecture.embed), "output")
-    points = PointList("", -1, "")
-    together = architecture.embeddings is not None  # HookedTransformer's encoder has one part for all of them
-    points.add("embed.hook_in", Site(tokens.path, "input"), axes="batch pos", group="extra")
-    norm, project = architecture.embed_norm, architecture.embed_project
-    width = "d_model" if architecture.d_embed is None else str(architecture.d_embed)
-    axes = f"batch pos {width}"  # of the embeddings
-    total = axes if project == architecture.embeddings else None  # of their sum
-    scaled = Scaled(architecture.embed_factor) if architecture.embed_factor != 1 else None
-    if together:
-        points.add("embed.hook_embed", tokens, scaled, axes, aliases=("hook_embed", "embed.hook_out"))
-        if project and project != architecture.embeddings:
-            points.add("embed.hook_projected", Site(join(base, project), "output"))
-    else:
-        embed = Site(join(base, norm.path), "output") if norm else tokens
-        if norm:
-            norm_points(points, "embed.ln", norm.kind, embed)
-        points.add("hook_embed", embed, None if norm else scaled, aliases=("embed.hook_out",))
-    if architecture.token_types:
-        points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"), axes=total)
-    for path in architecture.more_embeds:
-        site = Site(join(base, path), "output")
-        points.add(more_embed_name(path), site, WithBatchAxis(), total, group="extra", sources=(tokens,))
-    if architecture.pos_embed:
-        site = Site(join(base, architecture.pos_embed), "output")
-        names = ("hook_pos_embed", "pos_embed.hook_out")
-        name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
-        points.add(name, site, WithBatchAxis(), total, aliases=aliases, sources=(tokens,))
-    if architecture.embeddings is not None:
-        if norm:
-            norm_points(points, "embed.ln", norm.kind, Site(join(base, norm.path), "output"), axes=total)
-        points.add("hook_full_embed", Site(join(base, architecture.embeddings), "output"))
-    return _copied(points.points, {(join(base, path), kind) for path, kind in architecture.changed_in_place})
-
-
-def _copied(points: list[Point], changed: Set[tuple[str, str]]) -> list[Point]:
-    """The points, of which those that stand where the model writes over show copies."""
-    return [
-        replace(point, view=Copied(point.view)) if (point.site.path, point.site.kind) in changed else point
-        for point in points
-    ]
-
-
-def more_embed_name(path: str) -> str:
-    """The hook point of one of an architecture's `more_embeds`."""
-    number = call_number(path)
-    return f"embed.{module_path(path).rpartition('.')[2]}{f'_{number + 1}' if number else ''}.hook_out"
-
-
-def _add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) -> None:
-    """The embeddings of a stack's own tokens."""
-    tokens = Site(join(base, embed), "output")
-    scaled = Scaled(stack.embed_factor) if stack.embed_factor != 1 else None
-    points.add(f"{stack.name}_embed.hook_out", tokens, scaled, group="extra")
-    if stack.pos_embed:
-        site = Site(join(base, stack.pos_embed), "output")
-        points.add(f"{stack.name}_pos_embed.hook_out", site, WithBatchAxis(), group="extra", sources=(tokens,))
-    if stack.token_types:
-        points.add(
-            f"{stack.name}_token_type_embed.hook_out", Site(join(base, stack.token_types), "output"), group="extra"
-        )
-    if stack.embed_norm:
-        norm_points(
-            points, f"{stack.name}_embed.ln", stack.embed_norm.kind, Site(join(base, stack.embed_norm.path), "output")
-        )
-
-
-def _add_final_norm(points: PointList, stack: Stack, base: str, norm: Norm) -> None:
-    site = Site(join(base, norm.path), "output")
-    name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
-    aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
-    norm_points(points, name, norm.kind, site)
-    points.add(f"{name}.hook_out", site, group="extra", aliases=aliases)
-
-
-def _add_head(points: PointList, head: Head, model: nn.Module) -> None:
-    path = path_from(model, head.path)
-    if not has_module(model, path):
-        return
-    if head.norm:
-        axes = None if head.width is None else f"batch {points.pos} {head.width}"
-        norm_points(
-            points, f"{head.name}.ln", head.norm.kind, Site(path_from(model, head.norm.path), "output"), axes=axes
-        )
-    if head.hook:
-        points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=head.axes)
-
-
-def _add_unembedding(points: PointList, architecture: Architecture, model: nn.Module) -> None:
-    path = path_from(model, "." + architecture.unembed)
-    if architecture.unembed and has_module(model, path):
-        width = next((head.width for head in architecture.heads if head.unembeds and head.width), None)
-        entered = None if width is None else f"batch {points.pos} {width}"
-        points.add("unembed.hook_in", Site(path, "input"), axes=entered, group="extra")
-        axes = f"batch {points.pos} d_vocab_out"
-        points.add("unembed.hook_out", Site(path, "output"), axes=axes, group="extra", aliases=("hook_unembed",))
 
 
 class BlockBuilder:
@@ -163,7 +72,7 @@ class BlockBuilder:
 
     def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int, model: nn.Module) -> None:
         self.stack, self.cfg, self.base, self.model = stack, cfg, base, model
-        self.block, self.last = stack.block_at(index), index == n - 1
+        self.block, self.last = stack.block_at(index), index == n - 1 and n not in stack.rescaled
         self.path = join(base, stack.place_of(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
@@ -191,7 +100,8 @@ class BlockBuilder:
             others = ("ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
             self.points.add("hook_resid_post", output, aliases=("hook_out",), other_names=others)
         changed = {(join(self.path, path), kind) for path, kind in self.block.changed_in_place}
-        return self._with_other_names(_copied(self.points.points, changed))
+        points = copied(self.points.points, changed)
+        return self._with_other_names(batch_first(points) if self.stack.positions_first else points)
 
     def _add(
         self,

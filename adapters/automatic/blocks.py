@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from adapters.automatic.norms import norm_kind
 from adapters.automatic.recording import ModuleCall, Recording, Seen
@@ -25,6 +28,8 @@ class FoundStack:
         members: where each block stands in the list, if that is not its index: one that runs several times has all of
             them.
         ends: for blocks that are no modules, those that the stream enters first and leaves last, relative to `path`.
+        positions_first: what enters them is ``[pos, batch, d_model]``.
+        rescaled: what the stream is multiplied with before a block, by the block's index, where that is not one.
     """
 
     path: str
@@ -34,6 +39,8 @@ class FoundStack:
     length: int
     members: tuple[str, ...] = ()
     ends: tuple[tuple[str, str], ...] = ()
+    rescaled: Mapping[int, float] = field(default_factory=dict)
+    positions_first: bool = False
 
     @property
     def stream(self) -> Seen:
@@ -165,6 +172,7 @@ def _chained(
     path: str, blocks: tuple[ModuleCall, ...], recording: Recording, ran: list[int], length: int
 ) -> tuple[FoundStack | None, str]:
     outputs: list[Seen] = []
+    rescaled: dict[int, float] = {}
     for index, block in enumerate(blocks):
         assert block.entered is not None
         shape = block.entered.value.shape
@@ -173,6 +181,9 @@ def _chained(
             following = blocks[index + 1].entered
             assert following is not None
             passed = [seen for seen in alike if seen.mark == following.mark]
+            for seen in alike if not passed else ():
+                if factor := power_between(following.value, seen.value):
+                    rescaled[ran[index + 1]], passed = factor, [seen]
             if not passed:
                 return None, f"what leaves a block of {path} is not what enters the next" if alike else ""
         else:
@@ -181,10 +192,21 @@ def _chained(
                 return None, ""
         outputs.append(passed[0])
     stream = tuple(outputs[0].value.shape)
-    if len(stream) != 3 or stream[0] != recording.batch:
+    positions_first = len(stream) == 3 and stream[:2] == (recording.pos, recording.batch) and len(blocks) > 1
+    if len(stream) != 3 or (stream[0] != recording.batch and not positions_first):
         return None, f"the stream of {path} has the shape {stream}, not [batch, pos, d_model]" if len(
             blocks
         ) > 1 else ""
     if len({seen.key for seen in outputs}) > 1:
         return None, f"the blocks of {path} return the stream at different places"
-    return FoundStack(path, blocks, tuple(outputs), tuple(ran), length), ""
+    return FoundStack(
+        path, blocks, tuple(outputs), tuple(ran), length, rescaled=rescaled, positions_first=positions_first
+    ), ""
+
+
+def power_between(x: Tensor, y: Tensor) -> float | None:
+    """The power of two that makes one tensor of another; None where there is none."""
+    square = float(y.double().pow(2).sum())
+    factor = 0.0 if square == 0 or x.shape != y.shape else float((x.double() * y.double()).sum()) / square
+    near = 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
+    return near if near and torch.equal(x, y * near) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,9 +21,9 @@ from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind
-from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
+from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, rerun
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
-from adapters.automatic.stream import Sum, Sums
+from adapters.automatic.stream import Sums
 from adapters.automatic.values import beside, with_values
 from adapters.config import act_fn_name, config_of, first
 from adapters.feed_forward import MoE
@@ -159,7 +160,7 @@ class _Inference:
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
         layers = {i: each for i, each in enumerate(blocks) if each != block}
-        final = find_final_norm(self.recording, found.outputs[-1], found.blocks[-1].end)
+        final, factor = find_final_norm(self.recording, found.outputs[-1], found.blocks[-1].end)
         if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
             what = "ln_final" if name == "blocks" else f"{name}_final_ln"
             self.not_offered[what] = "no norm that is known reads the last stream"
@@ -172,6 +173,8 @@ class _Inference:
             members=found.members,
             output_key=found.outputs[0].key,
             output_length=found.blocks[0].n_left,
+            positions_first=found.positions_first,
+            rescaled=found.rescaled if factor == 1 else {**found.rescaled, found.length: factor},
         )
         return stack, final
 
@@ -251,7 +254,7 @@ class _Inference:
                 except NotFound as unnamed:
                     self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
                     return Block(())
-                on_stream = total.norm and _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
+                on_stream = _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
                     Step(
                         declared,
@@ -262,15 +265,13 @@ class _Inference:
                         parallel=nth > 0,
                         adjust=term.adjust,
                         carry=total.carry if nth == 0 else None,
-                        total=total.total and relative(total.total.path, call.path),
+                        total=None if total.total is None else relative(total.total.path, call.path),
                         reads=parts.reads(term, total),
                     )
                 )
                 notes.append(note)
         entry, left = stack.ends[place] if stack.ends else ("", "")
-        block = Block(
-            tuple(steps), _changed(call, inside), entry, left, norm=found.norm and _norm(found.norm, norms, call)
-        )
+        block = Block(tuple(steps), _changed(call, inside), entry, left, norm=_norm(found.norm, norms, call))
         for named, note in zip(block.named, notes, strict=True):
             for what, why in note.items():
                 if what == "entry":
@@ -281,11 +282,10 @@ class _Inference:
                     self.not_offered[f"{prefix}.{named.norm if what == 'pre' else named.name}"] = why
         return block
 
-
     def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]) -> Part:
         """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
         attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
-        mixes = mixes_positions(part)
+        mixes = self._mixes(part)
         try:
             if attends and mixes is not False:
                 return self._attention(part, norms, block.path)
@@ -299,6 +299,12 @@ class _Inference:
             return self._opaque(part, block, Opaque, note, str(why), plays)
         except ValueError as why:  # a path outside of the module that it should be in
             return self._opaque(part, block, Opaque, note, str(why), "attn" if attends else "mlp")
+
+    def _mixes(self, part: FoundPart) -> bool | None:
+        """Whether a part mixes positions; None where it cannot be told."""
+        first = part.out[1].live.shape[:2] == (self.recording.pos, self.recording.batch)
+        positions = 0 if first else 1
+        return mixes_positions(part, positions, partial(rerun, self.model, sample_inputs(self.model), positions))
 
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
@@ -374,13 +380,15 @@ def _why_no_layers(found: FoundStack, two: bool) -> str:
     """Why a run cannot start or stop at a layer."""
     if two:
         return "its decoder needs the encoder's output"
+    if found.positions_first:
+        return "its blocks are given positions before the batch"
     if found.ends:
         return "its blocks are no modules of their own"
     return "its blocks are one module" if any("@" in member for member in found.members) else ""
 
 
-def _norm(norm: ModuleCall, norms: Norms, block: ModuleCall) -> Norm:
-    return Norm(relative(norm.path, block.path), norms[norm])
+def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:
+    return None if norm is None else Norm(relative(norm.path, block.path), norms[norm])
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

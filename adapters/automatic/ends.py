@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from adapters.automatic.blocks import power_between
 from adapters.automatic.norms import norm_kind, tolerance
 from adapters.automatic.recording import ModuleCall, Recording, Seen, mark
 from adapters.config import config_of
@@ -179,12 +180,17 @@ def _weights(target: Tensor, terms: list[Tensor]) -> list[float] | None:
     return None
 
 
-def find_final_norm(recording: Recording, last: Seen, after: int) -> Norm | None:
-    """The norm that reads the last stream."""
-    for call in recording.calls:
-        if call.start > after and call.entered and call.entered.mark == last.mark and (kind := norm_kind(call)):
-            return Norm(call.path, kind)
-    return None
+def find_final_norm(recording: Recording, last: Seen, after: int) -> tuple[Norm | None, float]:
+    """The norm that reads the last stream, and what that is multiplied with before."""
+    behind = [call for call in recording.calls if call.start > after and call.entered]
+    for call in behind:
+        if call.entered and call.entered.mark == last.mark and (kind := norm_kind(call)):
+            return Norm(call.path, kind), 1.0
+    for call in behind[:1]:
+        factor = call.entered and power_between(call.entered.value, last.value)
+        if factor and (kind := norm_kind(call)):
+            return Norm(call.path, kind), factor
+    return None, 1.0
 
 
 def find_unembedding(model: nn.Module, recording: Recording, after: int) -> ModuleCall | None:

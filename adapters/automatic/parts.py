@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from adapters.automatic.recording import ModuleCall, NotFound, Recording, Seen, Softmax, gradient_of
+import torch
+from torch import Tensor, nn
+
+from adapters.automatic.norms import tolerance
+from adapters.automatic.recording import (
+    ModuleCall,
+    NotFound,
+    Recording,
+    Seen,
+    Softmax,
+    elements_of,
+    first_parameter,
+    gradient_of,
+)
 from adapters.automatic.stream import Sum, Term, Value
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
+from adapters.views import Args, Kwargs
 
 #: The calls of a block that are norms, with what they compute.
 Norms = Mapping[ModuleCall, NormKind]
@@ -151,26 +165,79 @@ class Parts:
         part.missing["entry"] = "what it reads of the stream is not what enters any of its modules"
 
 
-def mixes_positions(part: FoundPart) -> bool | None:
+def mixes_positions(
+    part: FoundPart, positions: int, rerun: Callable[[ModuleCall, ModuleCall], Tensor | None]
+) -> bool | None:
     """Whether what a part puts out at a position depends on what it is given at others; None where it cannot be told.
 
     Softmaxes aside: their patterns are constants of the run.
 
+    Args:
+        part: the part.
+        positions: the axis of positions.
+        rerun: runs the model with another input of a module at all positions but the last, and gives what a module puts
+            out: where the model writes over what a gradient would be taken from.
+
     Raises:
-        NotFound: no gradient can be taken, which would tell, and it computes no softmax.
+        NotFound: no gradient can be taken, which would tell, it computes no softmax, and no other run can be made.
     """
     entry = part.owner.entered if part.owner else part.calls[0].entered if part.calls else None
     made = part.out[1].live
     if entry is None or made.ndim != 3:
         return None
-    last = made.shape[1] - 1
+    last = made.shape[positions] - 1
     try:
-        gradient = gradient_of(made[0, last].sum(), entry.live)
+        gradient = gradient_of(made.select(positions, last).select(0, 0).sum(), entry.live)
     except NotFound as no_gradient:
         if part.softmaxes:
             return None
+        again = rerun(part.owner, part.out[0]) if part.owner else None
+        if again is not None and again.shape == made.shape:
+            before = part.out[1].value.select(positions, last)
+            changed = (again.select(positions, last) - before).abs()
+            return bool((changed > tolerance(before) * before.abs().max()).any())
         path = part.owner.path if part.owner else part.producer.path
         raise NotFound(f"whether {path} mixes positions is not known: {no_gradient}") from None
     if gradient is None or gradient.ndim != 3:
         return None
-    return bool((gradient[0, :last] != 0).any())
+    return bool((gradient.select(1 - positions, 0)[:last] != 0).any())
+
+
+def rerun(
+    model: nn.Module, inputs: Mapping[str, Tensor], positions: int, entry: ModuleCall, left: ModuleCall
+) -> Tensor | None:
+    """What a module returns where another one is given something else at all positions but the last.
+
+    Args:
+        model, inputs: as for `record`.
+        positions: the axis of positions.
+        entry: a call of the module whose first argument is changed.
+        left: a call of the module that is looked at.
+
+    Returns:
+        The tensor that it returns first; None where the two do not run once each.
+    """
+    seen: list[Tensor] = []
+    name = first_parameter(entry.module)
+
+    def change(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        x = args[0] if args else kwargs[name or ""]
+        n = x.shape[positions]
+        y = torch.cat([x.narrow(positions, 0, n - 1) * 1.5 + 0.1, x.narrow(positions, n - 1, 1)], dim=positions)
+        return ((y, *args[1:]), kwargs) if args else (args, {**kwargs, name or "": y})
+
+    def look(module: nn.Module, args: Args, output: object) -> None:
+        seen.extend(x for x in (output, *elements_of(output)) if isinstance(x, Tensor) and x.is_floating_point())
+
+    if entry.entered is None or entry.entered.value.ndim != 3 or "@" in entry.path + left.path:
+        return None
+    handles = [
+        entry.module.register_forward_pre_hook(change, with_kwargs=True), left.module.register_forward_hook(look),
+    ]  # fmt: skip
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen[0] if seen else None

@@ -25,8 +25,8 @@ _MODULES = {
     "adapters.norms": ("Norm", "NormKind", *_KINDS.values()),
     "adapters.registry": ("register",),
     "adapters.views": (
-        "Affine", "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead", "columns",
-        "gathered", "interleaved",
+        "Affine", "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead",
+        "columns", "gathered", "interleaved",
     ),
 }  # fmt: skip
 _WIDTH = 110

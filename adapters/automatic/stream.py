@@ -213,9 +213,7 @@ class Sums:
         """What modules put out between two times, but for what is known to be a stream."""
         return [v for v in self.outputs if start < v.made[0][0].end <= end and v not in known]
 
-    def explain(
-        self, difference: Tensor, start: int, end: int, known: Sequence[Value] = ()
-    ) -> tuple[Term, ...] | None:
+    def explain(self, difference: Tensor, start: int, end: int, known: Sequence[Value] = ()) -> tuple[Term, ...] | None:
         """What modules put out between two times whose sum, each with a factor, is a difference of streams."""
         square = float(difference @ difference)
         candidates = self._candidates(start, end, known)
@@ -288,7 +286,7 @@ def named(fitted: tuple[Tensor, Tensor, Tensor], block: nn.Module) -> tuple[Affi
         if p.numel() in (1, a.numel()) and p.is_floating_point()
     }
     on_stream, on_added = _weight(a, parameters), _weight(b, parameters)
-    if on_stream is None or on_added is None or _alike(c, torch.zeros_like(c), float(max(1, a.abs().max()))):
+    if on_stream is None or on_added is None or _alike(c, torch.zeros_like(c), max(1.0, float(a.abs().max()))):
         return on_stream, on_added
     for name, p in parameters.items():
         if _alike(b * p, c):

@@ -139,8 +139,8 @@ def _roles(place: Place) -> Iterator[str]:
     elif isinstance(part, MLP):
         paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln or "")
         yield from (join(place.module, path) for path in paths if path)
-    norms = (step.pre, step.post, step.stream_norm, place.stack.block_at(place.layer).norm)
-    yield from (join(place.path, norm.path) for norm in norms if norm)
+    on_stream = (step.pre, step.post, step.stream_norm, place.stack.block_at(place.layer).norm)
+    yield from (join(place.path, norm.path) for norm in on_stream if norm)
 
 
 def _opaque(place: Place) -> list[str]:

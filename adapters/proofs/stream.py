@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.architecture import Architecture, Stack
 from adapters.attention import Attention
-from adapters.builder import more_embed_name
+from adapters.building.ends import more_embed_name
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, ModuleCall, Place
@@ -151,7 +151,13 @@ def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
         call = evidence.call(place.path, step.stream_norm.path)
         total = evidence.get(place.prefix + place.named.after)
         findings.equal(RETURNS, at, call.input if call else None, total)
-    if isinstance(part, MoE) and added is not None and part.out_key is None and not (step.post or step.adjust) and step.factor == 1:
+    if (
+        isinstance(part, MoE)
+        and added is not None
+        and part.out_key is None
+        and not (step.post or step.adjust)
+        and step.factor == 1
+    ):
         call = evidence.call(place.module)
         findings.equal(RETURNS, at, added, like(call.output if call else None, added))
 
@@ -177,11 +183,11 @@ def streams_of(
 def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     """What leaves a block enters the next, as the declared element of what it returns."""
     before: Tensor | None = None
-    for prefix, entered, left, call in streams_of(evidence, stack):
+    for index, (prefix, entered, left, call) in enumerate(streams_of(evidence, stack)):
         if before is not None and stack.every_block[0].exit:
             before = _zeroed(findings, before, entered)
         if before is not None:
-            findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before)
+            findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before * stack.rescaled.get(index, 1))
         before = left
         if stack.every_block[0].exit:
             continue  # no module returns it
@@ -298,8 +304,8 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
     architecture = evidence.bridge.architecture
     stream: Tensor | None = None
     for stack in evidence.stacks():
-        for _, _, left, _ in streams_of(evidence, stack):
-            stream = left
+        for index, (_, _, left, _) in enumerate(streams_of(evidence, stack), 1):
+            stream = left if left is None else left * stack.rescaled.get(index, 1)
         if stack.final_norm:
             norm = evidence.call(evidence.base, stack.final_norm.path)
             findings.equal(ENDS, f"{stack.final_norm.path}", norm.input if norm else None, stream)

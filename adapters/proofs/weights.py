@@ -66,12 +66,13 @@ class _Layer:
         call = self.evidence.call(hook.point.site.path)
         if call is None or call.input is None or not isinstance(call.output, Tensor):
             return None
+        raw = self.evidence.raw[hook.point.site.path][0]
         sources = tuple(
             (found.module, found.input)
             for found in map(self.evidence.call, (site.path for site in hook.point.sources))
             if found is not None and found.input is not None
         )
-        return call.input, hook.view.get(call.output, Call(call.module, call.args, call.kwargs, sources))
+        return call.input, hook.view.get(raw.output, Call(raw.module, raw.args, raw.kwargs, sources))
 
     def projection(self, letter: str) -> None:
         """Queries, keys or values of each head."""

@@ -17,7 +17,7 @@ from adapters.views.heads import (
     interleaved,
 )
 from adapters.views.scores import AlibiScores, FilledScores, MaskedScores, SinkPattern, SinkScores
-from adapters.views.stream import Adjusted, Affine, Composed, Copied, FlatRows, Scaled, WithBatchAxis
+from adapters.views.stream import Adjusted, Affine, Composed, Copied, FlatRows, PositionsFirst, Scaled, WithBatchAxis
 
 __all__ = [
     "Adjusted",
@@ -39,6 +39,7 @@ __all__ = [
     "Kwargs",
     "MaskedScores",
     "OneHead",
+    "PositionsFirst",
     "Scaled",
     "Selected",
     "SinkPattern",

@@ -113,6 +113,18 @@ class WithBatchAxis(Derived):
         return new
 
 
+class PositionsFirst(View):
+    """``pos batch ... -> batch pos ...`` (XLNet)."""
+
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x.transpose(0, 1)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new.transpose(0, 1)
+
+
 class FlatRows(View):
     """``(batch pos) d -> batch pos d``, with the batch size of the last source (a module that works on rows)."""
 

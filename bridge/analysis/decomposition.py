@@ -59,12 +59,12 @@ class _Walk:
         self.bias: Tensor | None = None
         #: It is the text of a model that is given images or sound, too.
         self.sees = is_language_part(self.model.original_model)
-        if any(not block.is_sum for block in self.model.architecture.stack.every_block):
-            raise ValueError(
-                f"blocks of {self.model.cfg.model_name} multiply the residual stream, or norm it as it enters: it is no "
-                "sum of what was written. The hook points show each stream and each part"
-            )
         stack = self.model.architecture.stack
+        if not stack.keeps_its_stream:
+            raise ValueError(
+                f"{self.model.cfg.model_name} multiplies its residual stream, or norms it as it enters a block: it is "
+                "no sum of what was written. The hook points show each stream and each part"
+            )
         for layer in range(self.model.cfg.n_layers):
             steps = stack.block_at(layer).named
             names = [named.name for named in steps]

@@ -146,8 +146,8 @@ def _factor(model: AnalysedModel, layer: int, part: str) -> float:
     step = model.architecture.step_at(layer, part)
     if step.adjust:
         raise ValueError(
-            f"block {layer} of {model.cfg.model_name} multiplies what its {part} puts out with parameters of its own, or "
-            f"adds them: it cannot be taken apart into heads or neurons. hook_{part}_out is what is added, whole"
+            f"block {layer} of {model.cfg.model_name} multiplies what its {part} puts out with parameters of its own, "
+            f"or adds them: it cannot be taken apart into heads or neurons. hook_{part}_out is what is added, whole"
         )
     return step.last_factor
 
