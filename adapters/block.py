@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from torch import Tensor
+
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
@@ -22,12 +24,15 @@ class Opaque:
         path: the module, relative to the block.
         plays: what it would be: hook points have the names of that.
         out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
+        entry: the module that is given what the part reads, where that is another one, and no module stands around
+            it all. "" where that is not known.
     """
 
     path: str
     plays: Literal["attn", "mlp"]
     out: str | None = None
     out_key: int | None = None
+    entry: str | None = None
 
 
 Part = Attention | MLP | MoE | Mixer | Opaque
@@ -36,6 +41,36 @@ Part = Attention | MLP | MoE | Mixer | Opaque
 def feeds_forward(part: Part) -> bool:
     """Whether a part has the names of an MLP."""
     return isinstance(part, MLP | MoE) or (isinstance(part, Opaque) and part.plays == "mlp")
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What stands between several streams and a part (hyper-connections, Zhu et al. 2024): each stream becomes
+    ``sum_j keep[j, i] * stream_j + write[i] * result``, and the part reads another sum of them.
+
+    Attributes:
+        path: the module, relative to the block, that is given the streams.
+        read: which element of what it returns the part reads, through its norm: ``[batch, pos, d_model]``.
+        write: which holds the weights of the result: ``[batch, pos, n_streams]``.
+        keep: which holds those of the streams, ``[batch, pos, n_streams, n_streams]``; None: they go on as they are.
+    """
+
+    path: str
+    read: int
+    write: int
+    keep: int | None = None
+
+    def of(self, streams: Tensor, result: Tensor, write: Tensor, keep: Tensor | None) -> Tensor:
+        """The streams behind the part.
+
+        Args:
+            streams: those before it, ``[batch, pos, n_streams, d_model]``.
+            result: what it puts out, ``[batch, pos, d_model]``.
+            write, keep: the weights.
+        """
+        if keep is not None:
+            streams = keep.to(streams.dtype).transpose(-1, -2) @ streams
+        return streams + write.to(streams.dtype).unsqueeze(-1) * result.unsqueeze(-2)
 
 
 @dataclass(frozen=True)
@@ -55,6 +90,7 @@ class Step:
         stream_norm: a norm that stands on the stream itself, behind the sum (BERT).
         parallel: it reads the stream that the step before it reads, not what that one makes of it. Steps that read the
             same stream through the same norm share it.
+        mix: what stands between the streams and the part, where the block carries several.
         reads: of a parallel step, which of the block's streams it reads, from 0, where that is an earlier one than the
             others' (LongCat, whose experts read what the first MLP reads, and write behind the second).
 
@@ -74,6 +110,7 @@ class Step:
     carry: Affine | None = None
     total: str | None = None
     reads: int | None = None
+    mix: Mix | None = None
 
     def __post_init__(self) -> None:
         if self.factor == 0:
@@ -177,7 +214,7 @@ class Block:
     @property
     def is_sum(self) -> bool:
         """The stream that leaves it is the one that enters and what its steps put out, and no other step is between."""
-        return self.norm is None and not any(step.carry for step in self.steps)
+        return self.norm is None and not any(step.carry or step.mix for step in self.steps)
 
     @property
     def module_paths(self) -> dict[str, str]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, NamedStep, Opaque, Part, Stack, feeds_forward
+from adapters.architecture import Architecture, Mix, NamedStep, Opaque, Part, Stack, feeds_forward
 from adapters.attention import Attention, attention_points, qk_norm_points
 from adapters.building.ends import (
+    add_collapse,
     add_final_norm,
     add_head,
     add_own_embeddings,
@@ -23,7 +24,7 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Adjusted, Branch, Composed, FlatRows, Scaled, View, WriteThrough
+from adapters.views import Adjusted, Branch, Composed, FlatRows, Scaled, Streams, View, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -45,6 +46,8 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         n = len(stack.modules(model.get_submodule(base)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
+        if stack.collapse:
+            add_collapse(PointList("", n, "", stack.pos, points), base, stack.collapse)
         if stack.final_norm:
             add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
     after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
@@ -72,7 +75,9 @@ class BlockBuilder:
 
     def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int, model: nn.Module) -> None:
         self.stack, self.cfg, self.base, self.model = stack, cfg, base, model
-        self.block, self.last = stack.block_at(index), index == n - 1 and n not in stack.rescaled
+        self.block = stack.block_at(index)
+        #: What leaves it is what the final norm reads.
+        self.last = index == n - 1 and n not in stack.rescaled and stack.n_streams is None
         self.path = join(base, stack.place_of(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
@@ -82,7 +87,7 @@ class BlockBuilder:
         """The points, in the order of the computation."""
         # Without a module around it all, what its first module is given is also what is added to.
         view = WriteThrough() if self.block.entry else None
-        self.points.add("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
+        self._add_stream("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
         if self.block.norm:
             self._add_norm("ln0", self.block.norm)
         steps = self.block.named
@@ -98,7 +103,7 @@ class BlockBuilder:
             self.points.add("hook_normalized_resid_post", output, aliases=("hook_out",))
         else:
             others = ("ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
-            self.points.add("hook_resid_post", output, aliases=("hook_out",), other_names=others)
+            self._add_stream("hook_resid_post", output, aliases=("hook_out",), other_names=others)
         changed = {(join(self.path, path), kind) for path, kind in self.block.changed_in_place}
         points = copied(self.points.points, changed)
         return self._with_other_names(batch_first(points) if self.stack.positions_first else points)
@@ -120,6 +125,24 @@ class BlockBuilder:
             view, sources = Composed(view or View(), FlatRows()), self.rows
         self.points.add(name, site, view, group=group, aliases=aliases, sources=sources, flag=flag)
 
+    def _add_stream(
+        self,
+        name: str,
+        site: Site,
+        view: View | None = None,
+        *,
+        aliases: tuple[str, ...] = (),
+        other_names: tuple[str, ...] = (),
+    ) -> None:
+        """Adds a point of the stream; where the block carries several, of all of them."""
+        axes = None
+        if self.stack.n_streams is not None:
+            axes = f"batch {self.stack.pos} n_streams d_model"
+        if self.stack.n_streams is not None and self.stack.side_by_side:
+            apart = Streams(self.stack.n_streams)
+            view = Composed(view, apart) if view else apart
+        self.points.add(name, site, view, axes, aliases=aliases, other_names=other_names)
+
     def _is_put_out(self, stream: str) -> bool:
         """Whether a module puts out this stream: its point stands there."""
         return any(named.after == stream and named.step.total for named in self.block.named)
@@ -130,8 +153,8 @@ class BlockBuilder:
         Raises:
             ValueError: it has no module of its own, and two layers read the input.
         """
-        if part.path:
-            return Site(join(self.path, part.path), "input")
+        if path := (isinstance(part, Opaque | Mixer) and part.entry) or part.path:
+            return Site(join(self.path, path), "input")
         assert isinstance(part, MLP)
         if part.gate and part.gate.path != part.up.path:
             raise ValueError(
@@ -145,7 +168,9 @@ class BlockBuilder:
         step, part = named.step, named.step.part
         flat = isinstance(part, MLP) and part.flat
         entry = Site(join(self.path, step.pre.path), "input") if step.pre else None
-        if named.first and named.before.startswith("hook_resid_mid") and not self._is_put_out(named.before):
+        if step.mix:
+            self._add_mix(named, step.mix)
+        elif named.first and named.before.startswith("hook_resid_mid") and not self._is_put_out(named.before):
             self._add(flat, named.before, entry or self._entry(part), WriteThrough())
         if step.pre is None:
             if (feeds_forward(part) or isinstance(part, Mixer)) and not named.before.endswith("hook_out"):
@@ -159,6 +184,18 @@ class BlockBuilder:
         # As in HookedTransformer's encoder-decoder, what the MLP reads there is also what its output is added to.
         self._add_own_input(named, flat, entry, view)
         self._add_norm(named.norm, step.pre, flat, self._separate_readers(named))
+
+    def _add_mix(self, named: NamedStep, mix: Mix) -> None:
+        """The streams as they enter what mixes them, and the weights that it makes."""
+        at, name = join(self.path, mix.path), named.name
+        if named.before.startswith("hook_resid_mid"):
+            self._add_stream(named.before, Site(at, "input"), WriteThrough())
+        axes = f"batch {self.stack.pos} n_streams"
+        self.points.add(f"hook_{name}_write", Site(at, "output", mix.write), axes=axes, group="extra")
+        if mix.keep is not None:
+            self.points.add(
+                f"hook_{name}_keep", Site(at, "output", mix.keep), axes=f"{axes} to_n_streams", group="extra"
+            )
 
     def _add_own_input(self, named: NamedStep, flat: bool, entry: Site, view: View) -> None:
         """What this part alone reads of the stream."""

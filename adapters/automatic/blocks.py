@@ -28,7 +28,10 @@ class FoundStack:
         members: where each block stands in the list, if that is not its index: one that runs several times has all of
             them.
         ends: for blocks that are no modules, those that the stream enters first and leaves last, relative to `path`.
+        joined: of blocks that are not given what left the one before, by their index: the calls outside of the blocks
+            that what they are given is the sum of, each with its factor.
         positions_first: what enters them is ``[pos, batch, d_model]``.
+        n_streams: how many streams it carries, where they are several.
         rescaled: what the stream is multiplied with before a block, by the block's index, where that is not one.
     """
 
@@ -40,7 +43,9 @@ class FoundStack:
     members: tuple[str, ...] = ()
     ends: tuple[tuple[str, str], ...] = ()
     rescaled: Mapping[int, float] = field(default_factory=dict)
+    joined: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     positions_first: bool = False
+    n_streams: int | None = None
 
     @property
     def stream(self) -> Seen:
@@ -51,7 +56,7 @@ class FoundStack:
 
     @property
     def d_model(self) -> int:
-        return self.stream.value.shape[-1]
+        return self.stream.value[0, 0].numel() // (self.n_streams or 1)
 
 
 def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack], str]:
@@ -193,7 +198,8 @@ def _chained(
         outputs.append(passed[0])
     stream = tuple(outputs[0].value.shape)
     positions_first = len(stream) == 3 and stream[:2] == (recording.pos, recording.batch) and len(blocks) > 1
-    if len(stream) != 3 or (stream[0] != recording.batch and not positions_first):
+    several = len(stream) == 4 and stream[:2] == (recording.batch, recording.pos) and len(blocks) > 1
+    if not several and (len(stream) != 3 or (stream[0] != recording.batch and not positions_first)):
         return None, f"the stream of {path} has the shape {stream}, not [batch, pos, d_model]" if len(
             blocks
         ) > 1 else ""
@@ -210,3 +216,16 @@ def power_between(x: Tensor, y: Tensor) -> float | None:
     factor = 0.0 if square == 0 or x.shape != y.shape else float((x.double() * y.double()).sum()) / square
     near = 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
     return near if near and torch.equal(x, y * near) else None
+
+
+def why_no_layers(found: FoundStack, two: bool) -> str:
+    """Why a run cannot start or stop at a layer."""
+    if two:
+        return "its decoder needs the encoder's output"
+    if found.n_streams is not None:
+        return f"its blocks carry {found.n_streams} streams"
+    if found.positions_first:
+        return "its blocks are given positions before the batch"
+    if found.ends:
+        return "its blocks are no modules of their own"
+    return "its blocks are one module" if any("@" in member for member in found.members) else ""

@@ -11,23 +11,25 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
+from adapters.architecture import Architecture, Block, Head, Mix, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
-from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms
+from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
 from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind
-from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, rerun
-from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
-from adapters.automatic.stream import Sums
+from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
+from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
+from adapters.automatic.several_streams.cycles import alike, find_cycles
+from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
+from adapters.automatic.stream import Found, FoundMix, Sums, Value
 from adapters.automatic.values import beside, with_values
 from adapters.config import act_fn_name, config_of, first
 from adapters.feed_forward import MoE
-from adapters.mixers.part import Mixer, axes_of, functions_of
+from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
@@ -113,14 +115,17 @@ class _Inference:
 
     def run(self) -> Inferred:
         stacks, reason = find_stacks(self.model, self.recording)
+        if not stacks and (cycles := find_cycles(self.model, self.recording)):
+            stacks = [cycles]
         if not stacks:
             raise NotInferable(reason)
         two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
         if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
+        stacks = [with_streams(each, self.recording) for each in stacks]
         (found, *others) = stacks
         number_norms(stacks, self.recording)
-        embedding = find_embedding(self.model, self.recording, found.blocks[0])
+        embedding = find_embedding(self.model, self.recording, first_of(found))
         if embedding is None:
             raise NotInferable("no token embedding ran")
         self.not_offered |= embedding.missing
@@ -141,12 +146,13 @@ class _Inference:
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
+            embed_adjust=embedding.adjust,
             more_embeds=tuple(map(self.relative, embedding.more)),
             embed_project=embedding.project and self.relative(embedding.project),
             d_embed=embedding.width,
             changed_in_place=self._changed_before(found.blocks[0].start),
             heads=self._heads(stacks[-1], last_norm, unembed),
-            no_layer_runs=_why_no_layers(found, two),
+            no_layer_runs=why_no_layers(found, two),
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
@@ -156,11 +162,13 @@ class _Inference:
         self.facts.table = None
         for call in found.blocks:
             number_calls(call, self.recording)
-        blocks = all_rotated([self._block(found, index, name) for index in range(found.length)])
+        blocks = [self._block(found, index, name) for index in range(found.length)]
+        blocks = all_rotated(alike(blocks, found.members, self.not_offered, name))
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
         layers = {i: each for i, each in enumerate(blocks) if each != block}
-        final, factor = find_final_norm(self.recording, found.outputs[-1], found.blocks[-1].end)
+        last = collapse(self.recording, found)
+        final, factor = find_final_norm(self.recording, last, found.blocks[-1].end)
         if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
             what = "ln_final" if name == "blocks" else f"{name}_final_ln"
             self.not_offered[what] = "no norm that is known reads the last stream"
@@ -174,6 +182,10 @@ class _Inference:
             output_key=found.outputs[0].key,
             output_length=found.blocks[0].n_left,
             positions_first=found.positions_first,
+            joined={i: tuple((self.relative(path), w) for path, w in each) for i, each in found.joined.items()},
+            n_streams=found.n_streams,
+            side_by_side=found.n_streams is not None and found.stream.value.ndim == 3,
+            collapse=(path := collapse_path(self.recording, found)) and self.relative(path),
             rescaled=found.rescaled if factor == 1 else {**found.rescaled, found.length: factor},
         )
         return stack, final
@@ -207,7 +219,7 @@ class _Inference:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
         if unembed is None or unembed.entered is None:
             return ()
-        last = found.outputs[-1] if final is None else self.recording.of(final.path)[-1].left[0]
+        last = collapse(self.recording, found) if final is None else self.recording.of(final.path)[-1].left[0]
         if last.mark == unembed.entered.mark:
             return ()
         head = find_head(self.recording, found.blocks[-1].end, unembed)
@@ -235,15 +247,14 @@ class _Inference:
         call = stack.blocks[place]
         inside = self.recording.between(call.start, call.end)
         norms: Norms = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
-        sums = Sums(call, stack.outputs[place], self.recording, list(norms))
-        found = sums.find()
+        sums, found = self._sums(stack, place, norms)
         prefix = f"{name}.{index}"
         if found is None:
             self.not_offered[f"{prefix}.hook_resid_mid"] = (
                 "what leaves the block is not what enters it and what its modules put out"
             )
             return Block(())
-        parts = Parts(call, self.recording, norms, sums.values, found.sums)
+        parts = Parts(call, self.recording, norms, sums, found.sums)
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
         for total in found.sums:
@@ -267,6 +278,7 @@ class _Inference:
                         carry=total.carry if nth == 0 else None,
                         total=None if total.total is None else relative(total.total.path, call.path),
                         reads=parts.reads(term, total),
+                        mix=None if total.mix is None else _mix(total.mix, call),
                     )
                 )
                 notes.append(note)
@@ -281,6 +293,16 @@ class _Inference:
                 else:
                     self.not_offered[f"{prefix}.{named.norm if what == 'pre' else named.name}"] = why
         return block
+
+    def _sums(self, stack: FoundStack, place: int, norms: Norms) -> tuple[Mapping[Mark, Value], Found | None]:
+        """What passes borders inside a block, and its sums."""
+        call, output = stack.blocks[place], stack.outputs[place]
+        if stack.n_streams is None:
+            plain = Sums(call, output, self.recording, list(norms))
+            return plain.values, plain.find()
+        mixed = Mixed(call, output, self.recording, stack.n_streams)
+        sums = mixed.find()
+        return mixed.values, None if sums is None else Found(tuple(sums))
 
     def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]) -> Part:
         """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
@@ -331,21 +353,6 @@ class _Inference:
         self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
-    def _modules_of(self, owner: ModuleCall) -> tuple[tuple[str, str], ...]:
-        """The modules in a mixer that run once, with the axes of what they return."""
-        found = []
-        for call in self.recording.calls:
-            once = owner.holds(call) and call is not owner and len(self.recording.of(call.path)) == 1
-            once = once and not isinstance(call.module, nn.Dropout)
-            if once and call.is_leaf and call.n_left == 1 and call.left and call.left[0].key is None:
-                path, shape = relative(call.path, owner.path), call.left[0].value.shape
-                if len(shape) > 1:
-                    name = path.rpartition(".")[2]
-                    found.append((path, axes_of(name, shape, self.recording.batch, self.recording.pos)))
-        direct = [each for each in found if "." not in each[0]]
-        names = [path.rpartition(".")[2] for path, _ in found]
-        return tuple(direct or (found if len(set(names)) == len(names) else []))
-
     def _opaque(
         self,
         part: FoundPart,
@@ -360,15 +367,18 @@ class _Inference:
         out, seen = part.out
         out_path = None if out is owner else relative(out.path, block.path)
         path = relative(owner.path, block.path)
+        entry = "" if "entry" in part.missing else None
+        if part.reader and not part.owner:
+            entry = relative(part.reader.path, block.path)
         if why:
             note["inside"] = why
         if kind is Mixer:
             functions = functions_of(owner.module)
-            modules = self._modules_of(owner)
+            modules = modules_of(owner, self.recording)
             if not (functions or modules) and any(True for _ in owner.module.parameters()):
                 note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
-            return Mixer(path, out_path, seen.key, modules, functions)
-        return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key)
+            return Mixer(path, out_path, seen.key, modules, functions, entry)
+        return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key, entry)
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
@@ -376,19 +386,12 @@ def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str
     return tuple((relative(call.path, block.path), which) for call in (block, *inside) for which in call.changed)
 
 
-def _why_no_layers(found: FoundStack, two: bool) -> str:
-    """Why a run cannot start or stop at a layer."""
-    if two:
-        return "its decoder needs the encoder's output"
-    if found.positions_first:
-        return "its blocks are given positions before the batch"
-    if found.ends:
-        return "its blocks are no modules of their own"
-    return "its blocks are one module" if any("@" in member for member in found.members) else ""
-
-
 def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:
     return None if norm is None else Norm(relative(norm.path, block.path), norms[norm])
+
+
+def _mix(found: FoundMix, block: ModuleCall) -> Mix:
+    return Mix(relative(found.call.path, block.path), found.read, found.write, found.keep)
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

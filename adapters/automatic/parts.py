@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.recording import (
     ModuleCall,
@@ -20,6 +21,7 @@ from adapters.automatic.recording import (
     gradient_of,
 )
 from adapters.automatic.stream import Sum, Term, Value
+from adapters.mixers.part import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
 from adapters.views import Args, Kwargs
 
@@ -41,6 +43,7 @@ class FoundPart:
         softmaxes: that ran inside.
         reads: the stream that it reads.
         start: the time from which it runs.
+        reader: the first module that is given what it reads.
         missing: what could not be found out, by what it is about.
     """
 
@@ -55,6 +58,7 @@ class FoundPart:
     start: int
     missing: dict[str, str] = field(default_factory=dict)
     inside: list[ModuleCall] = field(default_factory=list)
+    reader: ModuleCall | None = None
 
 
 class Parts:
@@ -148,12 +152,19 @@ class Parts:
         given = {call.entered.mark for call in readers if call and call.entered}
         inner = {call.entered.mark for call in self.inside if part.owner and part.owner.holds(call) and call.entered}
         stream = total.before
+        early = [call for call in self.inside if part.start < call.start and call.end <= part.producer.end]
+        reads = [call for call in early if call.entered and call.entered.mark == stream.mark]
+        part.reader = next((call for call in reads if call not in self.norms), None)
         for call, kind in self.norms.items():
             before = call.entered and call.entered.mark == stream.mark and call.end <= part.producer.end
+            if before and not part.owner:  # what it norms is given to the first module that is given it
+                read = [c for c in early if c.entered and c.entered.mark == call.left[0].mark and c.start > call.end]
+                part.reader = read[0] if read else part.reader
+                given |= {call.left[0].mark} if read else set()
             if before and call.left[0].mark in given | inner:
                 part.pre = Norm(call.path, kind)
                 return
-        if stream.mark in given:
+        if stream.mark in given or (part.reader and not part.owner):
             return
         # Something stands between that is no norm that we know.
         for call in self.inside:
@@ -241,3 +252,19 @@ def rerun(
         for handle in handles:
             handle.remove()
     return seen[0] if seen else None
+
+
+def modules_of(owner: ModuleCall, recording: Recording) -> tuple[tuple[str, str], ...]:
+    """The modules in a mixer that run once, with the axes of what they return."""
+    found = []
+    for call in recording.calls:
+        once = owner.holds(call) and call is not owner and len(recording.of(call.path)) == 1
+        once = once and not isinstance(call.module, nn.Dropout)
+        if once and call.is_leaf and call.n_left == 1 and call.left and call.left[0].key is None:
+            path, shape = relative(call.path, owner.path), call.left[0].value.shape
+            if len(shape) > 1:
+                name = path.rpartition(".")[2]
+                found.append((path, axes_of(name, shape, recording.batch, recording.pos)))
+    direct = [each for each in found if "." not in each[0]]
+    names = [path.rpartition(".")[2] for path, _ in found]
+    return tuple(direct or (found if len(set(names)) == len(names) else []))

@@ -43,6 +43,16 @@ class Term:
 
 
 @dataclass(frozen=True, eq=False)
+class FoundMix:
+    """A call that is given several streams, and which elements of its output are what: see `adapters.block.Mix`."""
+
+    call: ModuleCall
+    read: int
+    write: int
+    keep: int | None
+
+
+@dataclass(frozen=True, eq=False)
 class Sum:
     """One sum on the stream.
 
@@ -54,6 +64,7 @@ class Sum:
         start, end: the times between which its parts run.
         carry: what happens to the stream before the terms are added.
         total: the module that puts it out, where there is one.
+        mix: what stands between several streams and the part; `before` is then what the part reads.
     """
 
     before: Value
@@ -64,6 +75,7 @@ class Sum:
     norm: ModuleCall | None = None
     carry: Affine | None = None
     total: ModuleCall | None = None
+    mix: FoundMix | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +129,9 @@ class Sums:
         self.values = values_in(block, recording, block.entered.value.shape)
         self.x = self.values[block.entered.mark]
         self.y = self.values.get(output.mark) or Value(output.value.double().flatten(), output.mark, seen=block.end)
-        self.width, self.loosely = block.entered.value.shape[-1], False
+        self.width = block.entered.value.shape[-1]
+        #: What may be there beside sums: 1: factors on the stream, and terms that were made earlier; 2: a new stream.
+        self.freedom = 0
         self.close = tolerance(block.entered.value)
         self.outputs = [v for v in self.values.values() if v.made and bool(v.x.abs().max() > 0)]
 
@@ -127,7 +141,7 @@ class Sums:
         entries = [(self.x, self.block.start, None)] + [
             (following, norm.end, norm) for norm in first if (following := self.values.get(norm.left[0].mark))
         ]  # fmt: skip
-        for self.loosely in (False, True):  # the plainest that explains it
+        for self.freedom in range(3):  # the plainest that explains it
             for x, start, norm in entries:
                 if found := self._plain(x, start) or self._normed(x, start):
                     return Found(tuple(found), norm)
@@ -170,7 +184,7 @@ class Sums:
                 continue
             sums.append(replace(total, norm=norm))
             before, start = following, norm.end
-        if sums and before.mark != self.y.mark and self.loosely:
+        if sums and before.mark != self.y.mark and self.freedom:
             last = self._sum(before, self.y, start, self.block.end, sums)
             return None if last is None else [*sums, last]
         return sums if sums and before.mark == self.y.mark else None
@@ -179,14 +193,15 @@ class Sums:
         """The sum that makes one stream of another; None where there is none."""
         known = [before, after]
         terms = self.explain(after.x - before.x, start, end, known)
-        if terms is None and self.loosely:
+        if terms is None and self.freedom:
             used = [term.value for each in earlier for term in each.terms]
             streams = [value for each in earlier for value in (each.before, each.after)]
             terms = self.explain(after.x - before.x, self.block.start, end, [*known, *used, *streams])
             late = [] if terms is None else [term for term in terms if term.value.made[0][0].end <= start]
             if terms and len(late) < len(terms):
                 return Sum(before, after, (*(t for t in terms if t not in late), *late), start, end)
-            return self._affine(before, after, start, end)
+            found = self._affine(before, after, start, end)
+            return found or (self._anew(before, after, start, end) if self.freedom > 1 else None)
         return None if terms is None else Sum(before, after, terms, start, end)
 
     def _affine(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
@@ -208,6 +223,11 @@ class Sums:
                 total = next((call for call, _ in after.made if call.entered and call.entered.mark == value.mark), None)
                 return Sum(before, after, (term,), start, end, None, None if carry == Affine() else carry, total)
         return None
+
+    def _anew(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
+        """The same, where the stream before has no part in it."""
+        terms = self.explain(after.x, start, end, [before, after])
+        return None if terms is None else Sum(before, after, terms, start, end, carry=Affine(0.0))
 
     def _candidates(self, start: int, end: int, known: Sequence[Value]) -> list[Value]:
         """What modules put out between two times, but for what is known to be a stream."""

@@ -91,6 +91,11 @@ def add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) -
         )
 
 
+def add_collapse(points: PointList, base: str, path: str) -> None:
+    """What is made of several streams behind the last block."""
+    points.add("hook_resid_final", Site(join(base, path), "output"), aliases=("ln_final.hook_in",))
+
+
 def add_final_norm(points: PointList, stack: Stack, base: str, norm: Norm) -> None:
     site = Site(join(base, norm.path), "output")
     name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"

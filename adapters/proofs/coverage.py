@@ -18,7 +18,7 @@ from adapters.attention import Attention
 from adapters.experts import are_modules
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
-from adapters.paths import INFER, has_module, join
+from adapters.paths import INFER, has_module, join, module_path
 from adapters.proofs.evidence import Calls, Evidence, Place, add_numbered, recorded
 from adapters.proofs.recognised import recognise_norm
 from adapters.proofs.report import Check, Findings
@@ -127,7 +127,11 @@ def _biases(place: Place) -> list[str]:
 def _of_part(place: Place, part: Part) -> list[str]:
     if isinstance(part, MLP) and part.activation:
         return [join(place.module, part.activation)]
-    return [join(place.module, part.position_bias)] if isinstance(part, Attention) and part.position_bias else []
+    if not isinstance(part, Attention):
+        return []
+    # What stands beside is declared by name, also where its hook point is not offered.
+    beside = [module_path(path) for path, _ in part.beside]
+    return [join(place.module, path) for path in (*beside, part.position_bias) if path]
 
 
 def _roles(place: Place) -> Iterator[str]:
@@ -145,12 +149,14 @@ def _roles(place: Place) -> Iterator[str]:
 
 def _opaque(place: Place) -> list[str]:
     """Modules whose insides are claimed by other means: experts by their own hook points, a mixer by its ends."""
-    part = place.named.step.part
+    part, mix = place.named.step.part, place.named.step.mix
+    mixing = [join(place.path, mix.path)] if mix else []
     if isinstance(part, Mixer | Opaque):
-        return [place.module]
+        entry = [join(place.path, part.entry)] if part.entry else []
+        return [place.module, *entry, *mixing]
     if not isinstance(part, MoE):
-        return []
-    return [join(place.module, path) for path in (part.experts, part.router) if path]
+        return mixing
+    return [join(place.module, path) for path in (part.experts, part.router) if path] + mixing
 
 
 def _before_latents(place: Place, calls: Calls) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Block
+from adapters.architecture import Architecture, Block, feeds_forward
 from adapters.attention import Attention
 from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE
@@ -102,7 +102,7 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     attentions = [part for part in parts if isinstance(part, Attention)]
     if steps:
         yield "attn_only", len(attentions) == len(parts)
-        parallel = any(step.parallel and isinstance(step.part, MLP | MoE) for step in steps)
+        parallel = any(step.parallel and step.reads is None and feeds_forward(step.part) for step in steps)
         yield "parallel_attn_mlp", parallel
         gated = any(isinstance(part, MoE) or (isinstance(part, MLP) and part.gate is not None) for part in parts)
         yield "gated_mlp", gated

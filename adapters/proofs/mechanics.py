@@ -180,19 +180,26 @@ class Mechanics:
             kinds.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(name)
         return list(kinds.values())
 
-    def middles(self) -> Iterator[tuple[str, str, list[str], Callable[[Tensor], Tensor]]]:
-        """Each stream between two steps that is written through: its name, the next, what is added, and to what."""
+    def middles(self) -> Iterator[tuple[str, str, list[str], Callable[[Activations], Tensor]]]:
+        """Each stream between two steps that is written through: its name, the next, what is added, and the sum."""
         for place in places_of(self.bridge):
             first, prefix = place.named, place.prefix
             if first.first and first.before.startswith("hook_resid_mid"):
                 steps = place.stack.block_at(place.layer).named
                 added = [f"{prefix}hook_{named.name}_out" for named in steps if named.after == first.after]
-                yield prefix + first.before, prefix + first.after, added, partial(self._carried, place)
+                if first.step.mix:
+                    weights = (f"{prefix}hook_{first.name}_{what}" for what in ("write", "keep"))
+                    added += [name for name in weights if name in self.bridge.hook_dict]
+                yield prefix + first.before, prefix + first.after, added, partial(self._total, place, added)
 
-    def _carried(self, place: Place, stream: Tensor) -> Tensor:
-        """What of a stream its block adds to."""
-        carry = place.named.step.carry
-        return stream if carry is None else carry.of(stream, module_at(self.model, place.path))
+    def _total(self, place: Place, added: Sequence[str], cache: Activations) -> Tensor:
+        """What a block makes of a stream and what is added to it."""
+        step, stream = place.named.step, cache[place.prefix + place.named.before]
+        if step.mix:
+            result, write, *keep = (cache[name] for name in added)
+            return step.mix.of(stream, result, write, keep[0] if keep else None)
+        carried = stream if step.carry is None else step.carry.of(stream, module_at(self.model, place.path))
+        return sum((cache[name] for name in added), carried)
 
     def pattern_rows(self) -> None:
         """Pattern rows sum to one."""
@@ -268,11 +275,11 @@ class Mechanics:
                 return
             with self.bridge.hooks(fwd_hooks=[([mid for mid, *_ in middles], halve)]):
                 cache = self.cache(list(dict.fromkeys(names)))
-            for mid, after, added, carried in middles:
+            for mid, after, _, summed in middles:
                 yield mid, cache[mid], seen[mid] * 0.5
                 # What leaves a step is halved in its turn, where that is another middle.
                 total = seen[after] if after in seen else cache[after]
-                yield mid, sum((cache[name] for name in added), carried(cache[mid])), total
+                yield mid, summed(cache), total
 
         self.add_worst("halving resid_mid reaches both branches", pairs())
 

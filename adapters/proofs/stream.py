@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Stack
+from adapters.architecture import Architecture, Opaque, Stack
 from adapters.attention import Attention
 from adapters.building.ends import more_embed_name
 from adapters.feed_forward import MLP, MoE
-from adapters.paths import join, module_at
+from adapters.mixers.part import Mixer
+from adapters.paths import call_number, join, module_at, module_path
 from adapters.proofs.evidence import Evidence, ModuleCall, Place
 from adapters.proofs.report import Findings
 
@@ -57,12 +58,28 @@ def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
     if len(there) < len(terms) or total is None:
         findings.holds(claim, at, False, "a term of it has no hook point that ran")
         return
+    if place.named.step.mix:
+        _mixed(evidence, findings, place, there)
+        return
     added = there[0].double()
     if carry is not None:
         added = carry.of(added, module_at(evidence.bridge.original_model, place.path))
     for term in there[1:]:
         added = added + term.double()
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
+
+
+def _mixed(evidence: Evidence, findings: Findings, place: Place, there: list[Tensor]) -> None:
+    """The same of several streams."""
+    mix, total = place.named.step.mix, evidence.get(place.prefix + place.named.after)
+    call = evidence.call(place.path, mix.path) if mix else None
+    claim = f"streams + {place.named.name}_out, with weights = {place.named.after.removeprefix('hook_')}"
+    if mix is None or call is None or total is None or not isinstance(call.output, tuple | list) or len(there) != 2:
+        findings.holds(claim, place.prefix, False, "what mixes the streams did not run, or returns no weights")
+        return
+    keep = None if mix.keep is None else call.output[mix.keep]
+    after = mix.of(there[0].double(), there[1].double(), call.output[mix.write], keep)
+    findings.equal(claim, place.prefix + place.named.after, total, after.to(total.dtype))
 
 
 def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
@@ -75,6 +92,12 @@ def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
 def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:
     step, part = place.named.step, place.named.step.part
     read = evidence.get(place.prefix + place.named.before)
+    if step.mix:
+        mixing = evidence.call(place.path, step.mix.path)
+        entered = like(mixing.input if mixing else None, read)
+        findings.equal(READS, f"{place.prefix}{step.mix.path}", entered, read)
+        out = mixing.output if mixing else None
+        read = out[step.mix.read] if isinstance(out, tuple | list) else None
     if step.pre:
         calls = evidence.calls.get(join(place.path, step.pre.path), ())
         if not calls:
@@ -84,7 +107,10 @@ def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:
         call = next((c for c in calls if _same(c.input, read, findings.tolerance)), calls[0])
         findings.equal(READS, f"{place.prefix}{place.named.norm}", like(call.input, read), read)
         read = call.result
-    for entry in _entries(place):
+    entries = _entries(place)
+    if not entries:
+        findings.untold(READS, f"what {place.part.removesuffix('.')} reads")
+    for entry in entries:
         call_of_part = evidence.call(place.path, entry)
         seen = None if call_of_part is None else like(call_of_part.input, read)
         findings.equal(READS, f"{place.part}({entry})", seen, like(read, seen))
@@ -105,6 +131,8 @@ def _entries(place: Place) -> list[str]:
     if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms what it is given
         inside = [p.path for letter, p in zip("qkv", (part.q, part.k, part.v), strict=True) if not part.latent(letter)]
         return [join(part.path, path) for path in dict.fromkeys(inside)]
+    if isinstance(part, Opaque | Mixer) and part.entry is not None:
+        return [part.entry] if part.entry else []
     if part.path:
         return [part.path]
     assert isinstance(part, MLP)
@@ -186,6 +214,9 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     for index, (prefix, entered, left, call) in enumerate(streams_of(evidence, stack)):
         if before is not None and stack.every_block[0].exit:
             before = _zeroed(findings, before, entered)
+        if index in stack.joined:
+            before = _joined(evidence, stack.joined[index])
+            findings.holds(CHAIN, f"{prefix}hook_resid_pre", before is not None, "what it is the sum of did not run")
         if before is not None:
             findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before * stack.rescaled.get(index, 1))
         before = left
@@ -200,6 +231,19 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
             fits,
             f"{length} elements in a {type(output).__name__}, for {stack.output_length} with key {stack.output_key}",
         )
+
+
+def _joined(evidence: Evidence, sources: Sequence[tuple[str, float]]) -> Tensor | None:
+    """The sum of what calls outside of the blocks put out."""
+    total: Tensor | None = None
+    for path, factor in sources:
+        calls = evidence.calls.get(join(evidence.base, module_path(path)), ())
+        number = call_number(path) or 0
+        made = calls[number].result if number < len(calls) else None
+        if made is None:
+            return None
+        total = made * factor if total is None else total + made * factor
+    return total
 
 
 def _zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
@@ -224,6 +268,9 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
             _own_embeddings(evidence, findings, stack)
     first = f"{architecture.stack.name}.0.hook_resid_pre"
     stream = evidence.get(first)
+    if stream is not None and architecture.stack.n_streams is not None:
+        findings.equal(ENDS, f"{first} (all streams alike)", stream, stream[:, :, :1].expand_as(stream))
+        stream = stream[:, :, 0]
     if architecture.embeddings is not None:
         full = evidence.get("hook_full_embed")
         if full is not None and architecture.stack.every_block[0].exit:
@@ -241,6 +288,8 @@ def _begins(evidence: Evidence, findings: Findings) -> None:
     if stream is None or embed is None:
         findings.holds(ENDS, first, False, "the embedding or the first block did not run")
         return
+    if architecture.embed_adjust:
+        embed = architecture.embed_adjust.of(embed, module_at(evidence.bridge.original_model, evidence.base))
     rest = stream if positions is None else stream - positions.to(stream)
     types = evidence.get("embed.hook_token_type_embed") if architecture.token_types else None
     rest = rest if types is None else rest - types.to(stream)
@@ -306,6 +355,10 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
     for stack in evidence.stacks():
         for index, (_, _, left, _) in enumerate(streams_of(evidence, stack), 1):
             stream = left if left is None else left * stack.rescaled.get(index, 1)
+        if stack.collapse:
+            call = evidence.call(evidence.base, stack.collapse)
+            findings.equal(ENDS, stack.collapse, like(call.input if call else None, stream), stream)
+            stream = call.result if call else None
         if stack.final_norm:
             norm = evidence.call(evidence.base, stack.final_norm.path)
             findings.equal(ENDS, f"{stack.final_norm.path}", norm.input if norm else None, stream)

@@ -17,7 +17,17 @@ from adapters.views.heads import (
     interleaved,
 )
 from adapters.views.scores import AlibiScores, FilledScores, MaskedScores, SinkPattern, SinkScores
-from adapters.views.stream import Adjusted, Affine, Composed, Copied, FlatRows, PositionsFirst, Scaled, WithBatchAxis
+from adapters.views.stream import (
+    Adjusted,
+    Affine,
+    Composed,
+    Copied,
+    FlatRows,
+    PositionsFirst,
+    Scaled,
+    Streams,
+    WithBatchAxis,
+)
 
 __all__ = [
     "Adjusted",
@@ -44,6 +54,7 @@ __all__ = [
     "Selected",
     "SinkPattern",
     "SinkScores",
+    "Streams",
     "View",
     "WithBatchAxis",
     "WriteThrough",
