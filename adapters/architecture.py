@@ -222,6 +222,21 @@ class Architecture:
             and all(stack.keeps_its_stream for stack in self.stacks)
         )
 
+    def refuse_several_streams(self, name: str) -> None:
+        """Decompositions and lenses are for models with one residual stream.
+
+        Args:
+            name: of the model.
+
+        Raises:
+            ValueError: its blocks carry several.
+        """
+        if (n := self.stack.n_streams) is not None:
+            raise ValueError(
+                f"{name} has {n} residual streams, hook_resid_pre of shape [batch, pos, n_streams, d_model]: "
+                "decompositions and lenses are for models with one; its hook points show them all"
+            )
+
     def step_at(self, layer: int, name: str) -> Step:
         """A step of a layer of the first stack, by the name of its part.
 

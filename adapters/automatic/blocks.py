@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from adapters.automatic.norms import norm_kind
 from adapters.automatic.recording import ModuleCall, Recording, Seen
+from adapters.config import config_of
 from adapters.paths import join, members_of
 
 
@@ -91,7 +92,9 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
         if any(block.entered is None or not block.left for block in blocks):
             continue
         stack, reason = _chained(path, blocks, recording, ran, len(calls))
-        if stack is not None:
+        if stack is not None and stack.positions_first and getattr(config_of(model), "is_encoder_decoder", False):
+            almost.append(f"the streams of an encoder and a decoder have the shape {tuple(stack.stream.value.shape)}")
+        elif stack is not None:
             found.append(stack)
         elif reason:
             almost.append(reason)

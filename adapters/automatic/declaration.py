@@ -243,6 +243,7 @@ class _Inference:
         if index not in stack.indices:
             self.not_offered[f"{name}.{index}"] = "it does not run with text alone"
             return Block(())
+        self.facts.at_layer(index)
         place = stack.indices.index(index)
         call = stack.blocks[place]
         inside = self.recording.between(call.start, call.end)
