@@ -160,7 +160,8 @@ class Architecture:
 
     Attributes:
         stacks: the lists of blocks; of an encoder-decoder model, ``encoder`` and ``decoder``.
-        embed, pos_embed, token_types: the embeddings of tokens, positions, and of the two sentences.
+        embed, pos_embed, token_types: the embeddings of tokens, positions, and of the two sentences. "" where the first
+            list of blocks reads no tokens, but images or sound (ViT, Whisper's encoder).
         more_embeds: further embeddings that are added, of which each runs once (TAPAS).
         embed_project: a linear layer that brings the embeddings to the stream's width. Either it is what `embeddings`
             names: then it reads their sum, or the norm of it (RemBERT, ALBERT). Or it reads the token embedding, alone
@@ -202,6 +203,11 @@ class Architecture:
     def stack(self) -> Stack:
         """The first list of blocks: the only one, or the encoder's."""
         return self.stacks[0]
+
+    @property
+    def token_embeddings(self) -> str:
+        """The first token embeddings that there are: of the first stack, or else of the next; "" without any."""
+        return self.embed or next((stack.embed for stack in self.stacks if stack.embed), "")
 
     @property
     def norm_kind(self) -> NormKind | None:

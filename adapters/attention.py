@@ -145,6 +145,8 @@ class Attention:
         flat_heads: scores and pattern are ``[(batch head), query, key]``.
         q_bias, k_bias, v_bias: parameters that are added behind the projections, relative to the attention module:
             `hook_q` (`hook_k`, `hook_v`) shows the sum (DeBERTa).
+        o_bias: a parameter of the attention module that is added behind it, where the output projection has no bias of
+            its own (GPT-NeoX Japanese): `hook_attn_out` shows the sum.
         adds: something that queries alone, keys alone, or places alone make is added to the product of queries and keys
             (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to the attention
             module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
@@ -192,6 +194,7 @@ class Attention:
     q_bias: str | None = None
     k_bias: str | None = None
     v_bias: str | None = None
+    o_bias: str | None = None
     adds: tuple[str, ...] | None = None
     branch: str | None = None
     scale: float | None = None

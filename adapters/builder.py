@@ -24,7 +24,7 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Adjusted, Branch, Composed, FlatRows, Scaled, Streams, View, WriteThrough
+from adapters.views import Adjusted, Branch, Composed, FlatRows, Scaled, Streams, View, WithParameter, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -36,7 +36,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = embedding_points(architecture, base)
+    points = embedding_points(architecture, base) if architecture.embed else []
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
@@ -257,7 +257,7 @@ class BlockBuilder:
                 module,
                 self.cfg.n_heads,
                 self.cfg.n_kv_heads,
-                key_pos="key_pos" if part.cross else self.stack.key_pos,
+                key_pos=self.stack.key_pos if not part.cross else "key_pos" if self.stack.one_of_two else "memory_pos",
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
                 factor=step.last_factor,
@@ -290,10 +290,12 @@ class BlockBuilder:
         if step.adjust:
             scaled = Composed(scaled, Adjusted(step.adjust)) if scaled else Adjusted(step.adjust)
         more = self.rows if step.adjust else ()
+        added = WithParameter(part.o_bias) if isinstance(part, Attention) and part.o_bias else None
         if step.post is None and not step.adjust:
-            self._add(flat, f"hook_{name}_out", returned, scaled, aliases=(f"{name}.hook_out", *projection))
+            shown = Composed(added, scaled) if added and scaled else added or scaled
+            self._add(flat, f"hook_{name}_out", returned, shown, aliases=(f"{name}.hook_out", *projection))
         else:
-            self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
+            self._add(flat, f"{name}.hook_out", returned, added, group="extra", aliases=projection)
         if isinstance(part, Attention):
             qk_norm_points(self.points.inside(name), part, join(self.path, part.path))
         if step.post:

@@ -107,7 +107,7 @@ class ModelConfig:
         told = []
         for f in fields(self):
             usual = f.default_factory() if f.default_factory is not MISSING else f.default
-            if f.name[0] != "_" and f.name not in _FIRST_LINE and getattr(self, f.name) != usual:
+            if f.name[0] != "_" and f.name not in _TOLD_APART and getattr(self, f.name) != usual:
                 told.append(f"{f.name} = {getattr(self, f.name)!r}")
         if self._model is not None:
             told.append(f"{self.n_params:,} parameters, {self.dtype} on {self.device}")
@@ -196,7 +196,7 @@ class ModelConfig:
         return name in {f.name for f in fields(self)}
 
 
-_FIRST_LINE = ("model_name", "original_architecture")
+_TOLD_APART = ("model_name", "original_architecture", "device", "dtype", "n_params")
 
 
 class _Live:
@@ -287,7 +287,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     n_kv = given["n_key_value_heads"] if own_groups else first(hf, "num_key_value_heads", "num_kv_heads")
     d_model = given.pop("d_model", None) or hf.hidden_size
     d_head = given.pop("d_head") if "d_head" in given else first(hf, "head_dim") or d_model // n_heads
-    layers = stack.modules(root)
+    layers, embed = stack.modules(root), architecture.token_embeddings
     context = first(hf, "max_position_embeddings", "n_positions", "seq_length")
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
@@ -297,8 +297,8 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "n_key_value_heads": n_kv if n_kv != n_heads else None,
         "d_model": d_model,
         "d_head": d_head,
-        "d_vocab": _rows(root.get_submodule(architecture.embed)),
-        "d_vocab_out": hf.vocab_size,
+        "d_vocab": _rows(root.get_submodule(embed)) if embed else 0,
+        "d_vocab_out": getattr(hf, "vocab_size", 0),
         "n_ctx": None if isinstance(context, int) and context < 0 else context,  # XLNet says -1: no end
         "act_fn": act_fn_name(first(hf, "hidden_act", "hidden_activation", "activation_function")),
         "positional_embedding_type": "standard" if architecture.pos_embed else "none",
@@ -309,7 +309,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         **_of_the_steps(architecture, layers),
     }
     if architecture.unembed and has_module(model, architecture.unembed):
-        values["d_vocab_out"] = _rows(model.get_submodule(architecture.unembed)) or hf.vocab_size
+        values["d_vocab_out"] = _rows(model.get_submodule(architecture.unembed)) or values["d_vocab_out"]
     known = "d_mlp" in given
     d_mlp = given.pop("d_mlp", None)
     if not values["attn_only"]:
@@ -317,7 +317,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     values |= _windows(hf, len(layers)) | given
     if values.get("use_attn_scale", True):
         values.setdefault("attn_scale", math.sqrt(values["d_head"]))
-    vocabularies = (path_from(model, architecture.embed), architecture.unembed)
+    vocabularies = (path_from(model, embed) if embed else "", architecture.unembed)
     return ModelConfig(**values, _model=model, _vocabularies=vocabularies)
 
 

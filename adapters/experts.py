@@ -1,6 +1,7 @@
 """How the experts of a mixture are kept.
 
-transformers keeps all of them in two parameters, ``gate_up_proj`` and ``down_proj``. A family's experts module says of
+transformers keeps all of them in two parameters, ``gate_up_proj`` (``up_proj``, where they have no gate: ``has_gate``)
+and ``down_proj``. A family's experts module says of
 itself how they lie there: with the outputs first or last (``is_transposed``), gate and up one after the other or in
 turn (``is_concatenated``), with biases or without (``has_bias``).
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from adapters.linear import weight_in_out
@@ -26,6 +27,29 @@ ExpertPart = Literal["W_gate", "W_in", "W_out"]
 Layers = tuple[str, str, str]
 #: As transformers' own models name them.
 _USUAL: tuple[Layers, ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def chosen_in_turn(
+    logits: Float[Tensor, "row n_experts"], margin: float, n: int
+) -> tuple[Float[Tensor, "row chosen"], Integer[Tensor, "row chosen"]]:
+    """The weights and indices of experts that are chosen one after the other (SparseMixer, Liu et al. 2023).
+
+    Each has the largest logit of those that are left. Its weight is its share in a softmax over those of them that come
+    close: within twice the margin of it, relative to the larger of it and their own size.
+
+    Args:
+        logits: of each expert.
+        margin: see above.
+        n: how many are chosen.
+    """
+    left, chosen, weights = logits, list[Tensor](), list[Tensor]()
+    for _ in range(n):
+        best, index = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * margin
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, index))
+        chosen.append(index)
+        left = left.scatter(-1, index, -torch.inf)
+    return torch.cat(weights, -1), torch.cat(chosen, -1)
 
 
 def are_modules(experts: nn.Module | None) -> bool:
@@ -76,6 +100,16 @@ def _held(experts: nn.Module, name: str) -> Tensor:
     return found
 
 
+def has_gate(experts: nn.Module) -> bool:
+    """Whether the experts have a gate beside what they multiply with it."""
+    return are_modules(experts) or getattr(experts, "has_gate", True) is not False
+
+
+def first_projection(experts: nn.Module) -> str:
+    """The name of the parameter that holds what stands before the activation function, and beside it."""
+    return "gate_up_proj" if has_gate(experts) else "up_proj"
+
+
 def gate_and_up(experts: nn.Module, x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
     """The two halves of what ``gate_up_proj`` is or makes, as views.
 
@@ -119,7 +153,9 @@ def expert_weight(
     if part == "W_out":
         weight = _held(experts, "down_proj")[index]
         return weight.mT if experts.is_transposed else weight
-    both = _held(experts, "gate_up_proj")[index]
+    both = _held(experts, first_projection(experts))[index]
+    if not has_gate(experts):
+        return both.mT if experts.is_transposed else both
     return gate_and_up(experts, both.mT if experts.is_transposed else both, dim=0)[part == "W_in"]
 
 
@@ -138,4 +174,5 @@ def expert_bias(
         return bias
     if part == "W_out":
         return _held(experts, "down_proj_bias")[index]
-    return gate_and_up(experts, _held(experts, "gate_up_proj_bias")[index])[part == "W_in"]
+    both = _held(experts, f"{first_projection(experts)}_bias")[index]
+    return gate_and_up(experts, both)[part == "W_in"] if has_gate(experts) else both

@@ -8,8 +8,8 @@ from typing import Literal
 from torch import nn
 
 from adapters.attention import Projection
-from adapters.experts import Layers, are_modules, layers_of
-from adapters.norms import LAYER_NORM, norm_points
+from adapters.experts import Layers, are_modules, has_gate, layers_of
+from adapters.norms import Norm, norm_points
 from adapters.paths import join
 from adapters.points import Group, PointList, Site
 from adapters.views import Composed, FlatRows, View
@@ -26,9 +26,12 @@ class MLP:
         gate: for a gated MLP, the projection that goes through the activation function.
         out, out_key: where the result stands that is added to the residual stream, relative to the block; by default
             the output of the module at `path`.
-        ln: a layer norm between the activation function and `down` (SoLU), relative to `path`.
+        ln: a norm between the activation function, times what is beside it, and `down` (SoLU, BitNet), relative to
+            `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
         d_mlp: how many neurons it has, where that is not the `d_mlp` of `ModelConfig`.
+        given: the argument of the block that its activated neurons are multiplied with (the inputs per layer of
+            Gemma 4), where its layers stand in the block itself: `hook_pre_linear` shows it.
         activation: the module that is its activation function, relative to `path`, where that has no name.
     """
 
@@ -38,10 +41,11 @@ class MLP:
     gate: Projection | None = None
     out: str | None = None
     out_key: int | None = None
-    ln: str | None = None
+    ln: Norm | None = None
     flat: bool = False
     d_mlp: int | None = None
     activation: str | None = None
+    given: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,9 @@ class MoE:
             usual names.
         chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; their
             ``logits``, with a softmax over the chosen ones afterwards; or ``scores``, each made from its logit alone (a
-            sigmoid), perhaps by groups.
+            sigmoid), perhaps by groups; or ``in turn``, each beside those that come close to it (see
+            `adapters.experts.chosen_in_turn`).
+        margin: of those that are chosen in turn: how close the others have to come.
         router_matrix: the module, relative to the router, whose weight makes the logits ("": the router's own).
         corrected: each expert has a term of its own in the choice, or experts are chosen by groups: the chosen ones are
             not those of the largest weights.
@@ -71,7 +77,8 @@ class MoE:
     path: str
     router: str
     experts: str = "experts"
-    chosen_by: Literal["probabilities", "logits", "scores"] = "probabilities"
+    chosen_by: Literal["probabilities", "logits", "scores", "in turn"] = "probabilities"
+    margin: float = 0.0
     router_matrix: str = ""
     corrected: bool = False
     factor: float = 1.0
@@ -83,10 +90,15 @@ class MoE:
     layers: Layers | None = None
 
 
+#: What is seen of an expert without a gate.
+_UNGATED = ("in", "pre", "post", "out")
+
+
 def _expert_sites(path: str, e: int, experts: nn.Module | None, layers: Layers | None) -> dict[str, Site]:
     """Where the activations of an expert stand: inside the module that holds all, or in a module of its own."""
     if not are_modules(experts):
-        return {part: Site(path, "experts", f"{e}.{part}") for part in ("in", "gate", "pre", "post", "out")}
+        parts = ("in", "gate", "pre", "post", "out") if experts is None or has_gate(experts) else _UNGATED
+        return {part: Site(path, "experts", f"{e}.{part}") for part in parts}
     own = join(path, str(e))
     sites = {"in": Site(own, "input")}
     assert experts is not None
@@ -122,9 +134,11 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
         add("hook_pre_linear", up_site, mlp.up.part, ("in.hook_out",))
     else:
         add("hook_pre", up_site, mlp.up.part, ("in.hook_out",))
+    if mlp.given:
+        add("hook_pre_linear", Site(module, "input", mlp.given))
     if mlp.ln:
-        add("hook_mid", Site(join(module, mlp.ln), "input"))
-        norm_points(points, "ln", LAYER_NORM, Site(join(module, mlp.ln), "output"), axes=wide)
+        add("hook_mid", Site(join(module, mlp.ln.path), "input"))
+        norm_points(points, "ln", mlp.ln.kind, Site(join(module, mlp.ln.path), "output"), axes=wide)
     add("hook_post", Site(join(module, mlp.down), "input"), aliases=("out.hook_in",))
 
 

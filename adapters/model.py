@@ -12,6 +12,7 @@ from adapters.architecture import Architecture
 from adapters.automatic.declaration import Inferred, NotInferable, infer
 from adapters.builder import hook_points
 from adapters.config import ModelConfig, model_config
+from adapters.inputs.made import Given
 from adapters.paths import base_path, core_path, join
 from adapters.points import Point
 from adapters.registry import UnsupportedModelError, declaration_for, is_declared
@@ -57,7 +58,13 @@ def _is_among(name: str, names: Mapping[str, str]) -> bool:
     return any(name == each or (name.startswith(each + ".") and name != f"{each}.hook_out") for each in names)
 
 
-def map_model(model: nn.Module, declared: Architecture | None = None, *, automatic: Automatic = False) -> ModelMap:
+def map_model(
+    model: nn.Module,
+    declared: Architecture | None = None,
+    *,
+    automatic: Automatic = False,
+    inputs: Given | None = None,
+) -> ModelMap:
     """What plays which part in a Hugging Face model.
 
     Args:
@@ -65,6 +72,8 @@ def map_model(model: nn.Module, declared: Architecture | None = None, *, automat
         declared: its declaration; None: that of its class.
         automatic: where its class has no adapter, infer what one would declare from a run on a few tokens; ``always``:
             where it has one, too.
+        inputs: what the model needs for that beside tokens (images, sound), by the names of its own arguments; None:
+            made up.
 
     Raises:
         UnsupportedModelError: there is no adapter for its class, and none could be inferred, or was to be.
@@ -78,7 +87,7 @@ def map_model(model: nn.Module, declared: Architecture | None = None, *, automat
     core = model.get_submodule(core_path(model))
     if declared is None and (automatic == "always" or (automatic and not is_declared(core))):
         try:
-            found = infer(model)
+            found = infer(model, inputs)
         except NotInferable as why:
             raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.".strip()) from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)

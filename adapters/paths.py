@@ -15,12 +15,12 @@ _CALL = re.compile(r"@(\d+)")
 
 def module_path(path: str) -> str:
     """A path without the numbers of calls."""
-    return _CALL.sub("", path)
+    return _CALL.sub("", path) if "@" in path else path
 
 
 def call_number(path: str) -> int | None:
     """Which call of its module a path means, None where that is called once."""
-    found = _CALL.search(path)
+    found = _CALL.search(path) if "@" in path else None
     return int(found[1]) if found else None
 
 
@@ -40,10 +40,14 @@ def join(*parts: str) -> str:
 
 def has_module(model: nn.Module, path: str) -> bool:
     """Whether there is a module at a path."""
+    found: object = model
     for part in module_path(path).split("."):
-        if not isinstance(model, nn.Module) or getattr(model, part, None) is None:
+        if not isinstance(found, nn.Module):
             return False
-        model = getattr(model, part)
+        child = found._modules.get(part)
+        found = getattr(found, part, None) if child is None else child
+        if found is None:
+            return False
     return True
 
 

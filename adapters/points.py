@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.paths import join
 from adapters.views import View
 
-#: ``input``: the first argument of a module. ``output``: what it returns. ``attention``: inside the attention that it
+#: ``input``: an argument of a module. ``output``: what it returns. ``attention``: inside the attention that it
 #: computes. ``softmax``: the softmax in its forward. ``experts``: inside the module that holds a mixture's experts.
 #: ``router``: inside the module that chooses them by their logits. ``recurrence``: inside a mixer.
 SiteKind = Literal["input", "output", "attention", "softmax", "experts", "router", "recurrence"]
@@ -26,12 +26,13 @@ class Site:
     Attributes:
         path: the module, as a dotted path from the Hugging Face model.
         kind: see `SiteKind`.
-        key: for an output, which element of a tuple (None: the output itself); inside attention, one of ``q``, ``k``,
-            ``scores`` (what enters the softmax), ``pattern`` (what leaves it); inside expert e, ``{e}.in`` and
-            ``{e}.out`` (what it is given and returns), ``{e}.gate``, ``{e}.pre`` (before and beside the activation
-            function) and ``{e}.post`` (what enters its last projection); in a router, ``logits`` (of all experts, that
-            the best are chosen from), ``product`` (what its matrix makes of its input) and ``weights`` (of all, zero
-            for those that are not chosen); in a mixer, a channel of `adapters.mixers.functions`, or ``state``.
+        key: for an input, the name of the argument (None: the first); for an output, which element of a tuple (None:
+            the output itself); inside attention, one of ``q``, ``k``, ``scores`` (what enters the softmax),
+            ``pattern`` (what leaves it); inside expert e, ``{e}.in`` and ``{e}.out`` (what it is given and returns),
+            ``{e}.gate``, ``{e}.pre`` (before and beside the activation function) and ``{e}.post`` (what enters its
+            last projection); in a router, ``logits`` (of all experts, that the best are chosen from), ``product``
+            (what its matrix makes of its input) and ``weights`` (of all, zero for those that are not chosen); in a
+            mixer, a channel of `adapters.mixers.functions`, or ``state``.
     """
 
     path: str

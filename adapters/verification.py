@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from adapters.inputs.made import Given
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import driven, places_of, some_tokens, with_graph
+from adapters.proofs.evidence import driven, places_of, some_tokens, with_graph, with_what_it_needs
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -47,7 +48,9 @@ _TOLERANCE = {torch.float64: 5e-6, torch.float32: 2e-5}
 _HALF = 5e-2
 
 
-def verify(bridge: Bridge, tokens: Tensor | None = None, level: Level = "full") -> Report:
+def verify(
+    bridge: Bridge, tokens: Tensor | None = None, level: Level = "full", *, inputs: Given | None = None
+) -> Report:
     """Proves on a model what its adapter declares, without knowing the family.
 
     Every claim of the declaration is proved by what the model computes: which columns are which head's, by gradient;
@@ -58,6 +61,8 @@ def verify(bridge: Bridge, tokens: Tensor | None = None, level: Level = "full") 
     Args:
         bridge: a bridge around any model with weights.
         tokens: ``[batch, pos]`` to run; None: 2 random rows of 9.
+        inputs: images or sound that the model needs, by the names of its own arguments, and tokens, where these have to
+            fit: what its processor returns. None: made up, of the sizes that its configuration says.
         level: ``full``; or ``quick``: a few runs, without those for each kind of hook point and each layer, and without
             gradients.
 
@@ -66,7 +71,8 @@ def verify(bridge: Bridge, tokens: Tensor | None = None, level: Level = "full") 
         fails is there with what was seen, and so is what could not be told apart.
 
     Raises:
-        ValueError: the model has no weights to run (it is on the ``meta`` device); there is no such level.
+        ValueError: the model has no weights to run (it is on the ``meta`` device); there is no such level; it needs
+            something that cannot be made up.
 
     Example:
         >>> from adapters import verify
@@ -79,8 +85,9 @@ def verify(bridge: Bridge, tokens: Tensor | None = None, level: Level = "full") 
     if bridge.cfg.device.type == "meta":
         raise ValueError("this model has no weights (load_weights=False), so there is nothing to run")
     if tokens is None:
-        tokens, _ = some_tokens(bridge, 2, 9)
-    tokens = tokens.to(bridge.cfg.device)
+        tokens, more = some_tokens(bridge, 2, 9, given=inputs)
+    else:
+        tokens, more = with_what_it_needs(bridge, tokens.to(bridge.cfg.device), inputs)
     report = Report(bridge.cfg.model_name)
     there = prove_modules(bridge.original_model, places_of(bridge))
     if not there.passed:  # nothing else can be looked at
@@ -88,10 +95,10 @@ def verify(bridge: Bridge, tokens: Tensor | None = None, level: Level = "full") 
         return report
     with evaluating(bridge):
         with torch.no_grad():
-            mechanics = Mechanics(bridge, tokens, _tolerance(bridge))
+            mechanics = Mechanics(bridge, tokens, more, _tolerance(bridge))
             report.checks += mechanics.quick()
         if report.passed:  # what does not fire cannot be looked at
-            report.checks += _proofs(bridge, level)
+            report.checks += _proofs(bridge, level, inputs)
             if level == "full":
                 with torch.no_grad():
                     report.checks += mechanics.full()
@@ -114,14 +121,14 @@ def _tolerance(bridge: Bridge) -> float:
     return _TOLERANCE.get(bridge.cfg.dtype, _HALF)
 
 
-def _proofs(bridge: Bridge, level: Level) -> Iterator[Check]:
+def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Check]:
     """The claims of the declaration, on the model or on its twin."""
     subject, reason = _subject(bridge)
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
     findings = Findings(_tolerance(subject), angles=3e-2 if half else 1e-4)
     pos = _length(subject)
     rows = max(2, min(subject.cfg.n_heads, 8))
-    tokens, more = some_tokens(subject, rows, pos, seed=1)
+    tokens, more = some_tokens(subject, rows, pos, 1, inputs)
     try:
         evidence = driven(subject, tokens, more)
     except WRONG as error:
@@ -130,8 +137,9 @@ def _proofs(bridge: Bridge, level: Level) -> Iterator[Check]:
     for claim, prove in _PROOFS:
         findings.attempt(claim, partial(prove, evidence, findings))
     if level == "full":
-        padded = more | _padded(tokens)
-        findings.attempt(PATTERN, lambda: prove_attention(driven(subject, tokens, padded), findings))
+        if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
+            padded = more | _padded(tokens)
+            findings.attempt(PATTERN, lambda: prove_attention(driven(subject, tokens, padded), findings))
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     yield from findings.checks()
     if reason:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
-from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_layers
+from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_gate, has_layers
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
@@ -114,7 +114,8 @@ class Weights:
     def _add_embeddings(self) -> None:
         a = self.architecture
         at = "embed." if a.embeddings is not None else ""  # HookedTransformer's encoder has one part for all of them
-        self.getters[f"{at}embed.W_E"] = self._token_embedding(a.embed)
+        if a.token_embeddings:
+            self.getters[f"{at}embed.W_E"] = self._token_embedding(a.token_embeddings)
         if a.pos_embed:
             self.getters[f"{at}pos_embed.W_pos"] = self._position_embedding(a.pos_embed)
         if a.token_types:
@@ -214,7 +215,8 @@ class Weights:
                     self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, added))
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = times(factor, lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads))
-        self.getters[f"{name}.b_O"] = times(factor, self.bias(out, lambda: (self.cfg.d_model,)))
+        b_O = self.bias(out, lambda: (self.cfg.d_model,))
+        self.getters[f"{name}.b_O"] = times(factor, self._with_bias(b_O, join(at, part.o_bias)) if part.o_bias else b_O)
         for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
             if norm:
                 self.add_norm(f"{name}.{letter}_norm", at, norm)
@@ -270,7 +272,7 @@ class Weights:
                 )
 
         for e in range(self.cfg.num_experts or 0) if has_layers(self.module(at), moe.layers) else ():
-            for part in ("W_gate", "W_in", "W_out"):
+            for part in ("W_gate", "W_in", "W_out") if has_gate(self.module(at)) else ("W_in", "W_out"):
                 add(e, part)
         if moe.shared:
             self._add_mlp(f"{name}.shared_expert", inside, moe.shared, factor * moe.shared_factor)

@@ -16,12 +16,15 @@ def _sections(*sections: int) -> dict[str, Any]:
 _VOCABULARY = {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}
 #: What a configuration class needs besides, by its model type.
 OWN: dict[str, dict[str, Any]] = {
+    "blip-2": {"image_token_index": 5, "num_query_tokens": 3},
     "chameleon": {"vocabulary_map": _VOCABULARY},
     "cosmos3_edge_text": _sections(1, 1, 2),
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_sections(1, 1, 2)},
     "ernie4_5_vl_moe_vision": {"hidden_size": 32, "depth": 2},
     "dots3_note_vision_encoder": {"adapter_in_dim": 32},
     "glm5_next_text": {"index_topk": 16, **_sections(1, 1, 2)},
+    "instructblip": {"image_token_index": 5, "num_query_tokens": 3},
+    "instructblipvideo": {"video_token_index": 5, "num_query_tokens": 3},
     "inkling2_vision": {"text_hidden_size": 32},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "granite_docling_vision": {"out_hidden_size": 32},
@@ -38,9 +41,12 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": _sections(1, 1, 0),
     "glm_ocr_text": _sections(1, 1, 2),
     "hunyuan_vl_text": _sections(1, 1, 2),
+    "kosmos-2": {"latent_query_num": 3},
     "kosmos_2_text_model": {"layers": 2, "embed_dim": 32, "attention_heads": 4},
     "kosmos_2_5_text_model": {"layers": 2, "embed_dim": 32, "attention_heads": 4},
     "paddleocr_vl_text": _sections(1, 1, 2),
+    "pix2struct_text_model": {"hidden_size": 32},
+    "pp_formulanet_vision": {"decoder_hidden_size": 32, "image_size": 64, "global_attn_indexes": [1]},
     "qwen2_vl_vision": {"embed_dim": 32, "depth": 2},
     "qwen2_vl_text": _sections(1, 1, 2),
     "qwen2_5_vl_text": _sections(1, 1, 2),

@@ -107,6 +107,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mobilebert": {"intra_bottleneck_size": 32, "num_feedforward_networks": 2},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
+    "phimoe": {"router_jitter_noise": 0.2},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
         "indexer_compress_ratio": 2, "hc_lowrank": 4, "ngram_vocab_size_base": 50,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from adapters import MLP, Attention, MoE, Weights
 from adapters.architecture import NamedStep
 from adapters.linear import weight_in_out
-from adapters.norms import LAYER_NORM, NormKind
+from adapters.norms import NormKind
 from adapters.paths import join
 from adapters.views import Call, Heads
 
@@ -127,7 +127,7 @@ class Parts:
             if isinstance(part, MLP) and part.ln:
                 down = join(path, part.path, part.down)
                 out = Reader(f"{at}.W_out", self.get(f"{at}.W_out"), self.get(f"{at}.b_out"), down)
-                yield Norm(f"{at}.ln", join(path, part.path, part.ln), LAYER_NORM, (out,))
+                yield Norm(f"{at}.ln", join(path, part.path, part.ln.path), part.ln.kind, (out,))
         final = self.architecture.stack.final_norm
         if final and self.final_kind and "unembed.W_U" in self.weights.getters:
             unembed = "." + self.architecture.unembed
@@ -146,7 +146,8 @@ class Parts:
         elif isinstance(part, MoE):
             names = [f"{at}.W_gate.weight"]
             for e in range(self.cfg.num_experts or 0):
-                names += [f"{at}.experts.{e}.{kind}.weight" for kind in ("W_gate", "W_in")]
+                both = [f"{at}.experts.{e}.{kind}.weight" for kind in ("W_gate", "W_in")]
+                names += [name for name in both if name in self.weights.getters]  # those without a gate have no W_gate
             if part.shared_gate:
                 names.append(f"{at}.shared_expert_gate.weight")
             for weight in names:
@@ -254,7 +255,7 @@ class Parts:
 
 def _inside(mlp: MLP) -> list[str]:
     """The paths of the layers of a feed-forward module."""
-    return [at for at in (mlp.up.path, mlp.gate.path if mlp.gate else None, mlp.down, mlp.ln) if at]
+    return [at for at in (mlp.up.path, mlp.gate.path if mlp.gate else None, mlp.down, mlp.ln and mlp.ln.path) if at]
 
 
 def precise(x: Tensor) -> Tensor:

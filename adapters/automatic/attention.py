@@ -16,7 +16,7 @@ from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
 from adapters.proofs.gradients import by_position, disjoint_sets, gradients_of_scores, gradients_of_z
-from adapters.views import AlibiScores, Composed, FilledScores, Heads, MaskedScores, OneHead, View
+from adapters.views import Composed, Heads, OneHead
 
 #: The columns of each head, in a projection's output.
 Sets = tuple[tuple[int, ...], ...]
@@ -66,12 +66,26 @@ class FoundAttention:
         if z is None or z.shape[-1] % self.n_heads:
             raise NotFound(f"what enters its output projection has the shape {tuple(self.z.value.shape)}")
         self.z_by_head = z.unflatten(-1, (self.n_heads, -1))
+        self.mixed = self._before_norm(z).unflatten(-1, (self.n_heads, -1))
         if self.z.value.ndim != 3:
             raise NotFound("what enters its output projection is not [batch, pos, (head d_head)]")
         self.query_pos, self.key_pos = scores.shape[2], scores.shape[3]
         self.cross = self.key_pos not in (self.query_pos, self.query_pos + 1)
         self.sources = self._sources()
         self._trace()
+
+    def _before_norm(self, z: Tensor) -> Tensor:
+        """What enters the output projection, before a norm over all heads: behind it, no column is one head's alone."""
+        for norm in self.norms:
+            entered = norm.entered
+            if (
+                self.owner.holds(norm)
+                and norm.left[0].mark == self.z.mark
+                and entered
+                and entered.live.shape == z.shape
+            ):
+                return entered.live
+        return z
 
     def _sources(self) -> list[ModuleCall]:
         """What queries, keys and values may have been made by: linear layers and norms inside, in order."""
@@ -96,7 +110,7 @@ class FoundAttention:
             reaches = gradients_of_scores(
                 scores, live, query=query, keys=keys, query_pos=self.query_pos, key_pos=key_pos
             )
-            from_values = gradients_of_z(self.z_by_head, live, query=query, key_pos=key_pos)
+            from_values = gradients_of_z(self.mixed, live, query=query, key_pos=key_pos)
         except RuntimeError as error:
             raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
         values = [
@@ -138,7 +152,7 @@ class FoundAttention:
     def _from_before(self, call: ModuleCall, query: int) -> bool:
         """Whether `z` at a position is made from what a call puts out at the one before: a gate's is not."""
         live = call.left[0].live
-        z = self.z_by_head[:, query]
+        z = self.mixed[:, query]
         gradient = gradient_of(z.pow(2).sum() + z.sum(), live)
         rows = None if gradient is None else by_position(gradient, self.recording.batch, self.query_pos)
         if gradient is not None and rows is None and self.cross:
@@ -195,8 +209,6 @@ class FoundAttention:
             out=out_path,
             out_key=seen.key,
             rotary=self.rotated(),
-            scores=self.scores_view(),
-            sinks=self._sinks(),
             q_norm=q_norm and q_norm[0],
             k_norm=k_norm and k_norm[0],
             qk_norm_over=over.pop() if over else "heads",
@@ -354,36 +366,3 @@ class FoundAttention:
     def is_causal(self) -> bool:
         """No query attends to a later key."""
         return not bool(self.softmax.pattern[..., : self.query_pos].triu(1).any())
-
-    def scores_view(self) -> View:
-        """How the scores are seen: `AlibiScores` where the module is given what is added to them for each key."""
-        scores, pattern = self.softmax.scores.detach(), self.softmax.pattern
-        hidden, seen = scores[pattern == 0], scores[pattern > 0]
-        filler = float(hidden.max()) if hidden.numel() else float("-inf")
-        if not self._sinks() and -1e30 < filler < min(-1e3, 10 * float(seen.min())):
-            return FilledScores(filler / 2)
-        alibi, pattern = self.owner.given.get("alibi"), self.softmax.pattern
-        found = self.product() if alibi is not None else None
-        if alibi is None or found is None or alibi.shape != (len(pattern) * self.n_heads, 1, self.key_pos):
-            return MaskedScores()
-        seen = pattern > 0
-        product = found[0][seen]
-        rest = (self.softmax.scores.detach() - alibi.view(len(pattern), self.n_heads, 1, -1))[seen].double()
-        factor = float((rest * product).sum() / (product**2).sum())
-        is_sum = bool(((rest - factor * product).abs() <= 1e-4 * rest.abs().max()).all())
-        return AlibiScores() if is_sum else MaskedScores()
-
-    def _sinks(self) -> str | None:
-        """The parameter that holds each head's sink, where the scores have a column more than there are keys."""
-        scores = self.softmax.scores.detach()
-        if scores.shape[-1] != self.query_pos + 1:
-            return None
-        for name, parameter in self.owner.module.named_parameters(recurse=False):
-            if parameter.shape != (self.n_heads,):
-                continue
-            taken = parameter.detach().view(1, -1, 1, 1) - scores[..., -1:]
-            highest = scores.amax(-1, keepdim=True)
-            close = tolerance(scores) * 10
-            if bool((taken.abs() <= close).all()) or bool((highest.abs() <= close).all()):
-                return name
-        raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")

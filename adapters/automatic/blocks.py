@@ -221,10 +221,12 @@ def power_between(x: Tensor, y: Tensor) -> float | None:
     return near if near and torch.equal(x, y * near) else None
 
 
-def why_no_layers(found: FoundStack, two: bool) -> str:
+def why_no_layers(found: FoundStack, two: bool, main: str | None) -> str:
     """Why a run cannot start or stop at a layer."""
     if two:
         return "its decoder needs the encoder's output"
+    if main is not None:
+        return f"its first block reads what is made of {main}"
     if found.n_streams is not None:
         return f"its blocks carry {found.n_streams} streams"
     if found.positions_first:

@@ -9,26 +9,29 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adapters.architecture import Architecture, Block, Head, Mix, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
-from adapters.automatic.ends import find_embedding, find_final_norm, find_head, find_unembedding
+from adapters.automatic.ends import FoundEmbedding, find_embedding, find_final_norm, find_head, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind
-from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
+from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun, with_bias
 from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
 from adapters.automatic.stream import Found, FoundMix, Sums, Value
 from adapters.automatic.values import beside, with_values
-from adapters.config import act_fn_name, config_of, first
+from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
+from adapters.inputs.arguments import takes
+from adapters.inputs.made import CannotBeMade, Given, sample_inputs
+from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
@@ -52,11 +55,12 @@ class Inferred:
     not_offered: Mapping[str, str] = field(default_factory=dict)
 
 
-def infer(model: nn.Module) -> Inferred:
+def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
     """Infers what plays which part in a model, from one run of it on a few tokens. Nothing of it is changed.
 
     Args:
         model: a Hugging Face model with weights.
+        inputs: images or sound that it needs, by the names of its own arguments; None: made up.
 
     Raises:
         NotInferable: no list of blocks that a residual stream runs through was found; the message says why.
@@ -73,7 +77,10 @@ def infer(model: nn.Module) -> Inferred:
     subject.train(False)
     try:
         with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for: it goes by gradients
-            return _Inference(subject, record(subject, sample_inputs(subject))).run()
+            given = sample_inputs(subject, inputs)
+            return _Inference(subject, given, record(subject, given)).run()
+    except CannotBeMade as why:
+        raise NotInferable(str(why)) from None
     finally:
         subject.train(was_training)
 
@@ -87,45 +94,38 @@ def _subject(model: nn.Module) -> nn.Module:
     return model if 4 * sum(p.numel() for p in half) > ROOM else twin(model)
 
 
-def sample_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """A few tokens: three rows of eleven, numbers that are unlikely to be a model's number of heads.
-
-    Raises:
-        NotInferable: it has no weights to run.
-    """
-    parameter = next(model.parameters(), None)
-    if parameter is None or parameter.is_meta:
-        raise NotInferable("it has no weights, and what plays which part is found in a run")
-    config = config_of(model)
-    vocabulary = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
-    tokens = tokens.to(parameter.device)
-    if getattr(config, "is_encoder_decoder", False):  # of another length, so that shapes tell the two apart
-        return {"input_ids": tokens, "decoder_input_ids": tokens[:, :-4].contiguous()}
-    return {"input_ids": tokens}
-
-
 class _Inference:
-    def __init__(self, model: nn.Module, recording: Recording) -> None:
-        self.model, self.recording = model, recording
+    def __init__(self, model: nn.Module, given: Given, recording: Recording) -> None:
+        self.model, self.given, self.recording = model, given, recording
         self.base, self.core = base_path(model), core_path(model)
+        self.config = config_of(model).get_text_config()
         self.not_offered: dict[str, str] = {}
         self.facts = Facts(model, recording)
+        #: What its first blocks read in place of tokens.
+        self.main = takes(model.get_submodule(self.core)).main
 
     def run(self) -> Inferred:
         stacks, reason = find_stacks(self.model, self.recording)
         if not stacks and (cycles := find_cycles(self.model, self.recording)):
             stacks = [cycles]
+        if self.main is None and any(x.is_floating_point() for x in self.given.values()):  # not towers of images
+            stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
         if not stacks:
-            raise NotInferable(reason)
+            raise NotInferable(reason or "no list of blocks is run through by a stream of the tokens' positions")
+        if self.main is not None:
+            self.recording.pos = stacks[0].stream.value.shape[1]
         two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
         if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
         stacks = [with_streams(each, self.recording) for each in stacks]
         (found, *others) = stacks
         number_norms(stacks, self.recording)
-        embedding = find_embedding(self.model, self.recording, first_of(found))
+        embedding = None
+        if self.main is None:
+            text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
+            embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
+        if embedding is None and self.main is not None:
+            embedding = FoundEmbedding("")
         if embedding is None:
             raise NotInferable("no token embedding ran")
         self.not_offered |= embedding.missing
@@ -139,7 +139,7 @@ class _Inference:
         values = self.facts.values(found, unembed, self.not_offered)
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
-            embed=self.relative(embedding.embed),
+            embed=embedding.embed and self.relative(embedding.embed),
             unembed=relative(unembed.path, self.core) if unembed else "",
             pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
             token_types=embedding.token_types and self.relative(embedding.token_types),
@@ -152,7 +152,7 @@ class _Inference:
             d_embed=embedding.width,
             changed_in_place=self._changed_before(found.blocks[0].start),
             heads=self._heads(stacks[-1], last_norm, unembed),
-            no_layer_runs=why_no_layers(found, two),
+            no_layer_runs=why_no_layers(found, two, self.main),
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
@@ -262,7 +262,7 @@ class _Inference:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
                 try:
-                    declared = self._part(part, norms, call, note)
+                    declared = with_bias(self._part(part, norms, call, note), term.bias)
                 except NotFound as unnamed:
                     self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
                     return Block(())
@@ -316,7 +316,7 @@ class _Inference:
                 return self._opaque(part, block, Mixer, note, "")
             if experts := experts_of(part, self.recording):
                 return self._mixture(part, block.path, experts)
-            return self._mlp(part, block.path)
+            return self._mlp(part, norms, block)
         except NotFound as why:
             plays = "attn" if attends and mixes is not False else "mlp"
             return self._opaque(part, block, Opaque, note, str(why), plays)
@@ -327,7 +327,7 @@ class _Inference:
         """Whether a part mixes positions; None where it cannot be told."""
         first = part.out[1].live.shape[:2] == (self.recording.pos, self.recording.batch)
         positions = 0 if first else 1
-        return mixes_positions(part, positions, partial(rerun, self.model, sample_inputs(self.model), positions))
+        return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
 
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
@@ -335,20 +335,18 @@ class _Inference:
         return replace(declared, beside=beside(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
-        found = FoundMixture(part, self.recording, block, experts)
+        found = FoundMixture(part, self.recording, block, experts, self.config)
         declared = found.declare()
         for name in ("num_experts", "experts_per_token", "d_expert"):
             self.facts.add(name, getattr(found, name))
-        self.facts.add("gated_mlp", True)
+        self.facts.add("gated_mlp", found.gated)
         self.facts.add("d_shared_expert", found.d_shared)
         if found.act_fn:
             self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
-    def _mlp(self, part: FoundPart, block: str) -> Part:
-        config = config_of(self.model)
-        said = first(config.get_text_config(), "hidden_act", "hidden_activation", "activation_function")
-        found = FoundMLP(part, block, said if isinstance(said, str) else None)
+    def _mlp(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Part:
+        found = FoundMLP(part, block.path, self.config, norms, block.given)
         declared = found.declare()
         self.facts.add("d_mlp", found.d_mlp)
         self.facts.add("act_fn", act_fn_name(found.act_fn))

@@ -47,7 +47,9 @@ class FoundEmbedding:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, since: int = -1) -> FoundEmbedding | None:
+def find_embedding(
+    model: nn.Module, recording: Recording, first: ModuleCall, since: int = -1, text: Tensor | None = None
+) -> FoundEmbedding | None:
     """What makes the stream that enters the first block; None where no token embedding ran.
 
     Args:
@@ -55,6 +57,7 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
         recording: of its run.
         first: the call of the first block.
         since: the time from which on its embeddings run: when the stack before it has ended.
+        text: ``[batch, pos]``, where the stream is made of tokens; None: everywhere.
     """
     before = [call for call in recording.calls if -1 < call.end <= first.start and call.left and call.start > since]
     module = token_embedding(model)
@@ -100,7 +103,8 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
             others.append((call, x))
         elif same and same[0].module is call.module:
             again.setdefault(same[0], []).append(recording.numbered(call))
-    weights = _weights(target.value, [tokens, *(x for _, x in others)])
+    where = 1 if text is None else text.unsqueeze(-1)
+    weights = _weights(target.value * where, [tokens * where, *(x * where for _, x in others)])
     if weights is None and tokens is called[0].left[0].value and (by := _adjusted(model, tokens, target.value)):
         found.factor, found.adjust = by
         return found
@@ -125,7 +129,8 @@ def find_embedding(model: nn.Module, recording: Recording, first: ModuleCall, si
             continue
         what = "token_types" if bool((x == x[:, :1]).all()) else "pos_embed"
         times = 1 + len(again.get(call, ()))
-        if weight == times and (times > 1 or getattr(found, what) is not None):
+        several = weight == 1 and recording.numbered(call) != call.path  # one table, of several sides (UDOP)
+        if (weight == times and (times > 1 or getattr(found, what) is not None)) or several:
             found.more += [recording.numbered(call), *again.get(call, ())]
             continue
         if getattr(found, what) is not None or weight != 1 or not isinstance(call.module, nn.Module):
@@ -225,8 +230,10 @@ def find_final_norm(recording: Recording, last: Seen, after: int) -> tuple[Norm 
 
 def find_unembedding(model: nn.Module, recording: Recording, after: int) -> ModuleCall | None:
     """The output layer."""
-    find: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
-    layer = find() if find else None
+    layer = None
+    for module in model.modules():  # the text's model inside of it may be what says (BLIP)
+        find: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
+        layer = layer or (find() if find else None)
     return next((call for call in recording.calls if call.module is layer and call.start > after and call.left), None)
 
 

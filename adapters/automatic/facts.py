@@ -54,7 +54,8 @@ class Facts:
         self.windows += [None] * (index - len(self.windows))
 
     def add_attention(self, found: FoundAttention, declared: Attention) -> Attention:
-        """What an attention says, and its declaration with its position bias."""
+        """What an attention says, and its declaration with how its scores are seen, and its position bias."""
+        declared = replace(declared, scores=measured.scores_view(found), sinks=measured.sinks(found))
         self.add("n_heads", found.n_heads)
         self.add("n_key_value_heads", len(found.found["k"][1]))
         self.add("d_head", len(found.found["v"][1][0]))
@@ -73,7 +74,8 @@ class Facts:
             self.add("positional_embedding_type", "rotary")
             rotation = measured.rotation(found)
             if declared.kv_latent is not None and declared.d_q and declared.d_k:
-                self.add("rotary_dim", declared.d_q - declared.d_k)  # the last columns, which all heads share
+                declared = replace(declared, rotary_dim=declared.d_q - declared.d_k)  # the last, which all heads share
+                self.add("rotary_dim", declared.rotary_dim)
             elif rotation is not None:
                 self.add("rotary_dim", rotation[0])
                 self.exact_rotation |= rotation[2]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from adapters.attention import Projection
 from adapters.automatic.layouts import neurons_view, relative
 from adapters.automatic.norms import tolerance
-from adapters.automatic.parts import FoundPart
+from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Seen, gradient_of
+from adapters.config import first
 from adapters.feed_forward import MLP
+from adapters.norms import Norm
+from adapters.proofs.feed_forward import product
 
 #: The activation functions whose names are known, with HookedTransformer's first.
 ACTIVATIONS = (
@@ -27,22 +33,34 @@ class FoundMLP:
     Args:
         part: the part.
         block: the path of its block.
-        said: the name of the activation function in the configuration: of several that compute the same, it is the one.
+        config: the model's, which names an activation function: of several that compute the same, it is the one.
+        norms: the norms of its block.
+        given: what the block is given, by the names of its arguments.
 
     Attributes:
         d_mlp: how many neurons it has.
+        norm: the call of a norm between the neurons and the last layer, None where there is none.
         act_fn: the name of its activation function, None where it has none that is known.
 
     Raises:
         NotFound: it cannot be declared as an MLP.
     """
 
-    def __init__(self, part: FoundPart, block: str, said: str | None = None) -> None:
-        self.part, self.block = part, block
-        self.names = (*((said,) if said in ACT2FN else ()), *ACTIVATIONS)
+    def __init__(
+        self, part: FoundPart, block: str, config: PreTrainedConfig, norms: Norms, given: Mapping[str, Tensor]
+    ) -> None:
+        self.part, self.block, self.config, self.given = part, block, config, given
+        said = first(config, "hidden_act", "hidden_activation", "activation_function")
+        self.names = (*((said,) if isinstance(said, str) and said in ACT2FN else ()), *ACTIVATIONS)
+        if hasattr(config, "swiglu_limit") and hasattr(config, "swiglu_alpha"):
+            self.names += ("clamped_swiglu",)
         if not part.producer.is_linear or part.producer.entered is None:
             raise NotFound(f"{part.producer.path}, which puts out its result, is no linear layer")
         self.post: Seen = part.producer.entered
+        behind = [norm for norm in norms if norm in part.inside and norm.left[0].mark == self.post.mark]
+        self.norms, self.norm = norms, behind[-1] if behind else None
+        if self.norm is not None and self.norm.entered is not None:
+            self.post = self.norm.entered
         self.d_mlp = self.post.value.shape[-1]
         self.act_fn: str | None = None
         self.linear: list[Found] = []
@@ -107,8 +125,9 @@ class FoundMLP:
         elif len(linear) == 2:  # a ReLU's derivative is the step that it is multiplied with
             gate, up = self._by_zeros(linear)
         else:
-            raise NotFound("neither of its two projections enters the product as it is")
+            gate, up = self._by_trying(activated)
         self.act_fn = self._activation(gate, up)
+        given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
         activation = None if self.act_fn else self._activation_module(gate, up)
         owner = self.part.owner.path if self.part.owner else self.block
         out, seen = self.part.out
@@ -121,9 +140,11 @@ class FoundMLP:
             gate=gate and _projection(gate, owner),
             out=None if out is self.part.owner else relative(out.path, self.block),
             out_key=seen.key,
+            ln=None if self.norm is None else Norm(relative(self.norm.path, owner), self.norms[self.norm]),
             flat=self.post.value.ndim == 2,
             d_mlp=self.d_mlp,
             activation=activation,
+            given=given,
         )
 
     def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
@@ -133,6 +154,13 @@ class FoundMLP:
             if bool(((self.post.value == 0) == (value <= 0)).all()):
                 return gate, up
         raise NotFound("which of its two projections is the gate cannot be told")
+
+    def _by_trying(self, two: list[Found]) -> tuple[Found, Found]:
+        """Of two, neither of which enters the product as it is, the gate of a function of both."""
+        for gate, up in ((two[0], two[1]), (two[1], two[0])):
+            if self._activation(gate, up) is not None:
+                return gate, up
+        raise NotFound("neither of its two projections enters the product as it is")
 
     def _activation_module(self, gate: Found | None, up: Found) -> str | None:
         """The module that computes the activation function."""
@@ -148,14 +176,28 @@ class FoundMLP:
                 return relative(each.path, owner.path)
         return None
 
+    def _times_an_argument(self, up: Found) -> str | None:
+        """The argument of the block that the activated neurons are multiplied with."""
+        before, post = up[0].left[0].value[..., list(up[1])], self.post.value
+        for name, other in self.given.items():
+            if other.shape != post.shape:
+                continue
+            for act_fn in self.names:
+                made = product(act_fn, before, other.detach(), self.config)
+                if made is not None and bool(((made - post).abs() <= tolerance(post) * post.abs().max()).all()):
+                    self.act_fn = act_fn
+                    return name
+        return None
+
     def _activation(self, gate: Found | None, up: Found) -> str | None:
         """The name of the activation function."""
         call, index = gate or up
         before = call.left[0].value[..., list(index)]
-        other = up[0].left[0].value[..., list(up[1])] if gate else 1.0
+        other = up[0].left[0].value[..., list(up[1])] if gate else None
         post = self.post.value
         for name in self.names:
-            if bool(((ACT2FN[name](before) * other - post).abs() <= tolerance(post) * post.abs().max()).all()):
+            made = product(name, before, other, self.config)
+            if made is not None and bool(((made - post).abs() <= tolerance(post) * post.abs().max()).all()):
                 return name
         return None
 

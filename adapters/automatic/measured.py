@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
-from adapters.automatic.recording import gradient_of
+from adapters.automatic.recording import NotFound, gradient_of
 from adapters.proofs.gradients import by_position
+from adapters.views import AlibiScores, FilledScores, MaskedScores, View
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
@@ -248,3 +249,38 @@ def find_table(attention: FoundAttention, before: FoundTable | None) -> FoundTab
         if adds(values):
             return FoundTable(relative(call.path, attention.owner.path), table.shape[0], values)
     return before if before is not None and adds(before.values) else None
+
+
+def scores_view(attention: FoundAttention) -> View:
+    """How the scores are seen: `AlibiScores` where the module is given what is added to them for each key."""
+    scores, pattern = attention.softmax.scores.detach(), attention.softmax.pattern
+    hidden, seen = scores[pattern == 0], scores[pattern > 0]
+    filler = float(hidden.max()) if hidden.numel() else float("-inf")
+    if not sinks(attention) and -1e30 < filler < min(-1e3, 10 * float(seen.min())):
+        return FilledScores(filler / 2)
+    alibi, pattern = attention.owner.given.get("alibi"), attention.softmax.pattern
+    found = attention.product() if alibi is not None else None
+    if alibi is None or found is None or alibi.shape != (len(pattern) * attention.n_heads, 1, attention.key_pos):
+        return MaskedScores()
+    seen = pattern > 0
+    product = found[0][seen]
+    rest = (attention.softmax.scores.detach() - alibi.view(len(pattern), attention.n_heads, 1, -1))[seen].double()
+    factor = float((rest * product).sum() / (product**2).sum())
+    is_sum = bool(((rest - factor * product).abs() <= 1e-4 * rest.abs().max()).all())
+    return AlibiScores() if is_sum else MaskedScores()
+
+
+def sinks(attention: FoundAttention) -> str | None:
+    """The parameter that holds each head's sink, where the scores have a column more than there are keys."""
+    scores = attention.softmax.scores.detach()
+    if scores.shape[-1] != attention.query_pos + 1:
+        return None
+    for name, parameter in attention.owner.module.named_parameters(recurse=False):
+        if parameter.shape != (attention.n_heads,):
+            continue
+        taken = parameter.detach().view(1, -1, 1, 1) - scores[..., -1:]
+        highest = scores.amax(-1, keepdim=True)
+        close = tolerance(scores) * 10
+        if bool((taken.abs() <= close).all()) or bool((highest.abs() <= close).all()):
+            return name
+    raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")

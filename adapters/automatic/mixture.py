@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from adapters.automatic.feed_forward import ACTIVATIONS, FoundMLP
@@ -14,7 +15,7 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart
 from adapters.automatic.recording import ModuleCall, NotFound, Recording
-from adapters.experts import Layers, are_modules, layers_of, width
+from adapters.experts import Layers, are_modules, chosen_in_turn, first_projection, has_gate, layers_of, width
 from adapters.feed_forward import MLP, MoE
 from adapters.offloaded import held
 from adapters.paths import members_of
@@ -29,7 +30,7 @@ def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
     for call in inside:
         if are_modules(call.module) and any(True for _ in call.module.children()):
             return call
-        weights = [getattr(call.module, name, None) for name in ("gate_up_proj", "down_proj")]
+        weights = [getattr(call.module, name, None) for name in (first_projection(call.module), "down_proj")]
         if all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
             return call
     return None
@@ -43,9 +44,11 @@ class FoundMixture:
         recording: the run.
         block: the path of its block.
         experts: the call of its experts.
+        config: the model's.
 
     Attributes:
         num_experts, experts_per_token, d_expert: its sizes.
+        gated: its experts have a gate.
         d_shared: the width of its shared expert, None where it has none.
         act_fn: the name of the activation function, None where it has none that is known.
 
@@ -53,9 +56,12 @@ class FoundMixture:
         NotFound: it cannot be declared as a mixture.
     """
 
-    def __init__(self, part: FoundPart, recording: Recording, block: str, experts: ModuleCall) -> None:
-        self.part, self.recording, self.block, self.experts = part, recording, block, experts
+    def __init__(
+        self, part: FoundPart, recording: Recording, block: str, experts: ModuleCall, config: PreTrainedConfig
+    ) -> None:
+        self.part, self.recording, self.block, self.experts, self.config = part, recording, block, experts, config
         self.layers: Layers | None = None
+        self.gated = has_gate(experts.module)
         self.d_expert: int | None = None
         self.act_fn: str | None = None
         if are_modules(experts.module):
@@ -113,13 +119,27 @@ class FoundMixture:
             raise NotFound("no module stands around its router and its experts")
         return min(around, key=lambda call: call.end - call.start)
 
-    def chosen_by(self) -> Literal["probabilities", "logits", "scores"]:
+    def _margin(self) -> float | None:
+        """How close others have to come to experts that are chosen in turn: one of the router's own numbers."""
+        logits, weights = (self.router.output(key).value.flatten(0, -2).double() for key in (0, 1))
+        chosen = self.router.indices_seen.flatten(0, -2)
+        for margin in [each for each in vars(self.router.module).values() if isinstance(each, float) and each > 0]:
+            shares, best = chosen_in_turn(logits, margin, chosen.shape[-1])
+            if torch.equal(best, chosen) and bool(
+                ((shares - weights).abs() <= tolerance(self.router.output(0).value)).all()
+            ):
+                return margin
+        return None
+
+    def chosen_by(self) -> Literal["probabilities", "logits", "scores", "in turn"]:
         """What the router compares the experts by."""
         inside = [s for s in self.recording.softmaxes if self.router.start < s.time < self.router.end]
         choice = [time for time in self.recording.choices if self.router.start < time < self.router.end]
         if not inside:
             self._are_sigmoids()
             return "scores"
+        if len(inside) == self.experts_per_token and self._margin() is not None:
+            return "in turn"
         first = inside[0]
         if first.scores.shape[-1] == self.num_experts and (not choice or first.time < choice[0]):
             return "probabilities"
@@ -164,6 +184,7 @@ class FoundMixture:
             router=relative(self.router.path, owner),
             experts=relative(self.experts.path, owner),
             chosen_by=self.chosen_by(),
+            margin=(self._margin() or 0.0) if self.chosen_by() == "in turn" else 0.0,
             router_matrix=relative(linear[0].path, self.router.path) if linear and linear[0] is not self.router else "",
             corrected=self._corrected(),
             factor=self.factors[0],
@@ -197,7 +218,7 @@ class FoundMixture:
                     value = value * gate.left[0].value.flatten(0, -2).double().sigmoid()
                 if self._is_sum(total, [routed, value.flatten()]):
                     shared, found = self._mlp(call, self.owner.path)
-                    self.d_shared = found.d_mlp
+                    self.d_shared, self.act_fn = found.d_mlp, self.act_fn or found.act_fn
                     return shared, gate
         raise NotFound("what it puts out is not the sum of its experts and of one that all tokens are sent to")
 
@@ -223,7 +244,7 @@ class FoundMixture:
         matrices = [c for c in inside if c is not last[-1]]
         seen = call.left[0]
         part = FoundPart(call, (call, seen), last[-1], None, None, matrices, [], self.part.reads, call.start)
-        found = FoundMLP(part, base)
+        found = FoundMLP(part, base, self.config, {}, {})
         return replace(found.declare(), d_mlp=None), found
 
     def _activation(self) -> str | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from adapters.architecture import Part
+from adapters.attention import Attention
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.recording import (
@@ -16,8 +18,8 @@ from adapters.automatic.recording import (
     Recording,
     Seen,
     Softmax,
+    arguments_of,
     elements_of,
-    first_parameter,
     gradient_of,
 )
 from adapters.automatic.stream import Sum, Term, Value
@@ -129,7 +131,7 @@ class Parts:
     def _matrices(self, start: int, producer: ModuleCall) -> list[ModuleCall]:
         """The calls that multiply with a matrix, from a time on until the producer ends."""
         return [
-            call for call in self.inside if start < call.start and call.end <= producer.end and call.is_linear
+            call for call in self.inside if start <= call.start and call.end <= producer.end and call.is_linear
             and call is not producer
         ]  # fmt: skip
 
@@ -229,13 +231,13 @@ def rerun(
         The tensor that it returns first; None where the two do not run once each.
     """
     seen: list[Tensor] = []
-    name = first_parameter(entry.module)
+    name = next(iter(arguments_of(entry.module)), "")
 
     def change(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        x = args[0] if args else kwargs[name or ""]
+        x = args[0] if args else kwargs[name]
         n = x.shape[positions]
         y = torch.cat([x.narrow(positions, 0, n - 1) * 1.5 + 0.1, x.narrow(positions, n - 1, 1)], dim=positions)
-        return ((y, *args[1:]), kwargs) if args else (args, {**kwargs, name or "": y})
+        return ((y, *args[1:]), kwargs) if args else (args, {**kwargs, name: y})
 
     def look(module: nn.Module, args: Args, output: object) -> None:
         seen.extend(x for x in (output, *elements_of(output)) if isinstance(x, Tensor) and x.is_floating_point())
@@ -268,3 +270,17 @@ def modules_of(owner: ModuleCall, recording: Recording) -> tuple[tuple[str, str]
     direct = [each for each in found if "." not in each[0]]
     names = [path.rpartition(".")[2] for path, _ in found]
     return tuple(direct or (found if len(set(names)) == len(names) else []))
+
+
+def with_bias(part: Part, bias: str | None) -> Part:
+    """A part with the parameter that is added behind it.
+
+    Raises:
+        NotFound: it is none of an attention's own.
+    """
+    if bias is None:
+        return part
+    holder, _, name = bias.rpartition(".")
+    if isinstance(part, Attention) and part.out is None and holder == part.path:
+        return replace(part, o_bias=name)
+    raise NotFound(f"{bias} is added behind a part that it does not belong to")

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from adapters.automatic.declaration import sample_inputs
 from adapters.automatic.norms import tolerance
+from adapters.inputs.made import Given, repeated, sample_inputs, split
 from adapters.points import Point
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
+from adapters.views import Kwargs
 
 #: What goes wrong inside a run where a point does not stand where it should.
 _WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
@@ -24,16 +25,19 @@ class Proof:
 
     Args:
         bridge: a bridge with all points that were inferred.
+        inputs: images or sound that its model needs, by the names of its own arguments; None: made up.
 
     Attributes:
         not_offered: the hook points that do not hold, and why.
         no_layer_runs: why a run cannot start at a layer; "" where it can.
     """
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, inputs: Given | None = None) -> None:
         self.bridge = bridge
-        self.inputs = sample_inputs(bridge.core)
-        self.tokens = self.inputs.pop("input_ids")
+        self.arguments = sample_inputs(bridge.core, inputs)
+        self.tokens, self.inputs = split(bridge.core, self.arguments)
+        #: How many positions the first stream has.
+        self.pos = self.tokens.shape[1]
         self.not_offered: dict[str, str] = {}
         self.no_layer_runs = bridge.no_layer_runs
 
@@ -53,9 +57,9 @@ class Proof:
             self.bridge.train(was_training)
         return self
 
-    def _logits(self, hooks: Sequence[NamedHook], tokens: Tensor | None = None) -> Tensor:
-        tokens = self.tokens if tokens is None else tokens
-        more = {name: x[:1].expand(len(tokens), -1) if len(x) != len(tokens) else x for name, x in self.inputs.items()}
+    def _logits(self, hooks: Sequence[NamedHook], times: int = 1) -> Tensor:
+        """The logits of a run, of the same rows so many times."""
+        tokens, more = split(self.bridge.core, repeated(self.arguments, times))
         return self.bridge.run_with_hooks(tokens, fwd_hooks=list(hooks), **more)
 
     def _point(self, name: str) -> Point:
@@ -63,7 +67,7 @@ class Proof:
 
     def _size(self, axis: str) -> int | None:
         """How long an axis is, None where the model does not say."""
-        batch, pos = self.tokens.shape
+        batch, pos = self.tokens.shape[0], self.pos
         known = {"batch": batch, "pos": pos, "key_pos": pos, "n_key_value_heads": self.bridge.cfg.n_kv_heads}
         if (decoder := self.inputs.get("decoder_input_ids")) is not None:
             known |= {"decoder_pos": decoder.shape[1], "decoder_key_pos": decoder.shape[1]}
@@ -98,6 +102,9 @@ class Proof:
             seen[hook.name].append(tuple(x.shape))
 
         self._logits([(names, look)])
+        first = next((shapes[0] for name, shapes in seen.items() if name.endswith("resid_pre") and shapes), None)
+        if self.tokens.is_floating_point() and first is not None and len(first) > 1:
+            self.pos = first[1]
         failed = {}
         for name, shapes in seen.items():
             axes = self._point(name).axes.split()
@@ -153,8 +160,8 @@ class Proof:
         """An edit of one row of the batch, at one point each, changes that row of the logits."""
         failed: dict[str, str] = {}
         for some in _chunks(names, 48):
-            tokens = self.tokens[:1].expand(len(some), -1).contiguous()
-            plain = self._logits([], tokens)
+            times = -(-len(some) // self.tokens.shape[0])
+            plain = self._logits([], times)
             rows = {name: row for row, name in enumerate(some)}
 
             def edit(x: Tensor, hook: Hook, rows: dict[str, int] = rows) -> Tensor:
@@ -164,7 +171,7 @@ class Proof:
                 y[row] = torch.where(torch.isfinite(x[row]), x[row] * (1 + noise), x[row])
                 return y
 
-            logits = self._logits([(some, edit)], tokens)
+            logits = self._logits([(some, edit)], times)
             failed |= {
                 name: "an edit changes nothing" for name, row in rows.items() if torch.equal(logits[row], plain[row])
             }
@@ -174,10 +181,11 @@ class Proof:
         """A run that starts at a layer with what another stopped at gives the same logits."""
         if self.bridge.no_layer_runs:
             return
+        more = Kwargs(self.inputs)
         for layer in range(self.bridge.cfg.n_layers):
             try:
-                residual = self.bridge(self.tokens, stop_at_layer=layer)
-                logits = self.bridge(residual, start_at_layer=layer)
+                residual = self.bridge(self.tokens, stop_at_layer=layer, **more)
+                logits = self.bridge(residual, start_at_layer=layer, **more)
             except _WRONG as error:
                 self.no_layer_runs = f"its blocks cannot be run by themselves ({str(error).splitlines()[0]})"
                 return

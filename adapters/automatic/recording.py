@@ -21,7 +21,7 @@ Mark = tuple[int, int]
 
 def mark(x: Tensor) -> Mark:
     """The numbers of a tensor in a few bytes."""
-    data = x.detach().contiguous().cpu().view(torch.uint8) if x.ndim else x.detach().cpu().view(1).view(torch.uint8)
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return x.numel(), hash(data.numpy().tobytes())
 
 
@@ -54,7 +54,7 @@ class ModuleCall:
         n_left: how many elements its output has.
         indices: which elements of its output are tensors of integers; `integers` are these.
         alone: it was given one argument.
-        given: the tensors among its named arguments.
+        given: the tensors among its arguments, by name.
         changed: what entered it (``input``), or left it (``output``), was written over in place afterwards.
     """
 
@@ -128,11 +128,13 @@ class Recording:
         batch, pos: the shape of the tokens.
         choices: the times at which the best of something were chosen (`topk`).
         logits: the first thing that the model returned.
+        lengths: of the rows of tokens that it was given.
     """
 
     batch: int
     pos: int
     logits: Tensor | None = None
+    lengths: tuple[int, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     softmaxes: list[Softmax] = field(default_factory=list)
     choices: list[int] = field(default_factory=list)
@@ -229,6 +231,9 @@ class _Watch(TorchFunctionMode):
             return self._attention(KernelArguments(*args, **kwargs))
         if func in _PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))
+        elif func is torch.baddbmm and len(args) == 3 and args[1].shape[0] % self.recording.batch == 0:
+            rows = (self.recording.batch, -1)  # the heads stand in the batch
+            self.products.append((args[1].unflatten(0, rows), args[2].transpose(-1, -2).unflatten(0, rows)))
         out = func(*args, **kwargs)
         if func in _CHOICES:
             self.recording.choices.append(self.tick())
@@ -270,9 +275,12 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
 
     Args:
         model: a Hugging Face model.
-        inputs: what it is given; ``input_ids`` is ``[batch, pos]``.
+        inputs: what it is given; ``input_ids`` is ``[batch, pos]``. Without them, positions are those of what its
+            first blocks make of images or sound, which is not known yet.
     """
-    recording = Recording(*inputs["input_ids"].shape)
+    tokens = inputs.get("input_ids")
+    recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
+    recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name.endswith("input_ids"))
     watch = _Watch(recording)
     embedding = token_embedding(model)
     handles = []
@@ -280,14 +288,15 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     again = False
     watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
 
-    def enters(path: str, name: str | None) -> Callable[..., None]:
+    def enters(path: str, names: list[str]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = ModuleCall(path, module, watch.tick())
-            call.entered = _seen(None, args[0] if args else kwargs.get(name or ""))
+            call.entered = _seen(None, args[0] if args else kwargs.get(names[0] if names else ""))
             if call.entered:
                 watched.append((call, "input", call.entered.live, call.entered.live._version))
             call.alone = len(args) + len(kwargs) == 1 and "forward" not in module.__dict__
-            call.given = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
+            named = dict(zip(names, args, strict=False)) | kwargs
+            call.given = {name: x for name, x in named.items() if isinstance(x, Tensor)}
             watch.stack.append(call)
             recording.calls.append(call)
 
@@ -312,8 +321,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     try:
         for path, module in list(_modules(model)):
             modules.append(module)
-            name = first_parameter(module)
-            handles.append(module.register_forward_pre_hook(enters(path, name), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(enters(path, arguments_of(module)), with_kwargs=True))
             handles.append(module.register_forward_hook(leaves))
         with torch.enable_grad(), watch:
             output = elements_of(model(**inputs))
@@ -329,10 +337,9 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     return record(model, inputs) if again else recording
 
 
-def first_parameter(module: nn.Module) -> str | None:
-    """The name of the first thing that a module is given, None where it is given nothing."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return names[0] if names else None
+def arguments_of(module: nn.Module) -> list[str]:
+    """The names of what a module is given."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from adapters.automatic.layouts import parameter_of
 from adapters.automatic.norms import tolerance
 from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen
 from adapters.views import Affine
@@ -35,10 +36,17 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What is added to the stream: a value, times a factor, or changed by parameters of the block."""
+    """What is added to the stream: a value, times a factor, or changed by parameters of the block.
+
+    Attributes:
+        value, factor: what, and what it is multiplied with.
+        bias: a parameter that is added behind it.
+        adjust: what parameters of the block do to it in place of that.
+    """
 
     value: Value
     factor: float = 1.0
+    bias: str | None = None
     adjust: Affine | None = None
 
 
@@ -219,7 +227,7 @@ class Sums:
                 left = carry.of(x, block) + adjust.of(v, block) - y
             if bool((left.abs() <= 2 * self.close * y.abs().max()).all()):
                 plain = adjust.weight is None and adjust.bias is None
-                term = Term(value, adjust.factor) if plain else Term(value, 1.0, adjust)
+                term = Term(value, adjust.factor) if plain else Term(value, adjust=adjust)
                 total = next((call for call, _ in after.made if call.entered and call.entered.mark == value.mark), None)
                 return Sum(before, after, (term,), start, end, None, None if carry == Affine() else carry, total)
         return None
@@ -275,6 +283,18 @@ class Sums:
             rest = square - u * d[i] - v * d[j]
             if min(abs(u), abs(v)) > 1e-3 and abs(rest) <= rough and left({i: u, j: v}) <= bound:
                 return terms({i: _rounded(u), j: _rounded(v)})
+        return self._with_parameter(difference, candidates)
+
+    def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
+        """One value, and a parameter of the block that is added to it at every position."""
+        assert self.block.entered is not None
+        width, close = self.block.entered.value.shape[-1], 10 * self.close * float(difference.abs().max())
+        for value in candidates:
+            rows = (difference - value.x).view(-1, width)
+            if bool(((rows - rows[0]).abs() <= close).all()):
+                name = parameter_of(self.block.module, rows.mean(0), close)
+                if name is not None:
+                    return (Term(value, 1.0, name),)
         return None
 
 

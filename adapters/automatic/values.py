@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.attention import FoundAttention
@@ -95,7 +95,12 @@ def beside(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tu
     others = []
     for call in found.recording.between(owner.start, owner.end):
         own = call.is_leaf and any(True for _ in call.module.parameters(recurse=False)) and call not in norms
-        own = own or (call in norms and call.path not in known and call.end < found.part.producer.start)
+        own = own or (
+            call in norms
+            and not isinstance(call.module, nn.Dropout)
+            and call.path not in known
+            and call.end < found.part.producer.start
+        )
         if not own or call.path in known or call.n_left != 1 or not call.left or call.left[0].key is not None:
             continue
         made = call.left[0].value

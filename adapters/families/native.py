@@ -35,7 +35,7 @@ def native(config: PreTrainedConfig) -> Architecture:
         "mlp",
         up=Projection("up"),
         gate=Projection("gate") if config.gated_mlp else None,
-        ln="ln" if config.act_fn == "solu_ln" else None,
+        ln=Norm("ln", LAYER_NORM) if config.act_fn == "solu_ln" else None,
         down="down",
     )
     steps = (Step(attn, pre=Norm("ln1", norm)), Step(mlp, pre=Norm("ln2", norm), parallel=config.parallel_attn_mlp))

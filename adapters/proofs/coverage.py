@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.architecture import Opaque, Part
 from adapters.attention import Attention
-from adapters.experts import are_modules
+from adapters.experts import are_modules, first_projection
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.paths import INFER, has_module, join, module_path
@@ -66,7 +66,7 @@ def _plain_run(evidence: Evidence) -> tuple[Calls, dict[str, int]]:
             handles.append(module.register_forward_pre_hook(enter(path)))
             handles.append(module.register_forward_hook(leave))
         with torch.no_grad(), recorded(model) as calls, counted:
-            evidence.bridge.core(input_ids=evidence.tokens, **evidence.more)  # not what compiles it
+            evidence.bridge.core(**evidence.arguments)  # not what compiles it
     finally:
         for handle in handles:
             handle.remove()
@@ -141,7 +141,7 @@ def _roles(place: Place) -> Iterator[str]:
         norms = [norm.path for norm in (part.q_norm, part.k_norm) if norm]
         yield from (join(place.module, path) for path in (part.q.path, part.k.path, part.v.path, part.o, *norms))
     elif isinstance(part, MLP):
-        paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln or "")
+        paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln.path if part.ln else "")
         yield from (join(place.module, path) for path in paths if path)
     on_stream = (step.pre, step.post, step.stream_norm, place.stack.block_at(place.layer).norm)
     yield from (join(place.path, norm.path) for norm in on_stream if norm)
@@ -261,7 +261,7 @@ def _of_mlp(part: MLP, inside: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _keeps_experts(experts: nn.Module) -> bool:
-    return are_modules(experts) or all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj"))
+    return are_modules(experts) or all(hasattr(experts, name) for name in (first_projection(experts), "down_proj"))
 
 
 def _instead(model: nn.Module, owner: str, path: str) -> str:

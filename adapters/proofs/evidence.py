@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import NamedStep, Stack
 from adapters.config import config_of
+from adapters.inputs.made import Given, arguments_of, split, with_the_rest
 from adapters.paths import base_path, call_number, has_module, join, module_path, path_from, token_embedding
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
@@ -151,8 +152,8 @@ class Evidence:
 
     Attributes:
         bridge: the bridge.
-        tokens: what was run.
-        more: what a model with a decoder of its own was given besides.
+        tokens: what was run; images or sound, where the first blocks read these.
+        more: what the model was given besides.
         activations: by the names of the hook points.
         calls: by the paths of the modules; what is given positions first is there with the batch first.
         raw: the same as they were.
@@ -166,6 +167,11 @@ class Evidence:
     calls: Calls = field(default_factory=dict)
     raw: Calls = field(default_factory=dict)
     output: Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """What was run, by the names of the model's own arguments."""
+        return arguments_of(self.bridge.core, self.tokens, self.more)
 
     @property
     def base(self) -> str:
@@ -212,25 +218,35 @@ def places_of(bridge: Bridge) -> Iterator[Place]:
             index += 1
 
 
-def some_tokens(bridge: Bridge, batch: int, pos: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Random tokens, and for a decoder of its own a shorter text, so that its shapes are not the encoder's.
+def some_tokens(
+    bridge: Bridge, batch: int, pos: int, seed: int = 0, given: Given | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Random tokens, and what the model needs beside them; or images or sound, and tokens for a decoder behind them.
 
     Args:
         bridge: the bridge.
         batch, pos: how many.
         seed: which ones.
+        given: what it is given besides, or in place of them; None: made up.
     """
     generator = torch.Generator().manual_seed(seed)
     table = getattr(token_embedding(bridge.core), "weight", None)
-    most = min(bridge.cfg.d_vocab, table.shape[0] if isinstance(table, Tensor) else bridge.cfg.d_vocab)
-    tokens = torch.randint(0, most, (batch, pos), generator=generator).to(bridge.cfg.device)
-    return tokens, with_decoder(bridge, tokens)
+    known = bridge.cfg.d_vocab > 0 and isinstance(table, Tensor)
+    most = min(bridge.cfg.d_vocab, table.shape[0]) if known and isinstance(table, Tensor) else bridge.cfg.d_vocab
+    tokens = torch.randint(0, max(most, 1), (batch, pos), generator=generator).to(bridge.cfg.device)
+    return with_what_it_needs(bridge, tokens, given)
 
 
-def with_decoder(bridge: Bridge, tokens: Tensor) -> dict[str, Tensor]:
-    """What a model with a decoder of its own is given beside its tokens."""
+def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The input of a run, and what it is given besides.
+
+    Args:
+        bridge: the bridge.
+        tokens: ``[batch, pos]``.
+        given: as for `some_tokens`.
+    """
     two = config_of(bridge.core).is_encoder_decoder and len(bridge.architecture.stacks) > 1
-    return {"decoder_input_ids": tokens[:, :-4]} if two else {}
+    return split(bridge.core, with_the_rest(bridge.core, tokens, two, given))
 
 
 #: The activations that a driven run replaces by random numbers, by the ends of their names, and their size.

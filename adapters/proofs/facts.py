@@ -69,7 +69,8 @@ def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
         if name.endswith(".hook_post") and ".mlp" in name and "expert" not in name
     }
     yield from one("d_mlp", dense or _last_of_experts(evidence))
-    embed = model.get_submodule(join(evidence.base, evidence.bridge.architecture.embed))
+    tokens = evidence.bridge.architecture.token_embeddings
+    embed = model.get_submodule(join(evidence.base, tokens)) if tokens else None
     if isinstance(table := getattr(embed, "weight", None), Tensor):
         yield "d_vocab", table.shape[0]
     yield from one("d_vocab_out", _last(evidence, "unembed.hook_out"))
@@ -93,6 +94,12 @@ def _tied(evidence: Evidence, table: Tensor | None) -> bool:
     return any(each is not None and weight is each for each in tables)
 
 
+def _ungated_experts(evidence: Evidence) -> bool:
+    """Experts show what enters their activation function, and no gate."""
+    shown = {name.rpartition(".")[2] for name in evidence.bridge.hook_dict if ".experts." in name}
+    return "hook_pre" in shown and "hook_gate" not in shown
+
+
 def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     """What the steps say, which are proved themselves."""
     architecture, cfg = evidence.bridge.architecture, evidence.bridge.cfg
@@ -104,8 +111,8 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
         yield "attn_only", len(attentions) == len(parts)
         parallel = any(step.parallel and step.reads is None and feeds_forward(step.part) for step in steps)
         yield "parallel_attn_mlp", parallel
-        gated = any(isinstance(part, MoE) or (isinstance(part, MLP) and part.gate is not None) for part in parts)
-        yield "gated_mlp", gated
+        mixed = any(isinstance(part, MoE) for part in parts) and not _ungated_experts(evidence)
+        yield "gated_mlp", mixed or any(isinstance(part, MLP) and part.gate is not None for part in parts)
         yield "use_qk_norm", any(part.q_norm or part.k_norm for part in attentions)
         yield "use_normalization_before_and_after", any(step.pre and step.post for step in steps)
         yield "normalization_type", _norm_type(evidence)

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from adapters.architecture import Step
 from adapters.config import config_of
-from adapters.experts import expert_bias, expert_weight, has_bias
+from adapters.experts import chosen_in_turn, expert_bias, expert_weight, has_bias
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
@@ -69,9 +69,14 @@ def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
 def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module: str = "") -> None:
     pre, linear = evidence.get(f"{prefix}hook_pre"), evidence.get(f"{prefix}hook_pre_linear")
     post = evidence.get(f"{prefix}{'hook_mid' if part.ln else 'hook_post'}")
-    if pre is None or post is None or (part.gate is None) != (linear is None):
+    if pre is None or post is None or (part.gate is None and part.given is None) != (linear is None):
         findings.holds(GATED, f"{prefix}hook_post", False, "its layers did not all run")
         return
+    if part.ln is not None:
+        normed = evidence.call(module, part.ln.path)
+        findings.equal(
+            GATED, f"{prefix}hook_post", evidence.get(f"{prefix}hook_post"), normed.result if normed else None
+        )
     if part.activation is not None:
         function = module_at(evidence.bridge.original_model, join(module, part.activation))
         made = function.forward(pre)
@@ -82,7 +87,7 @@ def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module:
 
 def _post(evidence: Evidence, findings: Findings, at: str, pre: Tensor, linear: Tensor | None, post: Tensor) -> None:
     act_fn = evidence.bridge.cfg.act_fn
-    expected = product(act_fn, pre, linear, config_of(evidence.bridge.core))
+    expected = product(act_fn, pre, linear, config_of(evidence.bridge.core).get_text_config())
     if expected is None:
         findings.holds(GATED, at, False, f"act_fn={act_fn!r} is no function that is known")
     else:
@@ -94,9 +99,10 @@ def _experts(evidence: Evidence, findings: Findings, place: Place) -> None:
     for e in range(evidence.bridge.cfg.num_experts or 0):
         prefix = f"{place.part}experts.{e}."
         gate, pre, post = (evidence.get(f"{prefix}hook_{name}") for name in ("gate", "pre", "post"))
-        if gate is not None and pre is not None and post is not None and len(post):
+        if pre is not None and post is not None and len(post):
             used += 1
-            _post(evidence, findings, f"{prefix}hook_post", gate, pre, post)
+            entered, linear = (pre, None) if gate is None else (gate, pre)
+            _post(evidence, findings, f"{prefix}hook_post", entered, linear, post)
     findings.holds(GATED, f"{place.part}experts", used > 0, "no expert ran")
 
 
@@ -127,6 +133,9 @@ class _Mixture:
         else:
             self.findings.untold(CHOICE, f"{at}hook_router_logits: the router has no matrix")
         wide = logits.double()
+        if self.part.chosen_by == "in turn":
+            self._in_turn(wide, weights, top, chosen)
+            return
         if self.part.chosen_by == "scores":
             self._by_scores(wide, weights, top, chosen)
             return
@@ -154,6 +163,19 @@ class _Mixture:
         self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, weights.gather(-1, chosen.long()).to(top.dtype), 1.0)
         if chosen.shape[-1] == 1:
             self.findings.untold(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
+        self._total(top, chosen)
+
+    def _in_turn(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
+        """One after the other, each weighted beside those that come close to it."""
+        at = self.place.part
+        shares, best = chosen_in_turn(logits, self.part.margin, chosen.shape[-1])
+        same = bool((best == chosen).all())
+        self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
+        self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, shares.to(top.dtype), 1.0)
+        if bool((shares == 1).all()):
+            self.findings.untold(CHOICE, f"{at}: no other expert came within the margin of a chosen one")
+        everyone = torch.zeros_like(weights).scatter(-1, chosen.long(), top.to(weights.dtype))
+        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, everyone, 1.0)
         self._total(top, chosen)
 
     def _total(self, top: Tensor, chosen: Tensor) -> None:

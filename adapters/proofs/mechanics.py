@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from adapters.attention import HeadResults
+from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
 from adapters.paths import call_number, module_at
-from adapters.proofs.evidence import Place, places_of, with_decoder
+from adapters.proofs.evidence import Place, places_of
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
 from adapters.proofs.report import WRONG, Check, said
-from adapters.views import SinkPattern
+from adapters.views import Kwargs, SinkPattern
 
 
 class Mechanics:
@@ -22,17 +23,17 @@ class Mechanics:
 
     Args:
         bridge: the bridge.
-        tokens: ``[batch, pos]``.
+        tokens: ``[batch, pos]``; images or sound, where the first blocks read these.
+        more: what the model is given besides.
         tolerance: what the sum of a few rounded numbers may differ by, relative to the largest of them or one.
     """
 
-    def __init__(self, bridge: Bridge, tokens: Tensor, tolerance: float) -> None:
+    def __init__(self, bridge: Bridge, tokens: Tensor, more: dict[str, Tensor], tolerance: float) -> None:
         self.bridge, self.cfg, self.model = bridge, bridge.cfg, bridge.original_model
-        self.tokens, self.tolerance = tokens, tolerance
-        # A decoder of its own is given a shorter text, so that its shapes cannot be mistaken for the encoder's.
-        self.more = with_decoder(bridge, tokens)
+        self.tokens, self.more, self.tolerance = tokens, more, tolerance
         self.hooks_before = self.count_hooks()
-        self.plain: Tensor = self.model(input_ids=self.tokens, **self.more)[0]
+        output = self.model(**arguments_of(bridge.core, tokens, more))
+        self.plain: Tensor = output.logits if hasattr(output, "logits") else output[0]
         self.names = list(bridge.hook_dict)
 
     def quick(self) -> list[Check]:
@@ -92,15 +93,13 @@ class Mechanics:
         """Unhooked logits are the model's own."""
         self.add("unhooked logits are the model's own, bit by bit", torch.equal(self.logits(), self.plain))
 
-    def expected_shape(self, axes: str) -> list[int | None]:
-        batch, pos = self.tokens.shape
-        sizes: dict[str, int | None] = {
-            "batch": batch,
-            "pos": pos,
-            "key_pos": pos,
-            "n_key_value_heads": self.cfg.n_kv_heads,
-        }
-        sizes |= {"decoder_pos": pos - 4, "decoder_key_pos": pos - 4, "n_experts": self.cfg.num_experts}
+    def expected_shape(self, axes: str, first: Sequence[int]) -> list[int | None]:
+        """The sizes of axes, None where the model does not say; `first` is the shape of the first stream."""
+        pos = first[1] if self.tokens.is_floating_point() else self.tokens.shape[1]
+        sizes: dict[str, int | None] = {"batch": self.tokens.shape[0], "n_key_value_heads": self.cfg.n_kv_heads}
+        sizes |= {"n_experts": self.cfg.num_experts, "pos": pos, "key_pos": pos}
+        if isinstance(decoder := self.more.get("decoder_input_ids"), Tensor):
+            sizes |= {"decoder_pos": decoder.shape[1], "decoder_key_pos": decoder.shape[1]}
         sizes |= {axis: int(axis) for axis in axes.split() if axis.isdigit()}
         return [sizes[axis] if axis in sizes else getattr(self.cfg, axis, None) for axis in axes.split()]
 
@@ -117,8 +116,9 @@ class Mechanics:
         except WRONG as error:
             wrong = self.what_raises() or [said(error)]
             seen = {}
+        first = next((shapes[0] for name, shapes in seen.items() if name.endswith("resid_pre") and shapes), [0, 0])
         for name, shapes in seen.items():
-            expected = self.expected_shape(self.bridge.hook_dict[name].point.axes)
+            expected = self.expected_shape(self.bridge.hook_dict[name].point.axes, first)
             fits = len(shapes) == 1 and len(shapes[0]) == len(expected)
             if not fits or any(want not in (None, size) for want, size in zip(expected, shapes[0], strict=True)):
                 wrong.append(f"{name} {shapes} for {expected}")
@@ -293,13 +293,13 @@ class Mechanics:
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
             # Each layer alone, on what the one before it made; then the logits from each of a few of them.
-            n = self.cfg.n_layers
-            residual = self.bridge(self.tokens, stop_at_layer=0)
+            n, more = self.cfg.n_layers, Kwargs(self.more)
+            residual = self.bridge(self.tokens, stop_at_layer=0, **more)
             for layer in range(n):
                 if layer in (0, n // 2, n - 1):
-                    yield f"layer {layer}", self.bridge(residual, start_at_layer=layer), self.plain
+                    yield f"layer {layer}", self.bridge(residual, start_at_layer=layer, **more), self.plain
                 if layer < n - 1:
-                    residual = self.bridge(residual, start_at_layer=layer, stop_at_layer=layer + 1)
+                    residual = self.bridge(residual, start_at_layer=layer, stop_at_layer=layer + 1, **more)
 
         self.add_worst(name, pairs())
 

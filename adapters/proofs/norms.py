@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adapters.attention import Attention
+from adapters.feed_forward import MLP
 from adapters.norms import Norm, NormKind, NormScale
 from adapters.paths import join
 from adapters.proofs.evidence import Evidence
@@ -58,6 +59,8 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
         yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
         if isinstance(step.part, Attention):
             yield from ((join(place.module, n.path), n) for n in (step.part.q_norm, step.part.k_norm) if n)
+        elif isinstance(step.part, MLP) and step.part.ln:
+            yield join(place.module, step.part.ln.path), step.part.ln
 
 
 def _scale(view: View) -> NormScale | None:

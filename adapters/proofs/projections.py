@@ -41,7 +41,23 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
         elif not scores.requires_grad and module_path(place.module) in graphs:
             findings.untold(CLAIM, f"{place.part}: it runs without gradients; another call of its module has them")
         else:
-            _Columns(evidence, findings, place, part, scores, pattern, output.input).prove()
+            z = _before_norm(evidence, place, output.input) if part.z_is == "norm" else output.input
+            _Columns(evidence, findings, place, part, scores, pattern, z).prove()
+
+
+def _before_norm(evidence: Evidence, place: Place, z: Tensor) -> Tensor:
+    """What a norm over all heads makes `z` of: behind it, no column is made from one head alone."""
+    for call in evidence.calls_in(place.module):
+        entered, left = call.input, call.result
+        if (
+            entered is not None
+            and left is not None
+            and entered.shape == z.shape == left.shape
+            and left.equal(z)
+            and not entered.equal(z)
+        ):
+            return entered
+    return z
 
 
 class _Columns:

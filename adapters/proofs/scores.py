@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, Attention
 from adapters.config import config_of
+from adapters.inputs.made import repeated, split
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.projections import prove_latents
@@ -146,7 +147,10 @@ class _Attention:
         self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
         shared = turned_k[..., width:]
         self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
-        dims, said = q.shape[-1] - width, self.cfg.rotary_dim
+        if not self.part.rotary:
+            self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q, q)
+            return False
+        dims, said = q.shape[-1] - width, self.part.rotary_dim or self.cfg.rotary_dim
         self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
         self.findings.untold(SCORES, f"{at}hook_rot_q: how fast its columns turn, and in which pairs")
         sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
@@ -235,7 +239,7 @@ class _Attention:
             cap = cfg.attn_scores_soft_cap
             made = cap * (made / cap).tanh()
             size = min(size, cap)
-        seen = scores.isfinite()
+        seen = scores.isfinite() & self._sees_something(scores)
         if self.part.adds is not None:
             if not self.padded:
                 self._interaction(q, k, scale, at)
@@ -259,6 +263,13 @@ class _Attention:
         else:
             self._relative(one, at, biases)
 
+    def _sees_something(self, scores: Tensor) -> Tensor:
+        """Which queries have a token at or before them, ``[batch, 1, query, 1]``: others see nothing."""
+        mask = self.evidence.more.get("attention_mask")
+        if mask is None or self.cfg.attention_dir != "causal" or self.part.cross or mask.shape[-1] != scores.shape[-2]:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=scores.device)
+        return (mask.cumsum(-1) > 0)[:, None, :, None].to(scores.device)
+
     def _interaction(self, q: Heads, k: Heads, scale: float, at: str) -> None:
         """Beside the product of queries and keys, scores are made of what each, or the places, make alone.
 
@@ -277,7 +288,9 @@ class _Attention:
             ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
         ]
         with torch.no_grad():
-            bridge.run_with_hooks(self.evidence.tokens[:1].expand(4, -1).contiguous(), fwd_hooks=hooks)
+            given = repeated({name: x[:1] for name, x in self.evidence.arguments.items()}, 4)
+            tokens, more = split(bridge.core, given)
+            bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
         biases = (self.part.q_bias, self.part.k_bias, self.part.v_bias)
         core = module_at(bridge.original_model, join(self.place.module, self.part.core))
         for name, bias in core.named_parameters(recurse=False):
@@ -360,8 +373,8 @@ class _Attention:
 
     def _mask(self, pattern: Tensor) -> None:
         """Where attention goes in some row of the batch, by where it may go."""
-        if self.place.stack is not self.evidence.bridge.architecture.stack:
-            return  # cfg speaks of the first
+        if self.part.cross or self.place.stack is not self.evidence.bridge.architecture.stack:
+            return  # cfg speaks of the first, and of what looks at its own text
         _, _, queries, keys = pattern.shape
         seen = (pattern > 0).any(0).any(0).cpu()
         back = torch.arange(queries)[:, None] - torch.arange(keys)[None]

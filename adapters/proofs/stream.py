@@ -7,19 +7,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Opaque, Stack
+from adapters.architecture import Opaque, Stack
 from adapters.attention import Attention
-from adapters.building.ends import more_embed_name
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.paths import call_number, join, module_at, module_path
-from adapters.proofs.evidence import Evidence, ModuleCall, Place
+from adapters.proofs.ends.embeddings import CHAIN, ENDS, prove_beginning, zeroed
+from adapters.proofs.evidence import Evidence, ModuleCall, Place, recorded
+from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
 
-CHAIN = "what leaves a block as the stream enters the next"
 READS = "each part reads the stream that it is declared to read, through its norm"
 RETURNS = "what is added is what the part's last layer makes, through its norm, with its factor"
-ENDS = "the stream begins with the embeddings and ends in the final norm"
 
 
 def prove_streams(evidence: Evidence, findings: Findings) -> None:
@@ -39,7 +38,7 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
         _returns(evidence, findings, place)
     for stack in evidence.stacks():
         _chain(evidence, findings, stack)
-    _begins(evidence, findings)
+    prove_beginning(evidence, findings)
     _ends(evidence, findings)
 
 
@@ -142,7 +141,7 @@ def _entries(place: Place) -> list[str]:
 def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
     first = evidence.bridge.architecture.stack
     if place.stack is first:
-        findings.holds(READS, place.part, False, "there is no encoder before it whose output it could read")
+        _reads_beside(evidence, findings, place, part)
         return
     read = next((left for *_, left, _ in reversed(list(streams_of(evidence, first)))), None)
     if first.final_norm:
@@ -153,13 +152,41 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: A
         findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
+def behind(evidence: Evidence, place: Place, made: Tensor) -> Tensor:
+    """What a part's last layer made, with the parameter that is added behind the part."""
+    part = place.named.step.part
+    if not isinstance(part, Attention) or part.o_bias is None:
+        return made
+    bias = module_at(evidence.bridge.original_model, place.module).get_parameter(part.o_bias)
+    return made + bias.detach()
+
+
+def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
+    """Without an encoder in the declaration: keys and values are made from one thing, which is not made of text."""
+    own = [evidence.call(place.module, each.path) for each in (part.k, part.v)]
+    key, value = (None if call is None else call.input for call in own)
+    if not evidence.arguments.keys() - {"input_ids", "attention_mask"} or key is None or value is None:
+        findings.holds(READS, place.part, False, "there is nothing beside the text that it could read")
+        return
+    findings.equal(READS, f"{place.part}({part.v.path})", value, key)
+    first = f"{place.stack.name}.0.hook_resid_pre"
+    path = join(place.module, part.k.path)
+
+    def other(x: Tensor, hook: Hook) -> Tensor:
+        return x.flip(1) * 0.5
+
+    with torch.no_grad(), recorded(evidence.bridge.original_model, [path]) as calls:
+        evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, other)], **evidence.more)
+    findings.equal(READS, f"{place.part}({part.k.path})", calls[path][0].input, key)
+
+
 def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     step, part = place.named.step, place.named.step.part
     at = f"{place.prefix}hook_{place.named.name}_out"
     added = evidence.get(at)
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
-        made = last.result if last else None
+        made = behind(evidence, place, last.result) if last and last.result is not None else None
         raw = evidence.get(f"{place.part}hook_out") if step.post or step.adjust else added
         if made is not None and not (step.post or step.adjust):
             made = made * step.factor
@@ -213,7 +240,7 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     before: Tensor | None = None
     for index, (prefix, entered, left, call) in enumerate(streams_of(evidence, stack)):
         if before is not None and stack.every_block[0].exit:
-            before = _zeroed(findings, before, entered)
+            before = zeroed(findings, before, entered)
         if index in stack.joined:
             before = _joined(evidence, stack.joined[index])
             findings.holds(CHAIN, f"{prefix}hook_resid_pre", before is not None, "what it is the sum of did not run")
@@ -244,109 +271,6 @@ def _joined(evidence: Evidence, sources: Sequence[tuple[str, float]]) -> Tensor 
             return None
         total = made * factor if total is None else total + made * factor
     return total
-
-
-def _zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
-    """A stream with zeros at the positions where the model has set it to zero, between blocks that are no modules."""
-    if y is None or y.shape != x.shape or not bool((zero := (y == 0).all(-1)).any()):
-        return x
-    findings.untold(CHAIN, "the model sets the stream to zero where it sees padding")
-    return x.masked_fill(zero[..., None], 0)
-
-
-def _begins(evidence: Evidence, findings: Findings) -> None:
-    architecture = evidence.bridge.architecture
-    tokens = evidence.call(evidence.base, architecture.embed)
-    findings.holds(
-        ENDS,
-        "embed",
-        tokens is not None and tokens.input is not None and tokens.input.equal(evidence.tokens),
-        "it is not given the tokens",
-    )
-    for stack in evidence.stacks():
-        if stack.embed:
-            _own_embeddings(evidence, findings, stack)
-    first = f"{architecture.stack.name}.0.hook_resid_pre"
-    stream = evidence.get(first)
-    if stream is not None and architecture.stack.n_streams is not None:
-        findings.equal(ENDS, f"{first} (all streams alike)", stream, stream[:, :, :1].expand_as(stream))
-        stream = stream[:, :, 0]
-    if architecture.embeddings is not None:
-        full = evidence.get("hook_full_embed")
-        if full is not None and architecture.stack.every_block[0].exit:
-            full = _zeroed(findings, full, stream)
-        findings.equal(ENDS, first, stream, full)
-        _sum_of_embeddings(evidence, findings, architecture)
-        return
-    embed = evidence.get("hook_embed")
-    # Shortformer's positions are added to what queries and keys read.
-    shifts = {part.qk_shift for block in architecture.stack.every_block for part in block.attentions}
-    positions = evidence.get("hook_pos_embed") if architecture.pos_embed not in shifts else None
-    if architecture.embed_norm:
-        norm = evidence.call(evidence.base, architecture.embed_norm.path)
-        findings.equal(ENDS, "embed norm", norm.input if norm else None, tokens.result if tokens else None)
-    if stream is None or embed is None:
-        findings.holds(ENDS, first, False, "the embedding or the first block did not run")
-        return
-    if architecture.embed_adjust:
-        embed = architecture.embed_adjust.of(embed, module_at(evidence.bridge.original_model, evidence.base))
-    rest = stream if positions is None else stream - positions.to(stream)
-    types = evidence.get("embed.hook_token_type_embed") if architecture.token_types else None
-    rest = rest if types is None else rest - types.to(stream)
-    for name in map(more_embed_name, architecture.more_embeds):
-        more = evidence.get(name)
-        rest = rest if more is None else rest - more.to(stream)
-    findings.equal(ENDS, first, rest, embed.to(rest.dtype), float(stream.abs().max()))
-
-
-def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> None:
-    """The first stream of a stack with tokens of its own."""
-    total, positions = evidence.get(f"{stack.name}_embed.hook_out"), evidence.get(f"{stack.name}_pos_embed.hook_out")
-    begun = evidence.get(f"{stack.name}.0.hook_resid_pre")
-    if total is None or begun is None or (positions is None) != (stack.pos_embed is None):
-        findings.holds(ENDS, stack.name, False, "its embeddings or its first block did not run")
-        return
-    norm = evidence.call(evidence.base, stack.embed_norm.path) if stack.embed_norm else None
-    entered = norm.input if norm else None
-    if norm is not None and entered is not None and positions is not None and torch.equal(entered, total):
-        total = norm.result if norm.result is not None else total  # of the tokens alone
-        norm = None
-    types = evidence.get(f"{stack.name}_token_type_embed.hook_out")
-    total = total if positions is None else total + positions.to(total)
-    total = total if types is None else total + types.to(total)
-    if norm is not None:
-        findings.equal(ENDS, f"{stack.name}_embed.ln", entered, total)
-        total = norm.result if norm.result is not None else total
-    findings.equal(ENDS, stack.name, begun, total, float(begun.abs().max()))
-
-
-def _sum_of_embeddings(evidence: Evidence, findings: Findings, architecture: Architecture) -> None:
-    """What the module of all embeddings makes is their sum, or the norm of it."""
-    more = map(more_embed_name, architecture.more_embeds)
-    project = architecture.embed_project
-    first = "embed.hook_projected" if project and project != architecture.embeddings else "embed.hook_embed"
-    names = (first, "embed.hook_pos_embed", "embed.hook_token_type_embed", *more)
-    norm = architecture.embed_norm
-    parts = [part for part in map(evidence.get, names) if part is not None]
-    total: Tensor | None = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
-    full = evidence.get("hook_full_embed")
-    if norm is not None:
-        call = evidence.call(evidence.base, norm.path)
-        findings.equal(ENDS, "embed", call.input if call else None, total)
-        total = call.result if call else None
-    linear = evidence.call(evidence.base, project) if project else None
-    if project:
-        weight = getattr(linear.module, "weight", None) if linear else None
-        is_linear = isinstance(weight, Tensor) and weight.ndim == 2
-        findings.holds(ENDS, "embed_project", is_linear, f"{project} is no linear layer that ran")
-    if linear is not None and project == architecture.embeddings:
-        findings.equal(ENDS, "embed_project", linear.input, total)
-        total = linear.result
-    elif linear is not None:
-        tokens, read = evidence.get("embed.hook_embed"), linear.input
-        there = tokens is not None and read is not None and read[..., : tokens.shape[-1]].equal(tokens)
-        findings.holds(ENDS, "embed_project", there, f"{project} does not read embed.hook_embed")
-    findings.equal(ENDS, "hook_full_embed", full, total)
 
 
 def _ends(evidence: Evidence, findings: Findings) -> None:
@@ -386,7 +310,7 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
         findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
     if architecture.stack.every_block[0].exit:
-        stream = _zeroed(findings, stream, last)
+        stream = zeroed(findings, stream, last)
     factor = float((last.double() * stream.double()).sum() / stream.double().pow(2).sum())
     findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))
     findings.holds(ENDS, "unembed", factor > 0, f"it reads what the final norm makes, times {factor:.3g}")

@@ -27,6 +27,7 @@ from adapters.views.stream import (
     Scaled,
     Streams,
     WithBatchAxis,
+    WithParameter,
 )
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "Streams",
     "View",
     "WithBatchAxis",
+    "WithParameter",
     "WriteThrough",
     "columns",
     "gathered",

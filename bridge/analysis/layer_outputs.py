@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from adapters.attention import Attention
 from adapters.linear import bias_of, head_results, weight_in_out
 from adapters.paths import module_at
 from bridge.analysis.requirements import Activations, AnalysedModel, Index, pick, require
@@ -134,6 +135,9 @@ def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"])
     if weight_in_out(module) is not None or width is None:
         return bias
     like = _to_module(torch.zeros(1, 1, width, dtype=bias.dtype), module)  # LoRA may have a bias of its own
+    step = model.architecture.step_at(layer, part)
+    if isinstance(step.part, Attention) and step.part.o_bias:
+        return bias
     return bias_of(module, like)[0, 0].to(bias.device) * _factor(model, layer, part)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from adapters import Architecture, ModelMap, Weights, map_model
 from adapters.automatic.proof import Proof
 from adapters.config import ModelConfig, is_language_part
+from adapters.inputs.made import Given
 from adapters.model import Automatic
 from adapters.paths import base_path, join
 from adapters.registry import has_declaration, is_declared
@@ -32,7 +33,7 @@ class WrappedModel(nn.Module):
     """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
 
     Args:
-        hf_model, tokenizer, automatic: as for `TransformerBridge`.
+        hf_model, tokenizer, automatic, inputs: as for `TransformerBridge`.
     """
 
     #: Whether attribution to logits counts the final norm's weight. HookedTransformer leaves it out.
@@ -46,7 +47,12 @@ class WrappedModel(nn.Module):
     refuses_silent_hooks = True
 
     def __init__(
-        self, hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, automatic: Automatic = True
+        self,
+        hf_model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        automatic: Automatic = True,
+        inputs: Given | None = None,
     ) -> None:
         self.__dict__.pop("wiring", None)  # there where a bridge is made anew in place (see `__setattr__`)
         super().__init__()
@@ -60,7 +66,7 @@ class WrappedModel(nn.Module):
                 f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
                 "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
             )
-        found = map_model(hf_model, automatic=automatic)
+        found = map_model(hf_model, automatic=automatic, inputs=inputs)
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
         self.cfg: ModelConfig = found.cfg
@@ -69,7 +75,7 @@ class WrappedModel(nn.Module):
         self.no_layer_runs = found.no_layer_runs
         self._wire(found)
         if found.inferred:
-            self._keep_what_is_proved(found)
+            self._keep_what_is_proved(found, inputs)
             _LOGGER.warning("%s", self.offered().summary)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
@@ -85,9 +91,9 @@ class WrappedModel(nn.Module):
         self._tree = Tree(self.names, lambda: self.weights)
         read_record(self)
 
-    def _keep_what_is_proved(self, found: ModelMap) -> None:
+    def _keep_what_is_proved(self, found: ModelMap, inputs: Given | None) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""
-        proof = Proof(self).run()
+        proof = Proof(self, inputs).run()
         self.no_layer_runs = proof.no_layer_runs
         self._wire(found.without(proof.not_offered))
 
@@ -113,7 +119,7 @@ class WrappedModel(nn.Module):
         if not is_language_part(self.core):
             return Offered(*named)
         stacks, base = self.architecture.stacks, base_path(self.core)
-        paths = [self.architecture.embed, *(stack.path for stack in stacks)]
+        paths = [self.architecture.token_embeddings, *(stack.path for stack in stacks)]
         paths += [stack.final_norm.path for stack in stacks if stack.final_norm]
         used = {self.architecture.unembed, *(join(base, path) for path in paths)}
         return Offered(*named, beside(self.core, used))

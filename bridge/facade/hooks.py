@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -15,32 +16,16 @@ from bridge.run.positions import PosSlice
 from bridge.run.recorder import caching_functions
 
 
-class HookMethods(WrappedModel):
-    """The methods of a bridge that choose hook points, and add hooks for all runs."""
+class AddsHooks:
+    """Adding and removing hooks: what a bridge shares with a user's own module that holds hook points."""
 
-    def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
-        """The hook points that a filter chooses, in the order of the computation.
+    def hook_points(self) -> Collection[HookPoint]:
+        """All hook points."""
+        raise NotImplementedError
 
-        Args:
-            names: a name, an alias, a list of them, a hook point; a function, which is asked about every name and
-                every alias that there is, and chooses a point when it accepts any of its names; None: all but the
-                heavy ones that are not switched on by the ``set_use_*`` methods, and the extra ones.
-
-        Raises:
-            UnknownHookError: a name that no hook point has.
-            ValueError: a filter that matches nothing, or a hook point of another bridge.
-
-        Example:
-            >>> from bridge import TransformerBridge
-            >>> bridge = TransformerBridge.boot_embedded()
-            >>> [hook.name for hook in bridge.select_hooks(lambda name: name.endswith("ln1.hook_scale"))][:2]
-            ['blocks.0.ln1.hook_scale', 'blocks.1.ln1.hook_scale']
-        """
-        if isinstance(names, HookPoint):
-            if self.hook_dict.get(names.name) is not names:
-                raise ValueError(f"{names!r} belongs to another bridge")
-            return [names]
-        return self.names.select(names, lambda hook: bool(hook.point.flag and getattr(self.cfg, hook.point.flag)))
+    def select_hooks(self, names: NamesFilter | HookPoint) -> Sequence[HookPoint]:
+        """The hook points that a filter chooses."""
+        raise NotImplementedError
 
     def add_hook(
         self,
@@ -83,17 +68,6 @@ class HookMethods(WrappedModel):
             raise
         return handles
 
-    def get_hook_point(self, hook_name: str) -> HookPoint:
-        """The hook point of a name or an alias.
-
-        Args:
-            hook_name: such as ``blocks.0.attn.hook_q``.
-
-        Raises:
-            UnknownHookError: there is none.
-        """
-        return self.names.find(hook_name)
-
     def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFunction, dir: str = "fwd") -> list[Handle]:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
 
@@ -120,9 +94,9 @@ class HookMethods(WrappedModel):
         if direction not in ("fwd", "bwd", "both"):
             raise ValueError(f'direction is {direction!r}; it must be "fwd", "bwd" or "both"')
         if clear_contexts:
-            for point in self.hook_dict.values():
+            for point in self.hook_points():
                 point.clear_context()
-        for point in self.hook_dict.values():
+        for point in self.hook_points():
             if point.listeners:
                 point.remove_hooks(direction, including_permanent, level)
 
@@ -178,6 +152,49 @@ class HookMethods(WrappedModel):
         for name, fn in backward:
             self.add_hook(name, fn, "bwd")
         return cache
+
+
+class HookMethods(WrappedModel, AddsHooks):
+    """The methods of a bridge that choose hook points, and add hooks for all runs."""
+
+    def hook_points(self) -> Collection[HookPoint]:
+        """All hook points, in the order of the computation."""
+        return self.hook_dict.values()
+
+    def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
+        """The hook points that a filter chooses, in the order of the computation.
+
+        Args:
+            names: a name, an alias, a list of them, a hook point; a function, which is asked about every name and
+                every alias that there is, and chooses a point when it accepts any of its names; None: all but the
+                heavy ones that are not switched on by the ``set_use_*`` methods, and the extra ones.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: a filter that matches nothing, or a hook point of another bridge.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> [hook.name for hook in bridge.select_hooks(lambda name: name.endswith("ln1.hook_scale"))][:2]
+            ['blocks.0.ln1.hook_scale', 'blocks.1.ln1.hook_scale']
+        """
+        if isinstance(names, HookPoint):
+            if self.hook_dict.get(names.name) is not names:
+                raise ValueError(f"{names!r} belongs to another bridge")
+            return [names]
+        return self.names.select(names, lambda hook: bool(hook.point.flag and getattr(self.cfg, hook.point.flag)))
+
+    def get_hook_point(self, hook_name: str) -> HookPoint:
+        """The hook point of a name or an alias.
+
+        Args:
+            hook_name: such as ``blocks.0.attn.hook_q``.
+
+        Raises:
+            UnknownHookError: there is none.
+        """
+        return self.names.find(hook_name)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Whether an unfiltered cache holds `attn.hook_result`."""

@@ -11,10 +11,11 @@ from tqdm.auto import tqdm
 from transformers import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from adapters.inputs.arguments import accepted_arguments
 from adapters.paths import core_path
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.criteria import Steps
-from bridge.generation.options import Options, check_generates, prepared
+from bridge.generation.options import Options, check_generates, check_plain_loop, prepared
 from bridge.generation.prompt import (
     Generates,
     Prompt,
@@ -29,7 +30,6 @@ from bridge.generation.recorder import StepRecorder
 from bridge.hooks.context import Generation, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.names import named_one_by_one
-from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 from bridge.wiring.compiled import as_written, kept_as_written
 
@@ -144,6 +144,7 @@ def _step_recorder(bridge: Generates, options: Options, arguments: dict[str, Any
         """An argument of the model's `generate`: as it was given, or else as the model's own configuration says."""
         return arguments[name] if name in arguments else getattr(own, name, None)
 
+    check_plain_loop(bridge, "return_cache", "Use run_with_cache on the finished sequence")
     refused = [name for name in _OTHER_RUNS if chosen(name)]
     refused += [name for name in ("num_beams", "guidance_scale") if (chosen(name) or 1) != 1]
     if refused:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from adapters.inputs.arguments import accepted_arguments, takes
 from bridge.generation.criteria import FrequencyPenalty, StopStrings
 from bridge.generation.prompt import Arguments, Generates, Prompt, prompt_of
 from bridge.hooks.arguments import check_types
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 
 
@@ -69,6 +69,20 @@ def check_generates(bridge: Generates) -> None:
         raise TypeError(f"{type(bridge.core).__name__} does not generate text: transformers gives it no `generate`")
 
 
+def check_plain_loop(bridge: Generates, wanted: str, instead: str) -> None:
+    """Refuses what needs the steps of a generation to be those of its tokens, where images or sound are made text of.
+
+    Raises:
+        ValueError: the class has a `generate` of its own for that.
+    """
+    own, taken = type(bridge.core), takes(bridge.core)
+    if (taken.main is not None or taken.needed) and getattr(own, "generate", None) is not GenerationMixin.generate:
+        raise ValueError(
+            f"{wanted} cannot be had of {own.__name__}, whose `generate` is its own: it may run the model more often "
+            f"than there are tokens, and leave some out. {instead}."
+        )
+
+
 def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt, Arguments]:
     """The prompt, and the arguments of the model's `generate` besides.
 
@@ -86,7 +100,7 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
     _check_known(bridge, more)
     _check_used(options, more)
     prompt = prompt_of(bridge, input, options.prepend_bos, options.padding_side, more.pop("attention_mask", None))
-    if prompt.tokens is not None and "attention_mask" not in prompt.kwargs:
+    if prompt.tokens is not None and "input_ids" in prompt.kwargs and "attention_mask" not in prompt.kwargs:
         prompt.kwargs["attention_mask"] = _inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
     _check_room(bridge, prompt, options.max_new_tokens)
     arguments: Arguments = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample, **more}

@@ -11,6 +11,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from adapters.inputs.arguments import takes
 from adapters.offloaded import input_device
 from bridge.analysis.requirements import AnalysedModel
 from bridge.hooks.hook_point import HookPoint
@@ -80,6 +81,8 @@ def prompt_of(
         ValueError: an unknown side; a mask that does not fit; no tokens.
     """
     where = input_device(bridge.core)
+    if takes(bridge.core).main is not None:
+        return _behind_images_or_sound(bridge, input, prepend_bos, mask)
     if mask is not None:
         check_zero_or_one("attention_mask", mask)
         mask = mask.long()
@@ -110,6 +113,32 @@ def prompt_of(
         kwargs["attention_mask"] = mask.to(where)
     padding = [0] * len(tokens) if mask is None else (mask.cumsum(-1) == 0).sum(-1).tolist()
     return Prompt(kwargs, kwargs["input_ids"], padding, padding_side == "right", kind)
+
+
+def _behind_images_or_sound(bridge: Generates, input: Input, prepend_bos: bool | None, mask: Tensor | None) -> Prompt:
+    """The prompt of a model whose first blocks read images or sound: these, or what its decoder begins with.
+
+    Raises:
+        TypeError: text or tokens for a model that reads none.
+    """
+    taken, where = takes(bridge.core), input_device(bridge.core)
+    given: Arguments = {} if mask is None else {"attention_mask": mask.to(where)}
+    if isinstance(input, Tensor) and input.is_floating_point():
+        return Prompt({taken.main or "": input.to(where), **given}, None, [0] * len(input), False, "tokens")
+    if isinstance(input, str) and not input:  # the images or the sound alone, by their name
+        return Prompt(given, None, [0], False, "str")
+    if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
+        if not isinstance(input, str):
+            check_texts(input)
+        batch = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, "left")
+        tokens, kind = batch.tokens, "str" if isinstance(input, str) else "list"
+        if batch.mask is not None:
+            given["decoder_attention_mask"] = batch.mask.to(where)
+    else:
+        tokens, kind = as_tokens(input), "tokens"
+    check_ids(bridge.wiring.embedding, bridge.cfg, tokens, "the prompt")
+    given["decoder_input_ids"] = tokens.to(where)
+    return Prompt(given, given["decoder_input_ids"], [0] * len(tokens), False, kind)
 
 
 def check_return_type(return_type: str | None) -> None:

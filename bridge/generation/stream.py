@@ -18,7 +18,7 @@ from transformers.generation import BaseStreamer
 
 from bridge.generation.criteria import Steps
 from bridge.generation.generate import generating, run_generate
-from bridge.generation.options import Options, prepared
+from bridge.generation.options import Options, check_plain_loop, prepared
 from bridge.generation.prompt import Generates, Prompt, check_return_type, decode, is_as_text
 from bridge.hooks.context import Generation
 from bridge.run.protocol import Input
@@ -95,6 +95,7 @@ def stream(bridge: Generates, input: Input, arguments: dict[str, Any]) -> Iterat
             raise ValueError(f"{name} is of a cache, and a stream has none")
     options = Options.of(arguments)
     check_return_type(options.return_type)
+    check_plain_loop(bridge, "a stream", "Use generate")
     prompt, given = prepared(bridge, input, options)
     as_text = is_as_text(options.return_type, prompt)
     if as_text:

@@ -7,15 +7,51 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from adapters.paths import call_number, gone, module_path, token_embedding
+from adapters.views import Args, Kwargs
 
 
 @functools.cache
 def first_parameter(forward: Callable[..., Any]) -> str:
     """The name of a forward function's first parameter after self."""
     return list(inspect.signature(forward).parameters)[1]
+
+
+@functools.cache
+def place_of_argument(forward: Callable[..., Any], name: str) -> int:
+    """At which place a forward function takes an argument, after self.
+
+    Raises:
+        ValueError: it has no such argument.
+    """
+    names = list(inspect.signature(forward).parameters)[1:]
+    if name not in names:
+        raise ValueError(f"{forward.__qualname__} has no argument {name!r}; it has {', '.join(names)}")
+    return names.index(name)
+
+
+def argument(module: nn.Module, args: Args, kwargs: Kwargs, name: int | str | None) -> tuple[Any, int | str]:
+    """An argument of a call, and its place among `args`, or its name among `kwargs`.
+
+    Args:
+        module: which is called.
+        args, kwargs: with these.
+        name: of the argument, which is the key of an input's site; None: the first.
+    """
+    if name is None:
+        place: int | str = 0 if args else first_parameter(type(module).forward)
+    else:
+        place = name if name in kwargs else place_of_argument(type(module).forward, str(name))
+    return (args[place] if isinstance(place, int) else kwargs[place]), place
+
+
+def with_argument(args: Args, kwargs: Kwargs, place: int | str, new: Tensor) -> tuple[Args, Kwargs]:
+    """What a call is given with another value for one argument (see `argument`)."""
+    if isinstance(place, int):
+        return (*args[:place], new, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: new}
 
 
 class Finder:

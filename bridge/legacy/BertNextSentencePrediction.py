@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,7 @@ class BertNextSentencePrediction:
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch 2"] | str | list[str] | None:
         """Runs the model."""
-        logits, _ = self._run(self.model.forward, input, return_type, token_type_ids, one_zero_attention_mask)
-        return self._result(logits, return_type)
+        return self._run(self.model.forward, input, return_type, token_type_ids, one_zero_attention_mask)[0]
 
     __call__ = forward
 
@@ -76,20 +76,14 @@ class BertNextSentencePrediction:
         **kwargs: Any,
     ) -> Any:
         """Runs the model and keeps activations."""
-        run = self.model.run_with_cache
-        logits, (_, cache) = self._run(run, input, return_type, token_type_ids, one_zero_attention_mask, **kwargs)
-        return self._result(logits, return_type), cache
+        run = functools.partial(self.model.run_with_cache, **kwargs)
+        made, (_, cache) = self._run(run, input, return_type, token_type_ids, one_zero_attention_mask)
+        return made, cache
 
     def _run(
-        self,
-        run: Callable[..., Any],
-        input: Any,
-        return_type: str | None,
-        types: Tensor | None,
-        mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        """The head's logits, and what `run` returns."""
+        self, run: Callable[..., Any], input: Any, return_type: str | None, types: Tensor | None, mask: Tensor | None
+    ) -> tuple[Any, Any]:
+        """What was asked for, and what `run` returns."""
         if return_type not in ("logits", "predictions", None):
             raise ValueError(f'return_type is {return_type!r}; it must be "logits", "predictions" or None')
         if isinstance(input, str | list) and (not input or isinstance(input[0], str)):
@@ -104,12 +98,8 @@ class BertNextSentencePrediction:
                 )
         found: list[Tensor] = []
         with self.model.hooks(fwd_hooks=[(_HEAD, lambda logits, hook: found.append(logits))]):
-            rest = run(tokens, None, types, mask, **kwargs)
-        return found[0], rest
-
-    @staticmethod
-    def _result(logits: Tensor, return_type: str | None) -> Tensor | str | list[str] | None:
+            rest = run(tokens, None, types, mask)
         if return_type != "predictions":
-            return logits if return_type == "logits" else None
-        said = [_ANSWERS[best] for best in logits.argmax(-1).tolist()]
-        return said[0] if len(said) == 1 else said
+            return (found[0] if return_type == "logits" else None), rest
+        said = [_ANSWERS[best] for best in found[0].argmax(-1).tolist()]
+        return (said[0] if len(said) == 1 else said), rest

@@ -65,18 +65,14 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
                 f"n_heads={config.n_heads} times d_head={config.d_head} is not d_model={config.d_model}, as in BERT"
             )
         made = BertConfig(**fields, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        model = BertForPreTraining(made).eval().to(config.dtype)
-        return model.to(config.device) if move_to_device else model
+        return cls._placed(BertForPreTraining(made), config, move_to_device)
 
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
         """Text as tokens, with what BERT takes beside them."""
-        longest = self.cfg.n_ctx if truncate else None
-        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
-        mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
-        found = batch.tokens, torch.zeros_like(batch.tokens), mask
-        return tuple(x.to(self.cfg.device) for x in found) if move_to_device else found  # type: ignore[return-value]
+        tokens, mask = self.tokens_and_mask(input, move_to_device, truncate)
+        return tokens, torch.zeros_like(tokens), mask
 
     def encoder_output(
         self,

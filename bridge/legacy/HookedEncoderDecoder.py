@@ -54,19 +54,13 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
         start = 0 if config.decoder_start_token_id is None else config.decoder_start_token_id
         kind = f"gated-{config.act_fn}" if config.gated_mlp else config.act_fn
         fields |= {"feed_forward_proj": kind, "decoder_start_token_id": start, "dropout_rate": 0.0}
-        made = T5Config(**fields)
-        model = T5ForConditionalGeneration(made).eval().to(config.dtype)
-        return model.to(config.device) if move_to_device else model
+        return cls._placed(T5ForConditionalGeneration(T5Config(**fields)), config, move_to_device)
 
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
         """Text as the encoder's tokens, and their mask."""
-        longest = self.cfg.n_ctx if truncate else None
-        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
-        mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
-        device = self.cfg.device if move_to_device else "cpu"
-        return batch.tokens.to(device), mask.to(device)
+        return self.tokens_and_mask(input, move_to_device, truncate)
 
     def forward(  # type: ignore[override]
         self,
@@ -88,24 +82,12 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
         input: Input = "",
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
         max_new_tokens: int = 10,
-        stop_at_eos: bool = True,
-        eos_token_id: int | Sequence[int] | None = None,
-        do_sample: bool = True,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        temperature: float = 1.0,
-        freq_penalty: float = 0.0,
-        return_type: str | None = "input",
-        verbose: bool = True,
         **more: Any,
     ) -> Any:
-        """What the decoder answers, by the model's own `generate`."""
+        """What the decoder answers, by the model's own `generate`; `more` is as for `HookedTransformer.generate`."""
         if one_zero_attention_mask is not None:
             more["attention_mask"] = one_zero_attention_mask
-        return super().generate(
-            input, max_new_tokens, stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, freq_penalty,
-            return_type=return_type, verbose=verbose, **more,
-        )  # fmt: skip
+        return super().generate(input, max_new_tokens, **more)
 
     def _paths(self) -> Iterator[tuple[str, str]]:
         base = base_path(self.original_model)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 import bridge.legacy.loading_from_pretrained as loading
 import bridge.legacy.utils as utils
+from adapters.config import ModelConfig
 from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
@@ -38,7 +39,7 @@ from bridge.legacy.own_format import own_format, take_own
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.point import HookPoint
-from bridge.legacy.reweighing import WeightsAsBefore
+from bridge.legacy.reweighing import TRANSFORMS, WeightsAsBefore
 from bridge.legacy.root_module import HookedRootModule
 from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
@@ -116,7 +117,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         super().__init__(model)
         self.intended_device = where
         self.dataset: Any = None
-        if isinstance(cfg, HookedTransformerConfig | Mapping):
+        if isinstance(cfg, HookedTransformerConfig | Mapping) and not isinstance(cfg, ModelConfig):
             given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
             for name in _KEPT & given.keys():
                 setattr(self.cfg, name, given[name])
@@ -223,18 +224,9 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         return bridge
 
     @classmethod
-    def from_pretrained_no_processing(
-        cls, model_name: str, fold_ln: bool = False, center_writing_weights: bool = False,
-        center_unembed: bool = False, refactor_factored_attn_matrices: bool = False, fold_value_biases: bool = False,
-        dtype: torch.dtype | str = torch.float32, default_prepend_bos: bool | None = None,
-        default_padding_side: Side = "right", **from_pretrained_kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """`from_pretrained` with all processing off."""
-        return cls.from_pretrained(
-            model_name, fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices,
-            fold_value_biases=fold_value_biases, dtype=dtype, default_prepend_bos=default_prepend_bos,
-            default_padding_side=default_padding_side, **from_pretrained_kwargs,
-        )  # fmt: skip
+    def from_pretrained_no_processing(cls, model_name: str, **kwargs: Any) -> Any:
+        """`from_pretrained` with all processing off, unless it is asked for."""
+        return cls.from_pretrained(model_name, **(dict.fromkeys(TRANSFORMS, False) | kwargs))
 
     def _keep_layers(self, n: int) -> None:
         if not 0 <= n <= self.cfg.n_layers:

@@ -15,8 +15,8 @@ import torch
 
 from adapters.config import ModelConfig
 from bridge.hooks.names import suggestion
-from bridge.legacy.devices import get_device
-from bridge.native.config import ACT_FNS
+from bridge.legacy.utilities.devices import get_device
+from bridge.native.config import ACT_FNS, NativeConfig
 
 #: Fields for which a model made from scratch has no place, and the value that they may have.
 ONLY_LOADED: dict[str, Any] = {
@@ -26,13 +26,7 @@ ONLY_LOADED: dict[str, Any] = {
     "use_normalization_before_and_after": False, "attn_scores_soft_cap": -1.0, "output_logits_soft_cap": -1.0,
     "use_NTK_by_parts_rope": False, "n_devices": 1,
 }  # fmt: skip
-_THE_SAME = (
-    "n_layers", "d_model", "n_ctx", "d_head", "n_heads", "n_key_value_heads", "d_vocab", "d_vocab_out", "eps",
-    "attn_only", "gated_mlp", "parallel_attn_mlp", "normalization_type", "final_rms", "attention_dir",
-    "positional_embedding_type", "use_attn_scale", "scale_attn_by_inverse_layer_idx", "init_weights", "init_mode",
-    "initializer_range", "seed", "dtype", "device", "model_name", "tokenizer_name", "default_prepend_bos",
-    "use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in",
-)  # fmt: skip
+_ROTARY = ("rotary_dim", "rotary_base")
 
 
 @dataclass(repr=False)
@@ -238,13 +232,14 @@ class HookedTransformerConfig:
             raise ValueError("positional_embedding_type='alibi' is for loaded models")
         if self.d_vocab < 1:
             raise ValueError(f"d_vocab is {self.d_vocab}: it is needed, or a tokenizer that says it")
-        given = {name: getattr(self, name) for name in _THE_SAME}
+        shared = {f.name for f in fields(NativeConfig)} & self.__dict__.keys() - {"tie_word_embeddings", *_ROTARY}
+        given = {name: getattr(self, name) for name in shared}
         given["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab  # which may be set late
         given["d_mlp"] = None if self.attn_only else self.d_mlp
         given["act_fn"] = None if self.attn_only else self.act_fn
         given["attn_scale"] = float(self.attn_scale) if self.use_attn_scale else None
         if self.positional_embedding_type == "rotary":
-            given |= {"rotary_dim": self.rotary_dim, "rotary_base": self.rotary_base}
+            given |= {name: getattr(self, name) for name in _ROTARY}
         return given
 
     def __repr__(self) -> str:

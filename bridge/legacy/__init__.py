@@ -17,33 +17,24 @@ if TYPE_CHECKING:
     from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig as HookedTransformerConfig
     from bridge.weights.factored_matrix import FactoredMatrix as FactoredMatrix
 
+#: The classes, by the modules that they are in.
 _CLASSES = {
-    "ActivationCache": "ActivationCache",
-    "BertNextSentencePrediction": "BertNextSentencePrediction",
-    "FactoredMatrix": "FactoredMatrix",
-    "HookedEncoder": "HookedEncoder",
-    "HookedEncoderDecoder": "HookedEncoderDecoder",
-    "HookedTransformer": "HookedTransformer",
-    "HookedRootModule": "hook_points",
-    "HookPoint": "hook_points",
-    "HookedTransformerConfig": "HookedTransformerConfig",
-    "HookedTransformerKeyValueCache": "past_key_value_caching",
-    "HookedTransformerKeyValueCacheEntry": "past_key_value_caching",
-    "SVDInterpreter": "SVDInterpreter",
-}
+    **{name: name for name in (
+        "ActivationCache", "BertNextSentencePrediction", "FactoredMatrix", "HookedEncoder", "HookedEncoderDecoder",
+        "HookedTransformer", "HookedTransformerConfig", "SVDInterpreter",
+    )},
+    **dict.fromkeys(("HookedRootModule", "HookPoint"), "hook_points"),
+    **dict.fromkeys(
+        ("HookedTransformerKeyValueCache", "HookedTransformerKeyValueCacheEntry"), "past_key_value_caching"
+    ),
+}  # fmt: skip
 _MODULES = {
-    "components": "components",
-    "evals": "evals",
-    "head_detector": "head_detector",
-    "hook_points": "hook_points",
+    **{name: name for name in (
+        "components", "evals", "head_detector", "hook_points", "loading_from_pretrained", "past_key_value_caching",
+        "patching", "train", "utilities", "utils",
+    )},
     "loading": "loading_from_pretrained",
-    "loading_from_pretrained": "loading_from_pretrained",
-    "past_key_value_caching": "past_key_value_caching",
-    "patching": "patching",
-    "train": "train",
-    "utilities": "utilities",
-    "utils": "utils",
-}
+}  # fmt: skip
 _OLD_NAMES = {
     "EasyTransformer": "HookedTransformer",
     "EasyTransformerConfig": "HookedTransformerConfig",

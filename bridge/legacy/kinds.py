@@ -5,9 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from adapters.config import ModelConfig
 from bridge.legacy.parts import BUFFERS, Part
+
+__all__ = [
+    "MLP", "AbstractAttention", "Attention", "BertEmbed", "CanBeUsedAsMLP", "Embed", "GatedMLP",
+    "GroupedQueryAttention", "LayerNorm", "LayerNormPre", "MoE", "Part", "PosEmbed", "RMSNorm", "RMSNormPre",
+    "T5Attention", "TransformerBlock", "Unembed",
+]  # fmt: skip
+
+
+_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
 
 
 class CanBeUsedAsMLP(Part):
@@ -87,6 +98,22 @@ class GroupedQueryAttention(AbstractAttention):
     at, fields = "blocks.0.attn", {"attn_only": True}
 
 
+class T5Attention(Attention):
+    """Attention of T5. In the first layer of each stack it holds the biases of relative positions for all of them."""
+
+    at = ""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in ("has_relative_attention_bias", *_RELATIVE):
+            return getattr(self.module, attribute)
+        return super().__getattr__(attribute)
+
+    def compute_relative_attention_bias(self, query_length: int, key_length: int) -> Float[Tensor, "1 head q k"]:
+        """The biases, as the model's own module computes them."""
+        module: Any = self.module
+        return module.compute_bias(query_length, key_length)  # type: ignore[no-any-return]
+
+
 def _kind(name: str, doc: str, at: str, **fields: Any) -> type[Part]:
     body = {"__doc__": doc, "__module__": __name__, "at": at, "fields": {"attn_only": True} | fields}
     return type(name, (Part,), body)
@@ -123,6 +150,8 @@ def kind_of(name: str, inside: set[str], cfg: ModelConfig) -> type[Part]:
     if last == "embed" and "embed" in inside:
         return BertEmbed
     if last in ("attn", "cross_attn"):
+        if cfg.relative_attention_num_buckets is not None:
+            return T5Attention
         return GroupedQueryAttention if cfg.n_key_value_heads is not None else Attention
     if last == "mlp":
         return MoE if "experts" in inside else GatedMLP if "W_gate" in inside else MLP

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
 from bridge.hooks.names import suggestion
-from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, HUB, get_official_model_name
+from bridge.legacy.utilities.devices import get_device
 from bridge.loading.boot import text_model
 from bridge.run.tokenization import TokenError
 
@@ -38,20 +39,6 @@ class LoadedAsBefore(TransformerBridge):
         """Puts the model where it would be without ``move_to_device=False``."""
         if self.intended_device is not None:
             self.original_model.to(self.intended_device)
-
-    def to(self, device_or_dtype: Any = None, *more: Any, print_details: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Moves the model, or changes the type of its weights."""
-        given = [x for x in (device_or_dtype, *more) if x is not None and not isinstance(x, bool)]
-        self.original_model.to(*given, **kwargs)
-        return self
-
-    def cuda(self, device: int | torch.device | None = None) -> Any:
-        """Moves the model to a GPU."""
-        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or torch.device("cuda"))
-
-    def cpu(self) -> Any:
-        """Moves the model to the CPU."""
-        return self.to(torch.device("cpu"))
 
     @classmethod
     def _load(
@@ -161,6 +148,20 @@ class UnprocessedAsBefore(LoadedAsBefore):
             if getattr(config, name) != allowed:
                 raise ValueError(f"{name} is {getattr(config, name)!r}; in a {cls.__name__} it can only be {allowed!r}")
         return {theirs: getattr(config, ours) for theirs, ours in names.items()}
+
+    @staticmethod
+    def _placed(model: nn.Module, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
+        return model.eval().to(config.dtype).to(config.device if move_to_device else "cpu")
+
+    def tokens_and_mask(
+        self, input: str | Sequence[str], move_to_device: bool, truncate: bool
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+        """Text as tokens, and their mask."""
+        longest = self.cfg.n_ctx if truncate else None
+        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
+        mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
+        device = self.cfg.device if move_to_device else "cpu"
+        return batch.tokens.to(device), mask.to(device)
 
 
 def as_type(dtype: torch.dtype | str) -> torch.dtype:

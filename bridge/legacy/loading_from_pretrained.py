@@ -11,7 +11,6 @@ from torch import Tensor
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
-from bridge.legacy.devices import get_device
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.missing import missing
 from bridge.legacy.model_names import (
@@ -21,12 +20,13 @@ from bridge.legacy.model_names import (
     get_official_model_name,
 )
 from bridge.legacy.own_format import own_format
+from bridge.legacy.utilities.devices import get_device
 from bridge.loading.training_checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
 
 __all__ = [
     "DEFAULT_MODEL_ALIASES", "MODEL_ALIASES", "OFFICIAL_MODEL_NAMES", "PYTHIA_CHECKPOINTS",
-    "STANFORD_CRFM_CHECKPOINTS", "fill_missing_keys", "get_checkpoint_labels", "get_num_params_of_pretrained",
-    "get_official_model_name", "get_pretrained_model_config", "get_pretrained_state_dict", "make_model_alias_map",
+    "STANFORD_CRFM_CHECKPOINTS", "fill_missing_keys", "get_checkpoint_labels", "get_official_model_name",
+    "get_pretrained_model_config", "get_pretrained_state_dict", "make_model_alias_map",
 ]  # fmt: skip
 
 #: How the hub is asked.
@@ -101,13 +101,6 @@ def cap_context(cfg: ModelConfig) -> None:
             cfg.n_ctx = most if cfg.n_ctx is None else min(cfg.n_ctx, most)
 
 
-def get_num_params_of_pretrained(model_name: str) -> int:
-    """The number of weights of attention and MLPs, without biases, norms and embeddings."""
-    count = get_pretrained_model_config(model_name).n_params
-    assert count is not None
-    return count
-
-
 def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], str]:
     """The training checkpoints that were published with a model."""
     name = get_official_model_name(model_name)
@@ -122,7 +115,7 @@ def get_pretrained_state_dict(
     name = get_official_model_name(official_model_name)
     own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
     if own is not None:
-        config = copy.copy(cfg) if isinstance(cfg, HookedTransformerConfig) else own.config()
+        config = own.config() if cfg is None else copy.copy(HookedTransformerConfig.unwrap(cfg))
         config.dtype = dtype
         return own.state_dict(config)
     bridge = TransformerBridge.boot_transformers(name, hf_model=hf_model, dtype=None if hf_model else dtype, **kwargs)
@@ -150,6 +143,7 @@ DTYPE_FROM_STRING = {
 
 _CONFIG, _NAMES = "get_pretrained_model_config gives a configuration", "such models say so when they are loaded"
 _NOT_HERE = {
+    "get_num_params_of_pretrained": "get_pretrained_model_config(name).n_params",
     "convert_hf_model_config": _CONFIG,
     "convert_neel_model_config": _CONFIG,
     "get_basic_config": _CONFIG,

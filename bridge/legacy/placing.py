@@ -337,6 +337,21 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
     def training(self, mode: bool) -> None:
         """`torch.nn.Module` sets it where a module is made."""
 
+    def to(self, *args: Any, print_details: bool = True, **kwargs: Any) -> Self:
+        """Moves the model and what was put in, or changes the type of their weights."""
+        given = [x for x in args if x is not None and not isinstance(x, bool)]
+        for module in (self.original_model, *(theirs for *_, theirs in self._theirs())):
+            module.to(*given, **kwargs)
+        return self
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """Moves the model to a GPU."""
+        return self.to(f"cuda:{device}" if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> Self:
+        """Moves the model to the CPU."""
+        return self.to("cpu")
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.original_model._apply(fn, recurse)
         for *_, module in self._theirs():

@@ -16,7 +16,8 @@ from bridge.legacy.placing import PartsAsBefore
 from weight_processing.process import OFF, ON
 
 _LOG = logging.getLogger(__name__)
-_TRANSFORMS = (
+#: The steps of processing.
+TRANSFORMS = (
     "fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases", "refactor_factored_attn_matrices",
 )  # fmt: skip
 
@@ -33,7 +34,7 @@ class WeightsAsBefore(PartsAsBefore):
         fold_value_biases: bool = True,
     ) -> None:
         """Processes the weights in place. What the architecture forbids is left out with a warning in the log."""
-        asked = dict(zip(_TRANSFORMS, (
+        asked = dict(zip(TRANSFORMS, (
             fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices,
         ), strict=True))  # fmt: skip
         if fold_ln and self.cfg.num_experts:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adapters.inputs.arguments import accepted_arguments
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
@@ -24,7 +25,6 @@ from bridge.legacy.tokens import (
 from bridge.run.checks import as_tokens
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import check_layers
-from bridge.run.model_inputs import accepted_arguments
 from bridge.run.protocol import Input
 
 
@@ -288,10 +288,7 @@ class RunsAsBefore(TransformerBridge):
 
 def _positions(given: Any) -> Any:
     """A `pos_slice` as the bridge takes it."""
-    kept = Slice.unwrap(given)
-    if kept.mode == "int":
-        return int(kept.slice)
-    values = kept.slice
-    if isinstance(values, np.ndarray):
-        return (values.nonzero()[0] if values.dtype == bool else values).tolist()
-    return values
+    kept = Slice.unwrap(given).slice
+    if not isinstance(kept, np.ndarray):
+        return kept
+    return (kept.nonzero()[0] if kept.dtype == bool else kept).tolist()

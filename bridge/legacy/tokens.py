@@ -65,6 +65,39 @@ def get_cumsum_along_dim(tensor: Tensor, dim: int, reverse: bool = False) -> Ten
     return tensor.flip(dim).cumsum(dim).flip(dim) if reverse else tensor.cumsum(dim)
 
 
+def get_tokens_with_bos_removed(tokenizer: Any, tokens: Int[Tensor, "... pos"]) -> Int[Tensor, "... pos-1"]:
+    """Rows of tokens without the BOS that each starts with; where padding is on the right, without the first token.
+
+    Args:
+        tokenizer: says on which side is padding, and what BOS and padding are.
+        tokens: the rows.
+
+    Raises:
+        ValueError: where padding is on the left, a row has no BOS.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from bridge.legacy.utils import get_tokens_with_bos_removed
+        >>> tokenizer = SimpleNamespace(padding_side="left", bos_token_id=1, pad_token_id=0)
+        >>> get_tokens_with_bos_removed(tokenizer, torch.tensor([[0, 1, 5, 6], [1, 7, 1, 8]]))
+        tensor([[0, 5, 6],
+                [7, 1, 8]])
+    """
+    if tokenizer.padding_side == "right":
+        return tokens[..., 1:]
+    is_bos = tokens == tokenizer.bos_token_id
+    if tokenizer.bos_token_id == tokenizer.pad_token_id:
+        is_bos = is_bos.long().cumprod(-1).bool()  # those in front: the last of them is BOS, others are padding
+        place = is_bos.sum(-1, keepdim=True) - 1
+    else:
+        place = is_bos.long().argmax(-1, keepdim=True)
+    if not bool(is_bos.any(-1).all()):
+        raise ValueError(f"a row of the tokens has no BOS (token {tokenizer.bos_token_id})")
+    keep = torch.ones_like(tokens, dtype=torch.bool).scatter(-1, place, False)
+    return tokens[keep].reshape(*tokens.shape[:-1], -1)
+
+
 def get_attention_mask(
     tokenizer: Any, tokens: Int[Tensor, "batch pos"], prepend_bos: bool, padding_side: str | None = None
 ) -> Int[Tensor, "batch pos"]:

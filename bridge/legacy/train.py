@@ -11,7 +11,7 @@ import torch
 from torch import optim
 from torch.utils.data import DataLoader, Dataset
 
-from bridge.legacy.devices import get_device
+from bridge.legacy.utilities.devices import get_device
 
 
 @dataclass

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from adapters.inputs.arguments import accepted_arguments
 from bridge.bridge import TransformerBridge
-from bridge.run.model_inputs import accepted_arguments
 
 #: How far logits of the same computation in another batch may be from each other, of the largest of them.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.experts import gate_and_up, joined
+from adapters.experts import first_projection, gate_and_up, has_gate, joined
 from adapters.views import Call
 from bridge.programs.one_pass import current
 from bridge.programs.taps import LoweredTap
@@ -31,12 +31,17 @@ class LoweredExperts(LoweredTap):
         chosen = torch.nn.functional.one_hot(top_k_index, num_classes=module.num_experts + 1).permute(2, 1, 0)
         for e in range(module.num_experts):
             rank, token = torch.where(chosen[e])
-            both = _linear(module, "gate_up_proj", self.show(f"{e}.in", hidden_states[token], call, one_pass), e)
-            if f"{e}.gate" in self.steps or f"{e}.pre" in self.steps:
+            both = _linear(
+                module, first_projection(module), self.show(f"{e}.in", hidden_states[token], call, one_pass), e
+            )
+            if not has_gate(module):
+                both = self.show(f"{e}.pre", both, call, one_pass)
+            elif f"{e}.gate" in self.steps or f"{e}.pre" in self.steps:
                 gate, up = gate_and_up(module, both)
                 gate, up = self.show(f"{e}.gate", gate, call, one_pass), self.show(f"{e}.pre", up, call, one_pass)
                 both = joined(module, gate, up)
-            post = self.show(f"{e}.post", module._apply_gate(both), call, one_pass)
+            made = module._apply_gate(both) if has_gate(module) else module.act_fn(both)
+            post = self.show(f"{e}.post", made, call, one_pass)
             out = self.show(f"{e}.out", _linear(module, "down_proj", post, e), call, one_pass)
             total.index_add_(0, token, (out * top_k_weights[token, rank, None]).to(total.dtype))
         return total

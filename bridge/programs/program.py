@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.exporters import ExportedModel
 
+from adapters.inputs.arguments import accepted_arguments
 from adapters.paths import core_path
 from adapters.views import Kwargs
 from bridge.export.export import export_for_generation, export_program
@@ -23,7 +24,7 @@ from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
 from bridge.programs.one_pass import AnyFunction, OnePass
 from bridge.programs.taps import AttentionWatch
-from bridge.run.model_inputs import accepted_arguments, places_among_tokens, places_of
+from bridge.run.model_inputs import places_among_tokens, places_of
 from bridge.run.protocol import Runs
 
 

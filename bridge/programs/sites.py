@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adapters.points import Site
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.modules import first_parameter
+from bridge.hooks.modules import argument, with_argument
 from bridge.programs.one_pass import current
 from bridge.programs.steps import Step
 
@@ -31,7 +31,6 @@ class LoweredSite:
     ) -> None:
         self.site, self.steps, self.is_source, self._here = site, tuple(steps), is_source, here
         self._needs_call = any(step.hook.view.contextual or step.hook.point.sources for step in self.steps)
-        self._first = first_parameter(type(module).forward) if site.kind == "input" else ""
         writers = [step.changes and step.hook.view.writes_through for step in self.steps]
         for index, step in enumerate(self.steps):
             step.copies = any(writers[index + 1 :])
@@ -51,12 +50,9 @@ class LoweredSite:
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """The forward pre-hook."""
-        if args:
-            new = self._see(args[0], module, args, kwargs)
-            return None if new is args[0] else ((new, *args[1:]), kwargs)
-        x = kwargs[self._first]
+        x, place = argument(module, args, kwargs, self.site.key)
         new = self._see(x, module, args, kwargs)
-        return None if new is x else (args, {**kwargs, self._first: new})
+        return None if new is x else with_argument(args, kwargs, place, new)
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> object:
         """The forward hook."""

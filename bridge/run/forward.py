@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.inputs.arguments import takes
 from adapters.paths import learns_prompt, token_embedding
 from bridge.hooks.context import ForwardPass, forward_pass
 from bridge.hooks.modules import Finder
@@ -164,7 +165,8 @@ def _check_result(
         )
     if return_type == "predictions":
         return
-    if residual or (isinstance(input, Tensor) and input.is_floating_point()):
+    embeddings = isinstance(input, Tensor) and input.is_floating_point() and takes(bridge.core).main is None
+    if residual or embeddings:
         raise ValueError("a loss needs tokens: embeddings or a residual stream do not say what comes next")
     if bridge.cfg.attention_dir == "bidirectional" and not bridge.core.config.is_encoder_decoder:
         raise ValueError("a model that reads in both directions has no next-token loss; pass labels")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from adapters.inputs.arguments import Takes, accepted_arguments, takes
 from adapters.offloaded import input_device
 from adapters.paths import learns_prompt
 from bridge.hooks.context import CURRENT
@@ -33,22 +32,6 @@ class Inputs:
     kwargs: dict[str, Any]
     tokens: Tensor | None
     mask: Tensor | None
-
-
-@functools.cache
-def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    """The names of the arguments that a Hugging Face forward takes, those of its typed ``**kwargs`` included."""
-    names: set[str] = set()
-    for parameter in inspect.signature(forward).parameters.values():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            names.add(parameter.name)
-            continue
-        annotation = parameter.annotation
-        if isinstance(annotation, str):
-            annotation = eval(annotation, inspect.unwrap(forward).__globals__)  # its own module wrote it
-        for typed in typing.get_args(annotation):
-            names.update(getattr(typed, "__annotations__", ()))
-    return frozenset(names - {"self", "args"})
 
 
 def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]) -> None:
@@ -82,17 +65,23 @@ def prepare(
 
     Args:
         bridge: the bridge.
-        input: text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``.
+        input: text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``; for a model
+            whose first blocks read images or sound, these, or the decoder's tokens.
         prepend_bos, padding_side: for text.
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
         extra: further arguments of the model.
 
     Raises:
         TypeError: the input is none of these.
-        ValueError: it is too long, or empty, or its mask does not fit.
+        ValueError: it is too long, or empty, or its mask does not fit; or something that the model needs is missing.
     """
     device = input_device(bridge.wiring.model)
     kwargs = dict(extra)
+    taken = takes(bridge.core)
+    _check_needed(bridge.core, taken, kwargs)
+    run = CURRENT.get().run
+    if taken.main is not None and (run is None or run.start_at is None):
+        return _images_or_sound(bridge, taken, input, prepend_bos, padding_side, attention_mask, kwargs)
     tokens: Tensor | None = None
     mask = attention_mask
     if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
@@ -105,7 +94,6 @@ def prepare(
         tokens = batch.tokens.to(device)
         mask = batch.mask if mask is None else mask
     elif isinstance(input, Tensor) and input.is_floating_point():
-        run = CURRENT.get().run
         if run is None or run.start_at is None:  # else it stands in for the residual stream, which was checked
             check_embeddings(bridge.core, input)
         kwargs["inputs_embeds"] = input if input.ndim == 3 else input.unsqueeze(0)
@@ -127,7 +115,8 @@ def prepare(
             kwargs["attention_mask"] = mask.to(device)
             return Inputs(kwargs, tokens, None)
         wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs and not _places(bridge.core, kwargs)
-        if wanted and "position_ids" in accepted_arguments(type(bridge.core).forward):
+        # A model that needs an image hands what it does not know to that image's own model, too.
+        if wanted and not taken.needed and "position_ids" in accepted_arguments(type(bridge.core).forward):
             positions = _positions(mask, bridge.core)
             if positions is not None:
                 if learns_prompt(bridge.original_model):
@@ -141,6 +130,70 @@ def prepare(
     if bridge.core.config.is_encoder_decoder:
         return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))
     return Inputs(kwargs, tokens, mask)
+
+
+def _check_needed(core: nn.Module, taken: Takes, given: Collection[str]) -> None:
+    """Refuses a run without something that the model's forward cannot be called without.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    for name in taken.needed:
+        if name not in given:
+            raise ValueError(f"{type(core).__name__} needs {name} beside its tokens: bridge(tokens, {name}=...)")
+
+
+def _images_or_sound(
+    bridge: Runs,
+    taken: Takes,
+    input: Input,
+    prepend_bos: bool | None,
+    padding_side: str | None,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Inputs:
+    """The arguments of a model whose first blocks read images or sound: tokens, where there are any, are its decoder's.
+
+    Raises:
+        TypeError: text or tokens for a model that reads none.
+        ValueError: the images, or the sound, are given twice, or not at all; or tokens are given twice.
+    """
+    device, name, main = input_device(bridge.wiring.model), type(bridge.core).__name__, taken.main
+    assert main is not None
+    if attention_mask is not None:
+        kwargs["attention_mask"] = attention_mask.to(device)  # of frames or patches: the model's own business
+    if isinstance(input, Tensor) and input.is_floating_point():
+        if main in kwargs:
+            raise ValueError(f"{main} is given twice: as the input, and by its name")
+        kwargs[main] = input.to(device)
+    elif taken.tokens is None:
+        raise TypeError(f"{name} reads no tokens: its input is {main}, a tensor of numbers: bridge({main})")
+    elif taken.tokens in kwargs:
+        raise ValueError(f"{taken.tokens} is given twice: as the input, and by its name")
+    else:
+        if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
+            if not isinstance(input, str):
+                check_texts(input)
+            batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side)
+            tokens = batch.tokens
+            if batch.mask is not None:
+                kwargs.setdefault("decoder_attention_mask", batch.mask.to(device))
+        else:
+            tokens = as_tokens(input)
+        kwargs[taken.tokens] = tokens.to(device)
+    if not kwargs.keys() & {main, "input_values", "input_features", "pixel_values", "encoder_outputs"}:
+        raise ValueError(
+            f"{name} needs {main}, and tokens are its decoder's: bridge(tokens, {main}=...), or "
+            f"bridge({main}, decoder_input_ids=tokens)"
+        )
+    if taken.tokens is None:
+        return Inputs(kwargs, None, None)
+    if isinstance(given := kwargs.get(taken.tokens), Tensor) and given.numel():
+        check_ids(bridge.wiring.embedding, bridge.cfg, given, taken.tokens)
+        _check_length(bridge, given.shape[1], kwargs.get("past_key_values"))
+    if kwargs.get("decoder_attention_mask") is not None:
+        check_zero_or_one("decoder_attention_mask", kwargs["decoder_attention_mask"])
+    return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))
 
 
 def _places(core: nn.Module, given: Collection[str]) -> bool:
@@ -259,7 +312,8 @@ def _decoder_tokens(bridge: Runs, kwargs: dict[str, Any]) -> Tensor | None:
         start = getattr(bridge.core.config, "decoder_start_token_id", None)
         if start is None:
             raise ValueError(f"{bridge.cfg.model_name} names no decoder_start_token_id; pass decoder_input_ids")
-        given: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+        names = ("input_ids", "inputs_embeds", takes(bridge.core).main, "input_values", "input_features")
+        given: Tensor = next(kwargs[name] for name in names if name in kwargs)
         kwargs["decoder_input_ids"] = torch.full((given.shape[0], 1), start, device=given.device)
     return kwargs["decoder_input_ids"]
 

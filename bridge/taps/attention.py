@@ -22,7 +22,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
-from bridge.taps.tap import PRODUCTS, SOFTMAXES, Tap, Watch
+from bridge.taps.tap import FLAT_PRODUCT, PRODUCTS, SOFTMAXES, Tap, Watch
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
@@ -102,6 +102,11 @@ class _AttentionWatch(Watch):
         if func in PRODUCTS and _are_heads(args) and self._products:
             query, key = self._rotated(args[0], args[1].transpose(-1, -2))
             return func(query, key.transpose(-1, -2), **kwargs)
+        if func is FLAT_PRODUCT and len(args) == 3 and self._products:
+            added, query, key = args
+            n = self._n_heads(query)
+            query, key = self._rotated(query.unflatten(0, (-1, n)), key.transpose(-1, -2).unflatten(0, (-1, n)))
+            return func(added, query.flatten(0, 1), key.transpose(-1, -2).flatten(0, 1), **kwargs)
         return func(*args, **kwargs)
 
     def check(self) -> None:

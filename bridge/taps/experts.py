@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.experts import gate_and_up, joined, width
+from adapters.experts import first_projection, gate_and_up, has_gate, joined, width
 from adapters.views import Call, Kwargs
 from bridge.taps.tap import Tap, Watch
 
 
 class ExpertsTap(Tap):
-    """For modules whose own forward runs each expert's two projections, `gate_up_proj` and `down_proj`, in turn.
+    """For modules whose own forward runs each expert's two projections, `gate_up_proj` (or `up_proj`, where there is no
+    gate) and `down_proj`, in turn.
 
     Its channels are ``{expert}.in`` and ``{expert}.out``, what the expert is given and returns, ``[row, d_model]``, and
     ``{expert}.gate``, ``{expert}.pre`` and ``{expert}.post``, ``[row, d_expert]``. There is a row for each token that
@@ -57,6 +58,7 @@ class _ExpertsWatch(Watch):
         super().__init__()
         self._tap, self._call = tap, call
         self._ran: set[int] = set()
+        self._first = first_projection(tap.module)
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the projections."""
@@ -65,7 +67,7 @@ class _ExpertsWatch(Watch):
         x, other = _operands(args, kwargs)
         module: Any = self._tap.module
         if func in LINEAR_PRODUCTS:
-            for weight, channel in ((module.gate_up_proj, "in"), (module.down_proj, "post")):
+            for weight, channel in ((getattr(module, self._first), "in"), (module.down_proj, "post")):
                 expert = _which(other, weight)
                 if expert is not None:
                     x = self._show(expert, channel, x)
@@ -78,10 +80,12 @@ class _ExpertsWatch(Watch):
         expert = _which(other, getattr(module, f"down_proj{ends}"))
         if expert is not None:
             return self._show(expert, "out", made)
-        expert = _which(other, getattr(module, f"gate_up_proj{ends}"))
+        expert = _which(other, getattr(module, f"{self._first}{ends}"))
         if expert is None:
             return made
         self._ran.add(expert)
+        if not has_gate(module):
+            return self._show(expert, "pre", made)
         gate, pre = gate_and_up(module, made)
         return joined(module, self._show(expert, "gate", gate), self._show(expert, "pre", pre))
 

@@ -117,16 +117,15 @@ class ChunkScan:
         given: what `mamba2_chunk_scan` was called with.
         one: `mamba2_selective_state_update`.
 
-    Raises:
-        RuntimeError: the model limits its time steps, which the function of one step does not.
     """
 
     def __init__(self, given: Arguments, one: Function) -> None:
-        if tuple(given.get("dt_limit", (0.0, float("inf")))) != (0.0, float("inf")):
-            raise RuntimeError(
-                f"this model limits its time steps to {given['dt_limit']} when it reads a sequence, and not when it "
-                "generates, so its states cannot be had step by step: hook_recurrence_out is what they give"
-            )
+        least, most = given.get("dt_limit", (0.0, float("inf")))
+        if (least, most) != (0.0, float("inf")):  # which the function of one step does not know: it is given the result
+            dt, bias = given["dt"], given.get("dt_bias")
+            dt = dt if bias is None else dt + bias.to(dt.dtype)
+            dt = torch.nn.functional.softplus(dt) if given.get("dt_softplus") else dt
+            given = given | {"dt": dt.clamp(least, most), "dt_bias": None, "dt_softplus": False}
         self._given, self._one = given, one
         self.length = given["hidden_states"].shape[1]
 

@@ -156,3 +156,5 @@ class Watch(TorchFunctionMode):
 SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 #: The functions in which eager attention multiplies queries and keys.
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
+#: The one that does so with the heads in the batch, ``[(batch head), query, key]``, behind what it adds to.
+FLAT_PRODUCT = torch.baddbmm

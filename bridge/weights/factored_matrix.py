@@ -34,6 +34,7 @@ class FactoredMatrix:
 
     Raises:
         FactoredMatrixError: (a ValueError) the factors do not fit.
+        RuntimeError: their leading axes cannot be broadcast.
 
     Example:
         >>> import torch
@@ -51,7 +52,12 @@ class FactoredMatrix:
                 f"{list(B.shape)}"
             )
         self.ldim, self.mdim, self.rdim = A.shape[-2], A.shape[-1], B.shape[-1]
-        leading = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+        try:
+            leading = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Shape mismatch: the leading axes of {list(A.shape)} and {list(B.shape)} cannot be broadcast"
+            ) from error
         self.has_leading_dims = bool(leading)
         self.shape = torch.Size((*leading, self.ldim, self.rdim))
         self.A = A.expand(*leading, self.ldim, self.mdim)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from adapters.paths import call_number, module_path
 from bridge.hooks.context import CURRENT
 from bridge.hooks.modules import Finder
 
@@ -30,11 +31,11 @@ class Calls:
     def __reduce__(self) -> tuple[Callable[[], Calls], tuple[()]]:
         return Calls, ()
 
-    def add(self, finders: Iterable[Finder]) -> None:
-        """Takes in modules of whose calls one is meant."""
-        for finder in finders:
-            if finder.call is not None:
-                self._modules[".".join(finder.parts)] = finder
+    def add(self, root: nn.Module, paths: Iterable[str]) -> None:
+        """Takes in the modules at paths that mean one of a module's calls."""
+        for path in paths:
+            if call_number(path) is not None:
+                self._modules[module_path(path)] = Finder(root, path)
 
     @property
     def are_counted(self) -> bool:

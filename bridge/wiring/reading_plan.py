@@ -16,7 +16,7 @@ from adapters.paths import call_number
 from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.modules import first_parameter
+from bridge.hooks.modules import argument
 from bridge.wiring.site import SiteHook
 from bridge.wiring.torch_hooks import put_before, put_behind, take_away
 
@@ -31,7 +31,7 @@ class _Place:
 
     def __init__(self, site: SiteHook, module: nn.Module, points: tuple[HookPoint, ...]) -> None:
         self.site, self.module, self.points = site, module, points
-        self.key = int(site.site.key or 0)
+        self.key = site.site.key
         self.call = call_number(site.site.path)
         self.before = site.site.kind == "input"
 
@@ -60,13 +60,14 @@ class Reader:
     def on_output(self, module: nn.Module, args: Args, output: Any) -> None:
         """The forward hook."""
         if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
-            x = output if isinstance(output, Tensor) else output[self._place.key]
+            x = output if isinstance(output, Tensor) else output[int(self._place.key or 0)]
             self._keep(self._place.points, x, module, args, {})
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
         """The forward pre-hook."""
         if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
-            x = args[0] if args else (kwargs or {})[first_parameter(type(module).forward)]
+            key = self._place.key
+            x = args[0] if args and key is None else argument(module, args, kwargs or {}, key)[0]
             self._keep(self._place.points, x, module, args, kwargs or {})
 
 

@@ -13,7 +13,7 @@ from adapters.points import Site
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.modules import Finder, first_parameter
+from bridge.hooks.modules import Finder, argument, with_argument
 from bridge.wiring.separate_reads import as_read_alone, read_separately, separate_readers
 from bridge.wiring.torch_hooks import put_before, put_behind, take_away
 
@@ -192,12 +192,10 @@ class SiteHook:
         if self._find is not None and self._find.call is not None and self._is_other_call(module):
             return None
         kwargs = {} if kwargs is None else kwargs
-        name = None if args else first_parameter(type(module).forward)
-        x = args[0] if name is None else kwargs[name]
+        plain = self.site.key is None
+        x, place = (args[0], 0) if plain and args else argument(module, args, kwargs, self.site.key)
         new = self.see(x, module, args, kwargs)
-        if new is x:
-            return None
-        return ((new, *args[1:]), kwargs) if name is None else (args, kwargs | {name: new})
+        return None if new is x else with_argument(args, kwargs, place, new)
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> Any:
         """The forward hook."""

@@ -88,7 +88,7 @@ class Wiring:
         if point.site.kind in TAPS:
             self._tapped_paths[point.site.path] = point.site.kind
         hook.sources = tuple([self._site(source) for source in point.sources])
-        self.calls.add(Finder(self.model, site.path) for site in (point.site, *point.sources))
+        self.calls.add(self.model, [site.path for site in (point.site, *point.sources)])
         self._by_block.clear()
         self._siblings.clear()
         self._plans.clear()

@@ -198,6 +198,8 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
     if part.v_norm:
         yield "v_norm left out", replace(part, v_norm=None), ""
+    if part.o_bias:
+        yield "o_bias left out", replace(part, o_bias=None), ""
     for letter in ("q", "kv"):
         if getattr(part, f"{letter}_latent"):
             yield f"{letter}_latent left out", replace(part, **{f"{letter}_latent": None}), ""
@@ -232,6 +234,10 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
     yield "flat" if not part.flat else "not flat", replace(part, flat=not part.flat), "" if part.flat else BATCHED
     if part.ln:
         yield "norm left out", replace(part, ln=None), ""
+        for text, norm in _norm_changes(part.ln):
+            yield f"norm: {text}", replace(part, ln=norm), ""
+    if part.given:
+        yield "what it is multiplied with left out", replace(part, given=None), ""
     if part.activation:
         yield "learned activation left out", replace(part, activation=None), ""
     yield "one neuron more", replace(part, d_mlp=(part.d_mlp or facts.cfg.d_mlp or 0) + 1), ""
@@ -241,6 +247,8 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     """Everything that a mixture claims, changed one at a time."""
     other = "logits" if part.chosen_by == "probabilities" else "probabilities"
     yield f"chosen by {other}", replace(part, chosen_by=other), ""
+    if part.margin:
+        yield "margin times 2", replace(part, margin=part.margin * 2), ""
     yield "no element", replace(part, out_key=0 if part.out_key is None else None), FIRST
     yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.path)
     yield "factor times 2", replace(part, factor=part.factor * 2), ""

@@ -32,7 +32,8 @@ def test_a_type_that_cannot_be_had_says_why() -> None:
 def test_the_text_of_a_model_of_images_has_a_row() -> None:
     found = row("smolvlm", "image_text")
     assert (found.how, found.offered, found.proved, found.reason) == ("declared", "full", True, "")
-    assert row("vision-encoder-decoder", "image_text").reason == "You have to specify pixel_values"
+    found = row("vision-encoder-decoder", "image_text")  # with an image that is made up
+    assert (found.how, found.offered, found.proved, found.reason) == ("inferred", "full", True, "")
 
 
 @pytest.mark.parametrize(

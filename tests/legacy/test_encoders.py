@@ -248,7 +248,11 @@ def test_parts_of_t5(seq2seq):
     model, hf = seq2seq
     tokens, given = torch.tensor([[5, 6, 7, 8, 1]]), torch.tensor([[0, 9, 10]])
     logits, cache = model.run_with_cache(tokens, given)
-    bias = hf.encoder.block[0].layer[0].SelfAttention.compute_bias(5, 5)
+    bias = model.encoder[0].attn.compute_relative_attention_bias(5, 5)
+    assert torch.equal(bias, hf.encoder.block[0].layer[0].SelfAttention.compute_bias(5, 5))
+    assert model.encoder[0].attn.has_relative_attention_bias
+    assert not model.encoder[1].attn.has_relative_attention_bias
+    assert model.encoder[1].attn.relative_attention_num_buckets == hf.config.relative_attention_num_buckets
     x = model.embed(tokens)
     assert torch.equal(x, cache["hook_embed"])
     for block in model.encoder:

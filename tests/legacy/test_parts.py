@@ -138,6 +138,13 @@ def test_a_copy_of_a_part_stands_alone(family):
         assert not torch.equal(alone(x), right)
 
 
+def test_what_was_put_in_moves_with_the_model(wrapped):
+    wrapped.blocks[0].mlp.own = nn.Linear(2, 2)
+    assert wrapped.to(torch.float64, print_details=False) is wrapped
+    assert wrapped.blocks[0].mlp.own.weight.dtype == wrapped.W_E.dtype == torch.float64
+    assert wrapped.double().cpu().float().blocks[0].mlp.own.weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"])
 def test_attention_of_three_inputs(family):
     """Against the reference's own weights, in float64, for what has no rotation or norm of its own."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bridge.embedded import MODEL_DIR
-from bridge.legacy import HookedTransformer, utils
+from bridge.legacy import HookedTransformer
 from tests.reference import DATA, reference
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
@@ -21,10 +21,6 @@ def test_bos(english):
     with_bos, without = english.to_tokens("Mary and John"), english.to_tokens("Mary and John", prepend_bos=False)
     assert with_bos[0, 0] == bos
     assert torch.equal(with_bos[:, 1:], without)
-    with utils.LocallyOverridenDefaults(english, prepend_bos=False, padding_side="left"):
-        assert torch.equal(english.to_tokens("Mary and John"), without)
-        assert english.tokenizer.padding_side == "left"
-    assert english.tokenizer.padding_side == "right"
     assert english.cfg.default_prepend_bos is True
     english.cfg.default_prepend_bos = False
     assert torch.equal(english.to_tokens("Mary and John"), without)
@@ -49,8 +45,9 @@ def test_padding_sides(english):
 def test_tokens_with_padding_in_front_are_masked_where_the_tokenizer_pads_there(english):
     texts = ["Mary and John", "Mary"]
     left = english.to_tokens(texts, padding_side="left")
-    with utils.LocallyOverridenDefaults(english, padding_side="left"):
-        assert torch.allclose(english(left)[1, 2:], english("Mary")[0], atol=1e-4)
+    english.tokenizer.padding_side = "left"
+    assert torch.allclose(english(left)[1, 2:], english("Mary")[0], atol=1e-4)
+    english.tokenizer.padding_side = "right"
     assert not torch.allclose(english(left)[1, 2:], english("Mary")[0], atol=1e-4)
 
 

@@ -1,5 +1,7 @@
 """What said nothing, or the wrong thing, where HookedTransformer's users would not expect it."""
 
+import copy
+
 import pytest
 import torch
 
@@ -67,7 +69,11 @@ def test_every_field_is_there_and_can_be_set():
     model = HookedTransformer(CFG | {"d_vocab": 10, "initializer_range": 0.3})
     assert not [f.name for f in fields(HookedTransformerConfig) if not hasattr(model.cfg, f.name)]
     assert model.cfg.initializer_range == 0.3
+    assert isinstance(model.cfg, HookedTransformerConfig)
+    assert not model.cfg.is_layer_norm_activation()
+    other = copy.copy(model.cfg)
     model.cfg.dtype = torch.bfloat16
+    assert other.dtype == torch.float32
     assert model.cfg.dtype == torch.bfloat16
     assert model.W_E.dtype == torch.float32
     model.cfg.device = "cpu"

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import bridge.legacy as transformer_lens
-from bridge.legacy import devices as chosen
 from bridge.legacy import utils
 from bridge.legacy.utilities import activation_functions, devices
 
@@ -73,7 +72,7 @@ def test_moving_a_model_changes_its_configuration(capsys):
 
 def test_apples_gpu_is_warned_of_once(monkeypatch):
     monkeypatch.delenv("TRANSFORMERLENS_ALLOW_MPS", raising=False)
-    chosen._warn.cache_clear()
+    devices._warn.cache_clear()
     for device in ("cpu", "cuda", torch.device("cpu")):
         utils.warn_if_mps(device)
     with pytest.warns(UserWarning, match=r"MPS.*TRANSFORMERLENS_ALLOW_MPS=1"):
@@ -81,7 +80,7 @@ def test_apples_gpu_is_warned_of_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         utils.warn_if_mps(torch.device("mps"))
-        chosen._warn.cache_clear()
+        devices._warn.cache_clear()
         monkeypatch.setenv("TRANSFORMERLENS_ALLOW_MPS", "1")
         utils.warn_if_mps("mps")
 

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from bridge.embedded import MODEL_DIR
 from bridge.legacy import utils
 from bridge.legacy.utils import Slice
 
@@ -107,7 +105,6 @@ def test_tensors():
     assert not utils.is_square(x)
     assert utils.is_lower_triangular(torch.ones(3, 3).tril())
     assert not utils.is_lower_triangular(torch.ones(3, 3))
-    assert utils.repeat_along_head_dimension(x[None], 4).shape == (1, 2, 4, 3)
     assert utils.get_corner(torch.ones(5, 5), 2).shape == (2, 2)
     for given in (x, [1, 2], (1.0,), 3, True, np.ones(2), torch.nn.Parameter(x)):
         assert isinstance(utils.to_numpy(given), np.ndarray)
@@ -124,11 +121,11 @@ def test_activation_functions():
 
 
 def test_xielu_is_what_hugging_face_starts_training_with():
-    from transformers.activations import XIELUActivation
-
-    right = XIELUActivation(dtype=torch.float32)
     x = torch.linspace(-4, 4, 41)
-    assert torch.allclose(utils.xielu(x), right(x).detach(), atol=1e-6)
+    assert torch.allclose(utils.xielu(x), utils.XIELU()(x).detach(), atol=1e-6)
+    other = utils.XIELU(alpha_p_init=1.0, alpha_n_init=1.5, beta_init=0.25)(x)  # Huang and Schlag 2024, by hand
+    right = torch.where(x > 0, x * x, 1.5 * (x.clamp(max=0).expm1() - x)) + 0.25 * x
+    assert torch.allclose(other, right, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -157,22 +154,6 @@ def test_weights_are_drawn_by_the_sizes_of_their_axes(shape, fans):
         utils.calc_fan_in_and_fan_out(torch.tensor(1.0))
     with pytest.raises(ValueError, match="mode is 'fan'"):
         utils.init_kaiming_normal_(wide, mode="fan")
-
-
-def test_bos_by_hand():
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    plain = tokenizer("Mary and", add_special_tokens=False)["input_ids"]
-    made = utils.get_tokenizer_with_bos(tokenizer)
-    assert made("Mary and")["input_ids"] == [tokenizer.bos_token_id, *plain]
-    assert utils.get_tokenizer_with_bos(made) is made
-    assert tokenizer("Mary and")["input_ids"] == plain or made is tokenizer
-    assert made("Mary and", add_special_tokens=False)["input_ids"] == plain
-    bos = tokenizer.bos_token
-    assert utils.get_input_with_manually_prepended_bos(tokenizer, "a") == bos + "a"
-    assert utils.get_input_with_manually_prepended_bos(tokenizer, ["a", "b"]) == [bos + "a", bos + "b"]
-    tokenizer.bos_token = None
-    with pytest.raises(ValueError, match="it has no BOS token"):
-        utils.get_tokenizer_with_bos(tokenizer)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -207,36 +188,12 @@ def test_masks_and_positions():
     ]
 
 
-def test_defaults_and_attributes():
-    class Thing:
-        pass
-
-    thing = Thing()
-    thing.a = Thing()
-    utils.set_nested_attr(thing, "a.b", 3)
-    utils.set_nested_attr(thing, "c", 4)
-    assert utils.get_nested_attr(thing, "a.b") == 3
-    assert thing.c == 4
+def test_defaults():
     assert utils.override_or_use_default_value(1, None) == 1
     assert utils.override_or_use_default_value(1, False) is False
     assert utils.USE_DEFAULT_VALUE is None
     assert utils.is_library_available("torch")
     assert not utils.is_library_available("not_a_library")
-    assert utils.select_compatible_kwargs({"x": 1, "dim": 2}, lambda dim: dim) == {"dim": 2}
-
-
-def test_overriding_goes_back_after_an_error(model):
-    with (
-        pytest.raises(ZeroDivisionError),
-        utils.LocallyOverridenDefaults(model, prepend_bos=False, padding_side="left"),
-    ):
-        model.n_times = 1 / model.cfg.default_prepend_bos
-    assert model.cfg.default_prepend_bos
-    assert model.tokenizer.padding_side == "right"
-    with pytest.raises(ValueError, match="'prepend_eos' is no default"):
-        utils.LocallyOverridenDefaults(model, prepend_eos=True)
-    with pytest.raises(ValueError, match="padding_side is 'top'"):
-        utils.LocallyOverridenDefaults(model, padding_side="top")
 
 
 class Dataset:
@@ -308,5 +265,7 @@ def test_prompts_are_reported(model, capsys):
 def test_what_is_not_there_says_so():
     with pytest.raises(AttributeError, match=r"no check_structure: .*docs/migration\.md"):
         utils.check_structure  # noqa: B018
+    with pytest.raises(AttributeError, match="methods take prepend_bos="):
+        utils.LocallyOverridenDefaults  # noqa: B018
     with pytest.raises(AttributeError, match="Did you mean to_numpy"):
         utils.to_nump  # noqa: B018

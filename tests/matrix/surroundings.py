@@ -18,8 +18,8 @@ import peft
 import torch
 from torch import Tensor, nn
 
+from adapters.inputs.arguments import accepted_arguments
 from bridge import TransformerBridge
-from bridge.run.model_inputs import accepted_arguments
 from tests.adapters.test_verify_all import tiny
 from tests.matrix.places import PLACES
 

@@ -16,6 +16,7 @@ from bridge import TransformerBridge
 from tests.adapters.test_verify_all import SIZES, tiny
 from tests.conftest import torch_hooks
 from tests.loading.patched_qwen2_moe import SequentialExperts
+from tests.tiny_models import tiny_model
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
 #: Of classes that have no adapter: what is where is inferred.
@@ -77,6 +78,25 @@ def test_what_experts_are_given_and_return(case: str):
             torch.testing.assert_close(act[part], made, rtol=1e-4, atol=1e-5)
         total.index_add_(0, token, act["out"] * weights[token, rank, None])
     torch.testing.assert_close(total, left, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_without_a_gate():
+    """Nemotron-H: one projection before the activation function, one behind it; an edit of either, by hand."""
+    bridge = TransformerBridge(tiny_model("nemotron_h"))
+    experts = bridge.core.model.layers[1].mixer.experts
+    names = [name for name in bridge.hook_dict if ".mlp.experts." in name]
+    assert {name.rpartition("_")[2] for name in names} == {"in", "pre", "post", "out"}
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=names)
+    e = max(range(4), key=lambda e: len(cache[f"blocks.1.mlp.experts.{e}.hook_in"]))
+    act = {part: cache[f"blocks.1.mlp.experts.{e}.hook_{part}"] for part in ("in", "pre", "post", "out")}
+    torch.testing.assert_close(act["pre"], act["in"] @ experts.up_proj[e].T)
+    torch.testing.assert_close(act["post"], act["pre"].relu().square())
+    torch.testing.assert_close(act["out"], act["post"] @ experts.down_proj[e].T)
+    name = f"blocks.1.mlp.experts.{e}.hook_pre"
+    tripled = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda act, hook: act * 3)])
+    with torch.no_grad():
+        experts.up_proj[e] *= 3
+    torch.testing.assert_close(tripled, bridge(TOKENS))
 
 
 @pytest.mark.parametrize("case", CASES)

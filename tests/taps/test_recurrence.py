@@ -179,6 +179,25 @@ def test_the_states_are_those_of_the_recurrence(bridge: TransformerBridge) -> No
             torch.testing.assert_close(x["recurrence"][:, t], read, rtol=1e-4, atol=1e-5)
 
 
+def test_states_go_by_time_steps_within_the_models_limits() -> None:
+    """By hand, in float64: Nemotron-H's scan over a sequence knows a least time step, its function of one step none."""
+    least = 0.7
+    bridge = TransformerBridge(tiny_model("nemotron_h", time_step_min=least))
+    names = [f"blocks.0.mixer.{name}" for name in ("hook_x", "hook_dt_proj", "hook_B")]
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=[STATE, *names])
+    x, dt, B = (cache[name].double() for name in names)
+    mixer = mixer_of(bridge)
+    steps = torch.nn.functional.softplus(dt + mixer.dt_bias.double())
+    assert bool((steps < least).any()) and bool((steps > least).any())
+    steps = steps.clamp(min=least)[..., None, None]
+    decay = (steps * -mixer.A_log.double().exp()[:, None, None]).exp()
+    state = torch.zeros((), dtype=torch.float64)
+    for t in range(TOKENS.shape[1]):
+        B_t = B[:, t].repeat_interleave(dt.shape[-1] // B.shape[2], dim=1)[:, :, None]
+        state = decay[:, t] * state + steps[:, t] * B_t * x[:, t, ..., None]
+        torch.testing.assert_close(cache[STATE][:, t].double(), state, rtol=1e-4, atol=1e-5)
+
+
 def test_an_edited_state_is_what_follows_is_computed_from(bridge: TransformerBridge) -> None:
     """What was put into a state at one position stays in it, and everything from there on reads it."""
     t, name = 3, "blocks.0.mixer.hook_recurrence_out"

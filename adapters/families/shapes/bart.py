@@ -11,7 +11,13 @@ from adapters.norms import LAYER_NORM, Norm
 
 
 def bart_like(
-    config: PreTrainedConfig, *, on_stream: bool, final: bool, embed_norm: bool, scales: bool = False
+    config: PreTrainedConfig,
+    *,
+    on_stream: bool,
+    final: bool,
+    embed_norm: bool,
+    scales: bool = False,
+    hears: bool = False,
 ) -> Architecture:
     """An encoder and a decoder, or, by their configuration, the decoder as a language model.
 
@@ -21,6 +27,7 @@ def bart_like(
         final: there is a norm behind the last block.
         embed_norm: there is one of the sum of the embeddings.
         scales: where the configuration asks for it, the model multiplies the embedding, not the embedding's module.
+        hears: its encoder begins with sound, not with tokens.
     """
     alone = not config.is_encoder_decoder  # the decoder as a language model
     names = ("decoder",) if alone else ("encoder", "decoder")
@@ -38,8 +45,8 @@ def bart_like(
     start = {} if alone else {"decoder_start_token_id": getattr(config, "decoder_start_token_id", None)}
     return Architecture(
         stacks=tuple(stacks),
-        embed=f"{names[0]}.embed_tokens",
-        pos_embed=f"{names[0]}.embed_positions",
+        embed="" if hears else f"{names[0]}.embed_tokens",
+        pos_embed=None if hears else f"{names[0]}.embed_positions",
         embed_norm=of_embeddings[0],
         embeddings=f"{names[0]}.layernorm_embedding" if embed_norm else None,
         embed_factor=factor,

@@ -8,38 +8,17 @@ from typing import Any
 
 from bridge.legacy import kinds
 from bridge.legacy.HookedTransformer import HookedTransformer as _HookedTransformer  # which makes parts by themselves
-from bridge.legacy.kinds import (
-    MLP,
-    AbstractAttention,
-    Attention,
-    BertEmbed,
-    CanBeUsedAsMLP,
-    Embed,
-    GatedMLP,
-    GroupedQueryAttention,
-    LayerNorm,
-    LayerNormPre,
-    MoE,
-    PosEmbed,
-    RMSNorm,
-    RMSNormPre,
-    TransformerBlock,
-    Unembed,
-)
+from bridge.legacy.kinds import *  # noqa: F403
+from bridge.legacy.kinds import Part
 from bridge.legacy.missing import missing
-from bridge.legacy.parts import Part
 
-__all__ = [
-    "MLP", "AbstractAttention", "Attention", "BertEmbed", "CanBeUsedAsMLP", "Embed", "GatedMLP",
-    "GroupedQueryAttention", "LayerNorm", "LayerNormPre", "MoE", "Part", "PosEmbed", "RMSNorm", "RMSNormPre",
-    "TransformerBlock", "Unembed",
-]  # fmt: skip
+__all__ = kinds.__all__
 
 _BERT = "HookedEncoder's parts are those of its model: model.blocks[0], model.mlm_head; none is made by itself"
 NOT_HERE = {
     "BertBlock": _BERT, "BertMLMHead": _BERT, "BertNSPHead": _BERT, "BertPooler": _BERT,
     "TokenTypeEmbed": "the embeddings of an encoder are one part: HookedEncoder(...).embed",
-    "T5Attention": "HookedEncoderDecoder(...).encoder[0].attn", "T5Block": "HookedEncoderDecoder(...).encoder[0]",
+    "T5Block": "HookedEncoderDecoder(...).encoder[0]",
     "GatedMLP4Bit": "quantised layers are Hugging Face's own, behind the same MLP",
 }  # fmt: skip
 

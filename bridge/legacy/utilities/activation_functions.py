@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers.activations import XIELUActivation
 
 #: What an activation function is.
 ActivationFunction = Callable[..., Tensor]
@@ -31,6 +32,15 @@ def gelu_pytorch_tanh(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def solu(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """``x * softmax(x)``."""
     return input * input.softmax(-1)
+
+
+class XIELU(XIELUActivation):
+    """xIELU with parameters that are learnt, as Hugging Face computes it, in float32."""
+
+    def __init__(
+        self, alpha_p_init: float = 0.8, alpha_n_init: float = 0.8, beta_init: float = 0.5, eps: float = -1e-6
+    ) -> None:
+        super().__init__(alpha_p_init, alpha_n_init, beta_init, eps, torch.float32)
 
 
 def xielu(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

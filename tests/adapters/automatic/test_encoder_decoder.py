@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters import verify
-from adapters.automatic.declaration import infer, sample_inputs
+from adapters.automatic.declaration import infer
 from adapters.automatic.source import source_of
+from adapters.inputs.made import sample_inputs
 from bridge import TransformerBridge
 from tests.tiny_models import tiny_model
 

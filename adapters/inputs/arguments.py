@@ -1,0 +1,80 @@
+"""Which arguments a model's forward takes, and which of them its tokens are."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+#: What tokens are to a model: those of its decoder, where its encoder reads images or sound.
+TokensArgument = Literal["input_ids", "decoder_input_ids"]
+
+
+@functools.cache
+def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of the arguments that a Hugging Face forward takes, those of its typed ``**kwargs`` included."""
+    names: set[str] = set()
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            names.add(parameter.name)
+            continue
+        annotation = parameter.annotation
+        if isinstance(annotation, str):
+            annotation = eval(annotation, inspect.unwrap(forward).__globals__)  # its own module wrote it
+        for typed in typing.get_args(annotation):
+            names.update(getattr(typed, "__annotations__", ()))
+    return frozenset(names - {"self", "args"})
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What a model takes.
+
+    Attributes:
+        tokens: the argument that tokens are; None where there are none (ViT, HuBERT).
+        main: the argument that images or sound are, where tokens are not what its first blocks read (Whisper, ViT).
+        needed: the arguments without which its forward cannot be called.
+    """
+
+    tokens: TokensArgument | None
+    main: str | None
+    needed: tuple[str, ...]
+
+
+def takes(core: nn.Module) -> Takes:
+    """What a Hugging Face model takes.
+
+    Args:
+        core: the model, without what wraps it.
+
+    Example:
+        >>> from transformers import GPT2LMHeadModel, ViTModel, WhisperForConditionalGeneration
+        >>> from adapters.inputs.arguments import taken_by
+        >>> [(taken_by(cls).tokens, taken_by(cls).main) for cls in (GPT2LMHeadModel, ViTModel)]
+        [('input_ids', None), (None, 'pixel_values')]
+        >>> taken_by(WhisperForConditionalGeneration).tokens
+        'decoder_input_ids'
+    """
+    cls: Any = type(core)  # a class can be hashed, which its type does not say
+    return taken_by(cls)
+
+
+@functools.cache
+def taken_by(cls: type[nn.Module]) -> Takes:
+    """What the models of a class take: see `takes`."""
+    parameters = inspect.signature(cls.forward).parameters
+    known = (parameter for parameter in parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each.name for each in known if each.default is each.empty and each.name not in ("self", "input_ids")]
+    main: str = getattr(cls, "main_input_name", "input_ids")
+    if main == "input_ids" or main not in parameters:
+        return Takes("input_ids", None, tuple(needed))
+    if {"decoder_input_ids", "encoder_outputs"} <= parameters.keys():
+        return Takes("decoder_input_ids", main, tuple(name for name in needed if name != main))
+    if "input_ids" in parameters:  # text, with an image in it
+        return Takes("input_ids", None, tuple(needed))
+    return Takes(None, main, tuple(name for name in needed if name != main))

@@ -1,0 +1,249 @@
+"""Inputs that are made up: random tokens, and random images or sound of the sizes that a configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from adapters.config import config_of, first
+from adapters.inputs.arguments import takes
+from adapters.paths import core_path
+
+#: What a model is given, by the names of its own arguments.
+Given = Mapping[str, Tensor]
+
+
+class CannotBeMade(ValueError):
+    """What a model needs beside tokens is of no kind that can be made up; the message says what to pass."""
+
+
+def arguments_of(core: nn.Module, input: Tensor, more: Given) -> dict[str, Tensor]:
+    """What a model is called with, by name, from what a bridge is: the input itself, and what else is given."""
+    taken = takes(core)
+    name = taken.main if taken.main is not None and input.is_floating_point() else taken.tokens
+    return {name or "input_ids": input, **more}
+
+
+def split(core: nn.Module, arguments: Given) -> tuple[Tensor, dict[str, Tensor]]:
+    """The other way: the input of a run, and what it is given besides.
+
+    Raises:
+        CannotBeMade: nothing of it is the input.
+    """
+    taken, more = takes(core), dict(arguments)
+    for name in (taken.main, "input_values", "input_features", "pixel_values") if taken.main else ("input_ids",):
+        if name is not None and name in more:
+            return more.pop(name), more
+    raise CannotBeMade(f"there is no {taken.main or 'input_ids'} among {', '.join(arguments) or 'nothing'}")
+
+
+def repeated(given: Given, times: int) -> dict[str, Tensor]:
+    """The same rows several times: of what has no rows, as patches of images one after another, likewise."""
+    return {name: x.repeat(times, *(1 for _ in x.shape[1:])) if x.ndim else x for name, x in given.items()}
+
+
+def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Tensor]:
+    """A few tokens: three rows of eleven, numbers that are unlikely to be a model's number of heads; and what it needs.
+
+    Args:
+        model: the model.
+        inputs: images or sound that it needs, by the names of its own arguments; None: made up.
+
+    Raises:
+        CannotBeMade: it has no weights to run, or needs something that cannot be made up.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.is_meta:
+        raise CannotBeMade("it has no weights, and what plays which part is found in a run")
+    config = config_of(model)
+    core = model.get_submodule(core_path(model))
+    vocabulary = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", None)
+    vocabulary = 4 if vocabulary is None else int(vocabulary)  # of images or sound alone
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
+    tokens = tokens.to(parameter.device)
+    return with_the_rest(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
+
+
+def with_the_rest(core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None) -> dict[str, Tensor]:
+    """All that a model takes, by the names of its arguments: tokens, and what it cannot run without.
+
+    A decoder of its own is given a shorter text, so that its shapes are not the encoder's.
+
+    Args:
+        core: the model, without what wraps it.
+        tokens: ``[batch, pos]``.
+        decodes: the model has an encoder and a decoder.
+        given: images, sound, and what goes with them, also tokens; of fewer rows, they are repeated. None: made up.
+
+    Raises:
+        CannotBeMade: it needs something of a kind that cannot be made up.
+    """
+    taken, made = takes(core), dict(given or {})
+    if "input_ids" in made or (taken.main in made and taken.tokens in (None, *made)):
+        rows = next(x for name in ("input_ids", taken.main) if name and (x := made.get(name)) is not None).shape[0]
+        return repeated(made, -(-tokens.shape[0] // rows))
+    if taken.main is not None:
+        made = made or _made(core, (taken.main,), tokens)
+        made = _rows_of(made, tokens.shape[0])
+        return made if taken.tokens is None else {**made, taken.tokens: tokens[:, :-4].contiguous()}
+    made = _rows_of(made, tokens.shape[0]) if made else _beside(core, tokens)
+    tokens = made.pop("input_ids", tokens)
+    if decodes:
+        made.setdefault("decoder_input_ids", tokens[:, :-4].contiguous())
+    return {"input_ids": tokens, **made}
+
+
+def _rows_of(given: Given, rows: int) -> dict[str, Tensor]:
+    return repeated(given, -(-rows // next(iter(given.values())).shape[0]))
+
+
+def _beside(core: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """What a model needs beside its tokens, and these with places for images in them, where it has such."""
+    config, needed = config_of(core), takes(core).needed
+    also = _NEEDED_TOO.get(config.model_type, ())
+    made = _made(core, (*needed, *also), tokens) if needed or also else {}
+    token, count = _places(config)
+    if "pixel_values" in made and token is not None:
+        tokens = tokens.masked_fill(tokens == token, (token + 1) % 7 + 1)
+        row = torch.full((tokens.shape[0], count), token, device=tokens.device)
+        made["input_ids"] = torch.cat([tokens[:, :1], row, tokens[:, 1:]], 1)
+    return made
+
+
+def _made(core: nn.Module, names: tuple[str, ...], tokens: Tensor) -> dict[str, Tensor]:
+    config = config_of(core)
+    like = next(p for p in core.parameters() if p.is_floating_point())
+    generator = torch.Generator().manual_seed(0)
+    made: dict[str, Tensor] = {}
+    for name in names:
+        make = _OF_TYPE.get((config.model_type, name)) or _MAKERS.get(name)
+        x = None if make is None else make(config, tokens, generator)
+        if x is None:
+            raise CannotBeMade(
+                f"{type(core).__name__} needs {name}, and none can be made up: pass inputs={{{name!r}: ...}}"
+            )
+        made[name] = x.to(like) if x.is_floating_point() else x.to(like.device)
+    return made
+
+
+Make = Callable[[PreTrainedConfig, Tensor, torch.Generator], Tensor | None]
+
+
+def _image(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """``[batch, channel, height, width]``."""
+    inner = (getattr(config, "vision_config", None), getattr(config, "encoder", None))
+    for each in (*(each for each in inner if isinstance(each, PreTrainedConfig)), config):
+        size = getattr(each, "image_size", None)
+        if size is not None:
+            height, width = size if isinstance(size, list | tuple) else (size, size)
+            channels = first(each, "num_channels", "in_channels", "in_chans") or 3
+            return torch.randn(tokens.shape[0], channels, height, width, generator=generator)
+    return None
+
+
+def _images(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """``[batch, image, channel, height, width]``, one image in each row."""
+    image = _image(config, tokens, generator)
+    return None if image is None else image.unsqueeze(1)
+
+
+def _frames(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """``[batch, frame, channel, height, width]``, four frames in each row."""
+    image = _image(config, tokens, generator)
+    return None if image is None else torch.stack([image, image.flip(0), -image, image.flip(-1)], 1)
+
+
+def _spectrogram(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Of Whisper ``[batch, mel, frame]``, of others ``[batch, frame, mel]``."""
+    mels, frames = first(config, "num_mel_bins"), first(config, "max_source_positions")
+    if mels is not None and frames is not None:
+        return torch.randn(tokens.shape[0], mels, 2 * frames, generator=generator)
+    mels = first(config, "input_feat_per_channel", "feature_projection_input_dim")
+    return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
+
+
+def _of_frames_and_mels(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    mels = first(config, "input_feat_per_channel", "num_mel_bins")
+    return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
+
+
+def _patches_of_sound(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    frames, mels = getattr(config, "max_length", None), getattr(config, "num_mel_bins", None)
+    return None if frames is None or mels is None else torch.randn(tokens.shape[0], frames, mels, generator=generator)
+
+
+def _waveform(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """A tone in noise, ``[batch, sample]``: half a second at 16 kHz."""
+    tone = (torch.arange(8000) * 0.17).sin()
+    return tone + 0.3 * torch.randn(tokens.shape[0], 8000, generator=generator)
+
+
+def _flat_patches(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """A grid of three by three patches, each with its row and column before its pixels (Pix2Struct)."""
+    vision = getattr(config, "vision_config", config)
+    width = first(vision, "patch_embed_hidden_size")
+    if width is None:
+        return None
+    pixels = torch.randn(tokens.shape[0], 9, width, generator=generator)
+    grid = torch.cartesian_prod(torch.arange(1.0, 4.0), torch.arange(1.0, 4.0))
+    return torch.cat([grid.expand(tokens.shape[0], 9, 2), pixels], -1)
+
+
+def _boxes(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Where each token stands on its page, ``[batch, pos, 4]``: left, top, right, bottom."""
+    corner = torch.rand(*tokens.shape, 2, generator=generator) * 0.7
+    return torch.cat([corner, corner + torch.rand(*tokens.shape, 2, generator=generator) * 0.3], -1)
+
+
+def _other_tokens(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    rows = first(config.qformer_config, "vocab_size")
+    return torch.randint(0, rows, (tokens.shape[0], 5), generator=generator) if rows else None
+
+
+def _mask_of_images(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    return torch.ones(*tokens.shape, 1, dtype=torch.long)
+
+
+def _image_places(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Which places an image takes (Kosmos 2): those behind the first."""
+    places = torch.zeros(tokens.shape, dtype=torch.long)
+    places[:, 1 : 1 + config.latent_query_num] = 1
+    return places
+
+
+_MAKERS: Mapping[str, Make] = {
+    "pixel_values": _image,
+    "input_features": _spectrogram,
+    "input_values": _waveform,
+    "flattened_patches": _flat_patches,
+    "bbox": _boxes,
+    "qformer_input_ids": _other_tokens,
+    "image_attention_mask": _mask_of_images,
+    "image_embeds_position_mask": _image_places,
+}
+#: Model types whose argument of that name is something else.
+_OF_TYPE: Mapping[tuple[str, str], Make] = {
+    ("audio-spectrogram-transformer", "input_values"): _patches_of_sound,
+    ("speech_to_text", "input_features"): _of_frames_and_mels,
+    ("idefics", "pixel_values"): _images,
+    ("instructblipvideo", "pixel_values"): _frames,
+}
+#: What else models need that their forward can be called without.
+_NEEDED_TOO: Mapping[str, tuple[str, ...]] = {
+    "idefics": ("pixel_values", "image_attention_mask"),
+    "kosmos-2": ("pixel_values", "image_embeds_position_mask"),
+    "udop": ("bbox",),
+}
+
+
+def _places(config: PreTrainedConfig) -> tuple[int | None, int]:
+    """The token that stands where an image does, and how many of them, where tokens are to hold them."""
+    if config.model_type in ("blip-2", "instructblip"):
+        return first(config, "image_token_index"), config.num_query_tokens
+    if config.model_type == "instructblipvideo":
+        return first(config, "video_token_index"), 4 * config.num_query_tokens
+    return None, 0
