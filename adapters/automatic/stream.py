@@ -226,7 +226,7 @@ class Sums:
             with torch.no_grad():
                 left = carry.of(x, block) + adjust.of(v, block) - y
             if bool((left.abs() <= 2 * self.close * y.abs().max()).all()):
-                plain = adjust.weight is None and adjust.bias is None
+                plain = not adjust.parameters()
                 term = Term(value, adjust.factor) if plain else Term(value, adjust=adjust)
                 total = next((call for call, _ in after.made if call.entered and call.entered.mark == value.mark), None)
                 return Sum(before, after, (term,), start, end, None, None if carry == Affine() else carry, total)
@@ -331,6 +331,8 @@ def named(fitted: tuple[Tensor, Tensor, Tensor], block: nn.Module) -> tuple[Affi
     for name, p in parameters.items():
         if _alike(b * p, c):
             return on_stream, replace(on_added, bias=name)
+        if _alike(p.expand_as(c), c):
+            return on_stream, replace(on_added, plus=name)
     for (name, p), (other, q) in itertools.permutations(parameters.items(), 2):
         if _alike(a * p + b * q, c):
             return replace(on_stream, bias=name), replace(on_added, bias=other)

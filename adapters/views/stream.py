@@ -26,11 +26,11 @@ class Scaled(View):
 
 @dataclass(frozen=True)
 class Affine:
-    """``(x + bias) * weight * factor``: what a block does to a tensor before it adds it to another.
+    """``(x + bias) * weight * factor + plus``: what a block does to a tensor before it adds it to another.
 
     Attributes:
         factor: a constant.
-        weight, bias: parameters of the block, by their paths in it: ``[d_model]``, or one number.
+        weight, bias, plus: parameters of the block, by their paths in it: ``[d_model]``, or one number.
         squashed: it is the weight's `tanh` that is multiplied with (a gate).
     """
 
@@ -38,11 +38,13 @@ class Affine:
     weight: str | None = None
     bias: str | None = None
     squashed: bool = False
+    plus: str | None = None
 
     def of(self, x: Tensor, block: nn.Module) -> Tensor:
         """What it makes of a tensor ``[..., d_model]``."""
         bias = self._bias(block)
-        return self.linear(x if bias is None else x + bias, block)
+        y = self.linear(x if bias is None else x + bias, block)
+        return y if self.plus is None else y + block.get_parameter(self.plus)
 
     def linear(self, x: Tensor, block: nn.Module) -> Tensor:
         """The same without its bias: what it makes of one of several terms of a sum, or of a matrix that writes it."""
@@ -52,12 +54,13 @@ class Affine:
     def undone(self, y: Tensor, block: nn.Module) -> Tensor:
         """The tensor that it makes this one of."""
         bias, weight = self._bias(block), self._weight(block)
+        y = y if self.plus is None else y - block.get_parameter(self.plus)
         x = y / (self.factor if weight is None else weight)
         return x if bias is None else x - bias
 
     def parameters(self) -> tuple[str, ...]:
         """The paths of its parameters."""
-        return tuple(path for path in (self.weight, self.bias) if path)
+        return tuple(path for path in (self.weight, self.bias, self.plus) if path)
 
     def _bias(self, block: nn.Module) -> Tensor | None:
         return None if self.bias is None else block.get_parameter(self.bias)

@@ -297,8 +297,9 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
         if affine := getattr(step, which):
             yield f"{which} left out", replace(step, **{which: None}), ""
             yield f"{which} times 2", replace(step, **{which: replace(affine, factor=affine.factor * 2)}), ""
-            if affine.bias:
-                yield f"{which} without its bias", replace(step, **{which: replace(affine, bias=None)}), ""
+            for part in ("bias", "plus"):
+                if getattr(affine, part):
+                    yield f"{which} without its {part}", replace(step, **{which: replace(affine, **{part: None})}), ""
     if step.mix:
         yield "mix left out", replace(step, mix=None), ""
         if step.mix.keep is not None:

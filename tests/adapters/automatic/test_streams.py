@@ -85,6 +85,19 @@ def test_a_stream_that_is_rescaled_between_blocks() -> None:
         bridge.run_with_cache(TOKENS)[1].decompose_resid()
 
 
+def test_a_sum_that_parameters_scale_and_shift() -> None:
+    """MobileBERT's norms are none: ``(stream + result) * weight + bias``."""
+    model = tiny_model("mobilebert", "masked")
+    block = TransformerBridge(model).architecture.stack.block
+    (step,) = block.steps
+    norm = "output.bottleneck.LayerNorm"
+    assert step.carry == Affine(weight=f"{norm}.weight")
+    assert step.adjust == Affine(weight=f"{norm}.weight", plus=f"{norm}.bias")
+    (change,) = [each for each in mutations(model) if "without its plus" in each.name]
+    report = tried(model, change)
+    assert not isinstance(report, Exception) and any("= resid_post" in check.name for check in report.failed)
+
+
 def half(x: Tensor, hook: Hook) -> Tensor:
     return x * 0.5
 
