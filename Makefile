@@ -88,12 +88,18 @@ benchmarks: $(STAMP)
 models: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/models.py
 
-# Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks`.
+# Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks,adapters`. Which
+# test runs which line is measured first, where the library has changed since.
 N ?= 100
 SEED ?= 0
 ONLY ?=
-mutants: $(STAMP)
+mutants: .mutants/touched
 	$(BIN)/python benchmarks/mutants.py --n $(N) --seed $(SEED) --only '$(ONLY)'
+
+.mutants/touched: $(STAMP) $(shell find bridge adapters weight_processing -name '*.py')
+	$(BIN)/python -m pip install --quiet coverage==7.17.3
+	rm -rf .mutants
+	$(BIN)/python benchmarks/touched.py .mutants
 
 # For a machine with an accelerator, whose own Python has torch for it: what else is needed is installed beside that, from
 # the wheels in $(WHEELS) where there are some (no network is asked for then), else from the package index. Then the tests

@@ -143,6 +143,7 @@ class Attention:
         gate_fn: the name of its activation function, of `GATE_FUNCTIONS`.
         v_norm: a norm of the values, relative to the attention module: the pattern is multiplied with what it puts out.
         flat_heads: scores and pattern are ``[(batch head), query, key]``.
+        clip: queries, keys and values are clamped to this behind their projections, which the hook points stand on.
         q_bias, k_bias, v_bias: parameters that are added behind the projections, relative to the attention module:
             `hook_q` (`hook_k`, `hook_v`) shows the sum (DeBERTa).
         o_bias: a parameter of the attention module that is added behind it, where the output projection has no bias of
@@ -191,6 +192,7 @@ class Attention:
     z_sinks: str | None = None
     v_norm: Norm | None = None
     flat_heads: bool = False
+    clip: float | None = None
     q_bias: str | None = None
     k_bias: str | None = None
     v_bias: str | None = None

@@ -244,6 +244,10 @@ class BlockBuilder:
         view, sources = (FlatRows(), self.rows) if flat else (None, ())
         norm_points(self.points, name, norm.kind, site, view=view, sources=sources, branches=branches)
         seen = Composed(View(), FlatRows()) if flat else None
+        if norm.kind.gate:
+            self.points.add(
+                f"{name}.hook_gate", Site(join(self.path, norm.path, norm.kind.gate), "output"), group="extra"
+            )
         self.points.add(f"{name}.hook_out", site, seen, group="extra", sources=sources, branches=branches)
 
     def _add_inside(self, named: NamedStep) -> None:
@@ -278,7 +282,7 @@ class BlockBuilder:
     def _add_result(self, named: NamedStep) -> None:
         """What the part returns, and what is added to the stream."""
         step, part, name = named.step, named.step.part, named.name
-        flat = isinstance(part, MLP) and part.flat
+        flat = isinstance(part, MLP | MoE) and part.flat
         if step.post and part.out == step.post.path:  # a sum that no module puts out
             returned = Site(join(self.path, part.out), "input")
         else:

@@ -1,7 +1,7 @@
 """Changes the code at random, runs the tests that belong to what was changed, and lists what no test noticed.
 
     make mutants                        # a hundred changes
-    python benchmarks/mutants.py --n 20 --seed 7 --only bridge/hooks
+    make mutants N=20 SEED=7 ONLY=bridge/hooks,adapters/proofs
 
 Each mutant is one change of one place: a comparison turned around, `and` for `or`, a condition negated, a number one
 higher, `+` for `-`, a True for a False, a statement left out, a returned value dropped. They are made on the syntax
@@ -9,8 +9,11 @@ tree, in a copy of the checkout, and the same seed makes the same mutants. Nothi
 annotations, imports and the words of errors. Whether one that nobody noticed is equivalent (an optimisation left out,
 say) is for a reader to judge: each is shown as a line before and after.
 
-The tests of the rooms in `TESTS` are run, in one process that stops at the first failure, those files first that name
-the changed function. A test counts only where it passes without the change: they are run again at the end.
+Which tests run which line is measured once (`touched.py`). For a mutant those are run that run its statement: files
+first that name the changed function, then the quick ones, and after them the other tests of these files (a fixture or a
+cache may have run the line for a test before). A mutant outside of functions is for every test that runs anything of
+its file. One process runs them and stops at the first failure. A test counts only where it passes without the change:
+they are run again at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import ast
 import copy
 import itertools
+import json
 import multiprocessing
 import os
 import pathlib
@@ -33,47 +37,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import coverage
 import pytest
 import transformers.pytorch_utils  # noqa: F401  with torch: what every test needs, imported once
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = ("bridge", "adapters", "weight_processing")
-#: What is not a part of the library that computes anything.
-LEFT_OUT = ("bridge/legacy", "bridge/embedded/train.py", "bridge/cli")
-#: The tests that are run for a change in a folder, those that notice most first; the longest path that fits counts.
-TESTS = {
-    "adapters": "tests/adapters tests/matrix tests/weights tests/robustness tests/run",
-    "bridge": "tests/run tests/hooks tests/robustness tests/matrix",
-    "bridge/analysis": "tests/analysis tests/weights tests/hunt",
-    "bridge/cache": "tests/cache tests/run tests/analysis",
-    "bridge/circuits": "tests/circuits",
-    "bridge/embedded": "tests/embedded",
-    "bridge/export": "tests/programs",
-    "bridge/facade": "tests/run tests/hooks tests/weights tests/robustness tests/generation tests/trace tests/analysis",
-    "bridge/facade/loading.py": "tests/loading tests/native",
-    "bridge/facade/lenses.py": "tests/lens tests/analysis",
-    "bridge/facade/processing.py": "tests/weight_processing",
-    "bridge/facade/tokens.py": "tests/run/test_tokens.py tests/robustness",
-    "bridge/generation": "tests/generation tests/hunt tests/trace tests/robustness",
-    "bridge/harvest": "tests/harvest",
-    "bridge/hooks": "tests/hooks tests/run tests/robustness tests/hunt tests/taps tests/matrix",
-    "bridge/lens": "tests/lens tests/robustness",
-    "bridge/loading": "tests/loading",
-    "bridge/native": "tests/native",
-    "bridge/patching": "tests/patching",
-    "bridge/pictures": "tests/pictures",
-    "bridge/programs": "tests/programs",
-    "bridge/run": "tests/run tests/robustness tests/hunt tests/hooks tests/matrix",
-    "bridge/taps": "tests/taps tests/run tests/robustness tests/hunt tests/matrix tests/adapters",
-    "bridge/tasks": "tests/tasks",
-    "bridge/trace": "tests/trace",
-    "bridge/weights": "tests/weights tests/analysis",
-    "bridge/wiring": "tests/wiring tests/run tests/hooks tests/robustness tests/hunt tests/matrix",
-    "weight_processing": "tests/weight_processing tests/robustness",
-}
-
+#: What made the model in the package, and is not run again.
+LEFT_OUT = ("bridge/embedded/train.py",)
+#: How many files of tests are collected at first, and then: most mutants need no more.
+FIRST, THEN = 6, 30
 #: What is said of a mutant that no test noticed in the time there was: it hangs, or more time is needed to know.
 NO_END = "the tests did not end"
+#: What is said of one that stands where no test comes.
+NOT_RUN = "NOT NOTICED: no test runs it"
 #: The times of files as they are changed and put back: each a second later, which is what compiled files tell apart.
 CLOCK = itertools.count(int(time.time()))
 
@@ -97,6 +74,7 @@ class Mutant:
     after: str
     source: str
     inside: tuple[str, ...]
+    lines: range | None
 
 
 def changed(node: ast.AST) -> ast.AST | None:
@@ -146,6 +124,7 @@ def mutant_of(path: str, index: int) -> Mutant:
     """The mutant of a file that changes this one of its places."""
     tree = ast.parse((ROOT / path).read_text())
     parent, field, at, node = list(places(tree))[index]
+    lines = lines_of(tree, node)
     new = ast.copy_location(changed(node) or node, node)
     before, after = (ast.unparse(x).splitlines()[0] for x in (node, new))
     if at is None:
@@ -154,7 +133,27 @@ def mutant_of(path: str, index: int) -> Mutant:
         getattr(parent, field)[at] = new
     ast.fix_missing_locations(tree)
     line = getattr(node, "lineno", 0)
-    return Mutant(path, index, line, before, after, ast.unparse(tree), names_around(path, line))
+    return Mutant(path, index, line, before, after, ast.unparse(tree), names_around(path, line), lines)
+
+
+def lines_of(tree: ast.AST, node: ast.AST) -> range | None:
+    """The lines that a test has to run to notice a change of this node; None for what is done at import.
+
+    Those of its statement (of a compound one its head), and of a function's body for a default of one of its arguments.
+    """
+    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    around = [node]
+    while around[-1] in parents:
+        around.append(parents[around[-1]])
+    functions = [one for one in around if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    statement = next(one for one in around if isinstance(one, ast.stmt))
+    body = getattr(statement, "body", None)
+    if not functions:
+        return None
+    if statement is functions[0]:
+        return range(functions[0].body[0].lineno, (functions[0].end_lineno or 0) + 1)
+    last = body[0].lineno - 1 if body else statement.end_lineno or 0
+    return range(statement.lineno, max(last, statement.lineno) + 1)
 
 
 def names_around(path: str, line: int) -> tuple[str, ...]:
@@ -167,7 +166,7 @@ def names_around(path: str, line: int) -> tuple[str, ...]:
 def files(only: str) -> list[str]:
     """The files that are mutated."""
     every = sorted(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-    return [path for path in every if path.startswith(only) and not path.startswith(LEFT_OUT)]
+    return [path for path in every if path.startswith(tuple(only.split(","))) and not path.startswith(LEFT_OUT)]
 
 
 def chosen(n: int, seed: int, only: str) -> list[Mutant]:
@@ -180,20 +179,48 @@ def chosen(n: int, seed: int, only: str) -> list[Mutant]:
     return [mutant_of(*place) for place in random.Random(seed).sample(every, min(n, len(every)))]
 
 
-def tests_for(mutant: Mutant) -> list[str]:
-    """The files of tests of what was changed, those first that speak of it: of its function, then of its file."""
-    fitting = [folder for folder in TESTS if mutant.path.startswith(folder)]
-    rooms = [ROOT / test for test in TESTS[max(fitting, key=len)].split()]
-    found = [file for room in rooms for file in ([room] if room.is_file() else sorted(room.rglob("test_*.py")))]
-    near, stem = pathlib.Path(mutant.path).with_suffix("").parts[-1], mutant.path.rsplit("/", 1)[0].replace("/", ".")
-    texts = {file: file.read_text() for file in found}
+class Touched:
+    """What was measured: which test runs which line, and how long it takes."""
 
-    def score(file: pathlib.Path) -> tuple[int, int, int]:
-        words = [name for name in mutant.inside if re.search(rf"\b{name}\b", texts[file])]
-        room = next(number for number, room in enumerate(rooms) if file == room or room in file.parents)
-        return (-len(words), -(f"{stem}.{near}" in texts[file] or near in file.stem), room)
+    def __init__(self, folder: pathlib.Path) -> None:
+        file = folder / "touched"
+        self.lines = coverage.CoverageData(str(file))
+        self.lines.read()
+        self.seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+        measured = file.stat().st_mtime
+        if changed_since := [name for name in files("") if (ROOT / name).stat().st_mtime > measured]:
+            raise RuntimeError(
+                f"{changed_since[0]} was changed since {folder} was measured: measure again (make mutants)"
+            )
+        new = [path for path in (ROOT / "tests").rglob("test_*.py") if path.stat().st_mtime > measured]
+        self.new = [str(path.relative_to(ROOT)) for path in new]
 
-    return [str(file.relative_to(ROOT)) for file in sorted(texts, key=score)]
+    def tests_for(self, mutant: Mutant) -> dict[str, list[str]]:
+        """By file, in the order in which they are to run: the tests that run what was changed."""
+        found = self.lines.contexts_by_lineno(mutant.path)
+        lines = found if mutant.lines is None else [line for line in mutant.lines if line in found]
+        by: dict[str, list[str]] = {}
+        for test in sorted({test for line in lines for test in found[line] if test}):
+            by.setdefault(test.split("::")[0], []).append(test)
+        for file in self.new if by else []:
+            by.setdefault(file, [])
+
+        def order(file: str) -> tuple[bool, int, float]:
+            text = (ROOT / file).read_text()
+            words = sum(bool(re.search(rf"\b{name}\b", text)) for name in mutant.inside)
+            return file not in self.new, -words, sum(self.seconds.get(test, 0.0) for test in by[file])
+
+        return {file: by[file] for file in sorted(by, key=order) if (ROOT / file).exists()}
+
+
+class FirstThese:
+    """Puts these tests before the others that were collected."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.place = {test: number for number, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: self.place.get(item.nodeid, len(self.place)))
 
 
 class Failed:
@@ -211,7 +238,7 @@ class Failed:
             self.file.write_text(report.nodeid)
 
 
-def run_tests(checkout: pathlib.Path, tests: list[str], log: pathlib.Path, limit: int) -> None:
+def run_tests(checkout: pathlib.Path, given: list[str], first: list[str], log: pathlib.Path, limit: int) -> None:
     """In a process of its own, which has torch and transformers already: one pytest that stops at the first failure."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
@@ -223,18 +250,18 @@ def run_tests(checkout: pathlib.Path, tests: list[str], log: pathlib.Path, limit
     sys.path[:] = [str(checkout), *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "benchmarks"), ""))]
     known = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins that were imported here before
     code = pytest.main(
-        ["-x", "-n", "0", "--no-header", "-p", "no:cacheprovider", *known, *tests],
-        [Failed(log.with_name("log.failed"))],
+        ["-x", "-n", "0", "--no-header", "-p", "no:cacheprovider", *known, *given],
+        [Failed(log.with_name("log.failed")), FirstThese(first)],
     )
     sys.stdout.flush()
     os._exit(int(code))
 
 
-def outcome(checkout: pathlib.Path, tests: list[str], limit: int) -> str:
-    """The first of the tests that fails, "" where all pass, `NO_END` where they take longer."""
+def outcome(checkout: pathlib.Path, given: list[str], first: list[str], limit: int) -> str:
+    """The first test that fails of what pytest is given, "" where all pass, `NO_END` where they take longer."""
     log, failed = checkout.parent / "log", checkout.parent / "log.failed"
     failed.unlink(missing_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(checkout, tests, log, limit))
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(checkout, given, first, log, limit))
     process.start()
     process.join(20 * limit)
     if process.is_alive():
@@ -251,9 +278,13 @@ def outcome(checkout: pathlib.Path, tests: list[str], limit: int) -> str:
     raise RuntimeError(f"the tests ended with {process.exitcode}, and none failed:\n{log.read_text()[-3000:]}")
 
 
-def noticed(mutant: Mutant, checkout: pathlib.Path, limit: int) -> str:
+def noticed(mutant: Mutant, touched: Touched, checkout: pathlib.Path, limit: int) -> str:
     """Which test notices it, "" where none does."""
-    target, tests = checkout / mutant.path, tests_for(mutant)
+    target, tests = checkout / mutant.path, touched.tests_for(mutant)
+    if not tests:
+        return NOT_RUN
+    in_order = list(tests)
+    batches = [batch for batch in (in_order[:FIRST], in_order[FIRST:THEN], in_order[THEN:]) if batch]
     original = target.read_text()
 
     def write(text: str) -> None:
@@ -262,7 +293,8 @@ def noticed(mutant: Mutant, checkout: pathlib.Path, limit: int) -> str:
 
     write(mutant.source)
     try:
-        return outcome(checkout, tests, limit)
+        results = (outcome(checkout, batch, [x for file in batch for x in tests[file]], limit) for batch in batches)
+        return next(filter(None, results), "")
     finally:
         write(original)
 
@@ -272,9 +304,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=100, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0, help="which")
-    parser.add_argument("--only", default="", help="only files whose path begins so")
-    parser.add_argument("--limit", type=int, default=600, help="seconds of processor time for the tests of one mutant")
+    parser.add_argument("--only", default="", help="only files whose path begins so, or so: bridge/hooks,adapters")
+    parser.add_argument("--limit", type=int, default=150, help="seconds of processor time for each process of tests")
     parser.add_argument("--numbers", default="", help="of these mutants only those with these numbers: 3,17")
+    parser.add_argument("--touched", type=pathlib.Path, default=ROOT / ".mutants", help="what touched.py measured")
     parser.add_argument("--allowed", type=int, default=None, help="fail where more are not noticed")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     arguments = parser.parse_args()
@@ -286,17 +319,18 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{number:4} {line}" for number, line in lines.items()))
         return 0
+    touched = Touched(arguments.touched)
     with tempfile.TemporaryDirectory() as folder:
         checkout = pathlib.Path(folder) / "checkout"
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".mutants")
         shutil.copytree(ROOT, checkout, ignore=ignored)
         for number, mutant in mutants.items():
-            found[number] = noticed(mutant, checkout, arguments.limit)
+            found[number] = noticed(mutant, touched, checkout, arguments.limit)
             print(f"{number:4} {found[number] or 'NOT NOTICED'}\n     {lines[number]}", flush=True)
-        by = sorted({test for test in found.values() if test not in ("", NO_END)})
-        if by and (wrong := outcome(checkout, by, 100 * arguments.limit)):
+        by = sorted({test for test in found.values() if test not in ("", NO_END, NOT_RUN)})
+        if by and (wrong := outcome(checkout, by, [], 100 * arguments.limit)):
             raise RuntimeError(f"without any change, {wrong} fails too: it says nothing")
-    missed = [number for number, by in found.items() if not by]
+    missed = [number for number, by in found.items() if by in ("", NOT_RUN)]
     open_ = [number for number, by in found.items() if by == NO_END]
     print(f"\nnoticed {len(found) - len(missed) - len(open_)} of {len(found)} (seed {arguments.seed})")
     print("\n".join(["not noticed:", *(lines[number] for number in missed)]))

@@ -107,6 +107,8 @@ class Limits:
             return "queries and keys read the norm's output with position embeddings added to it"
         if any(part.gate for block in self.a.stack.every_block for part in block.attentions):
             return "a gate behind its attention reads the norm, too, and HookedTransformer has no matrix for it"
+        if any(norm.kind.gate for block in self.a.stack.every_block for norm in block.norms):
+            return "a gate stands behind one of its norms, and reads what that makes with its weight"
         if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
             return "one of its norms is none that is known"
         if not self.parts.weights.has("." + self.a.unembed):
@@ -158,6 +160,8 @@ class Limits:
             return "its layers do not have one attention each, the same in all of them"
         if attn.sinks or attn.z_is == "sink":
             return "it has attention sinks: the rows of its pattern do not sum to one"
+        if attn.clip is not None:
+            return f"its values are clamped to {attn.clip:g}, biases included"
         if attn.z_is or attn.v_norm:
             between = "norm" if attn.v_norm or attn.z_is == "norm" else attn.z_is
             return f"a {between} stands between its values and its output projection"

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Head, Mix, Opaque, Part, Stack, Step
+from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
@@ -20,12 +20,12 @@ from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
-from adapters.automatic.norms import norm_kind
+from adapters.automatic.norms import norm_kind, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun, with_bias
 from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
-from adapters.automatic.stream import Found, FoundMix, Sums, Value
+from adapters.automatic.stream import Found, Sums, Value
 from adapters.automatic.values import beside, with_values
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
@@ -108,11 +108,15 @@ class _Inference:
         stacks, reason = find_stacks(self.model, self.recording)
         if not stacks and (cycles := find_cycles(self.model, self.recording)):
             stacks = [cycles]
-        if self.main is None and any(x.is_floating_point() for x in self.given.values()):  # not towers of images
+        beside = any(x.is_floating_point() for x in self.given.values())
+        if beside and (self.main is None or ("decoder_input_ids" in self.given and len(stacks) != 2)):
+            # Not towers of images, nor an encoder of another kind than text's: the decoder alone.
             stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
         if not stacks:
             raise NotInferable(reason or "no list of blocks is run through by a stream of the tokens' positions")
-        if self.main is not None:
+        if self.main is not None and len(stacks) == 1 and stacks[0].stream.value.shape[1] in self.recording.lengths:
+            self.main = None
+        if self.recording.pos < 0:  # it was not given them as tokens
             self.recording.pos = stacks[0].stream.value.shape[1]
         two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
         if len(stacks) > 1 and not two:
@@ -247,7 +251,7 @@ class _Inference:
         place = stack.indices.index(index)
         call = stack.blocks[place]
         inside = self.recording.between(call.start, call.end)
-        norms: Norms = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
+        norms = with_gated(inside, {each: kind for each in inside if (kind := norm_kind(each)) is not None})
         sums, found = self._sums(stack, place, norms)
         prefix = f"{name}.{index}"
         if found is None:
@@ -279,7 +283,7 @@ class _Inference:
                         carry=total.carry if nth == 0 else None,
                         total=None if total.total is None else relative(total.total.path, call.path),
                         reads=parts.reads(term, total),
-                        mix=None if total.mix is None else _mix(total.mix, call),
+                        mix=None if total.mix is None else total.mix.of(call.path),
                     )
                 )
                 notes.append(note)
@@ -387,10 +391,6 @@ def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str
 
 def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:
     return None if norm is None else Norm(relative(norm.path, block.path), norms[norm])
-
-
-def _mix(found: FoundMix, block: ModuleCall) -> Mix:
-    return Mix(relative(found.call.path, block.path), found.read, found.write, found.keep)
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

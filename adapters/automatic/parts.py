@@ -132,7 +132,7 @@ class Parts:
         """The calls that multiply with a matrix, from a time on until the producer ends."""
         return [
             call for call in self.inside if start <= call.start and call.end <= producer.end and call.is_linear
-            and call is not producer
+            and call is not producer and not any(norm.holds(call) for norm in self.norms)
         ]  # fmt: skip
 
     def _owner(

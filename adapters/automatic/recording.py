@@ -280,7 +280,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     """
     tokens = inputs.get("input_ids")
     recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
-    recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name.endswith("input_ids"))
+    recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name in ("input_ids", "decoder_input_ids"))
     watch = _Watch(recording)
     embedding = token_embedding(model)
     handles = []

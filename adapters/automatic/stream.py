@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from adapters.automatic.layouts import parameter_of
+from adapters.architecture import Mix
+from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen
 from adapters.views import Affine
@@ -58,6 +59,10 @@ class FoundMix:
     read: int
     write: int
     keep: int | None
+
+    def of(self, block: str) -> Mix:
+        """The declaration in a block at this path."""
+        return Mix(relative(self.call.path, block), self.read, self.write, self.keep)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.architecture import Opaque, Part
 from adapters.attention import Attention
-from adapters.experts import are_modules, first_projection
+from adapters.experts import keeps_experts
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.paths import INFER, has_module, join, module_path
@@ -218,7 +218,7 @@ def prove_modules(model: nn.Module, places: Iterator[Place]) -> Check:
                 moved.setdefault(said, []).append(f"{place.prefix}{place.named.name}")
         part = place.named.step.part
         at = join(place.module, part.experts) if isinstance(part, MoE) else ""
-        if at and has_module(model, at) and not _keeps_experts(model.get_submodule(at)):
+        if at and has_module(model, at) and not keeps_experts(model.get_submodule(at)):
             kept = f"its experts in two parameters of {type(model.get_submodule(at)).__name__}, which has no such"
             moved.setdefault(kept, []).append(f"{place.prefix}{place.named.name}")
     if not moved:
@@ -258,10 +258,6 @@ def _of_mlp(part: MLP, inside: str) -> Iterator[tuple[str, str, str]]:
         yield "its gate made", inside, part.gate.path
     yield "its neurons made", inside, part.up.path
     yield "its output made", inside, part.down
-
-
-def _keeps_experts(experts: nn.Module) -> bool:
-    return are_modules(experts) or all(hasattr(experts, name) for name in (first_projection(experts), "down_proj"))
 
 
 def _instead(model: nn.Module, owner: str, path: str) -> str:

@@ -174,6 +174,11 @@ class Evidence:
         return arguments_of(self.bridge.core, self.tokens, self.more)
 
     @property
+    def text(self) -> Tensor:
+        """The tokens: those of the decoder, where it runs on images or sound."""
+        return self.more["decoder_input_ids"] if self.tokens.is_floating_point() else self.tokens
+
+    @property
     def base(self) -> str:
         """The path of the base model."""
         return base_path(self.bridge.original_model)

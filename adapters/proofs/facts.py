@@ -11,8 +11,10 @@ from adapters.architecture import Architecture, Block, feeds_forward
 from adapters.attention import Attention
 from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE
+from adapters.inputs.arguments import takes
+from adapters.inputs.made import arguments_of
 from adapters.paths import has_module, join
-from adapters.proofs.evidence import Evidence
+from adapters.proofs.evidence import Evidence, recorded
 from adapters.proofs.report import Findings
 
 CLAIM = "the facts of cfg"
@@ -193,6 +195,21 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
     start = cfg.decoder_start_token_id
     config = config_of(evidence.bridge.core)
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if start is not None and prepare is not None and config.is_encoder_decoder:
-        seen = int(prepare(labels=torch.ones(1, 2, dtype=torch.long, device=cfg.device))[0, 0])
-        findings.holds(CLAIM, "cfg.decoder_start_token_id", seen == start, f"it says {start}, and the model {seen}")
+    if start is None or not config.is_encoder_decoder:
+        return
+    labels = torch.ones(1, 2, dtype=torch.long, device=cfg.device)
+    if prepare is not None:
+        seen = int(prepare(labels=labels)[0, 0])
+    elif (
+        takes(evidence.bridge.core).main is not None
+        and architecture.token_embeddings
+        and getattr(config, "pad_token_id", None) is not None
+    ):  # see what its labels become
+        path = join(evidence.base, architecture.token_embeddings)
+        with torch.no_grad(), recorded(model, [path]) as calls:
+            evidence.bridge.core(**arguments_of(evidence.bridge.core, evidence.tokens[:1], {"labels": labels}))
+        given = calls[path][0].input
+        seen = -1 if given is None else int(given[0, 0])
+    else:
+        return
+    findings.holds(CLAIM, "cfg.decoder_start_token_id", seen == start, f"it says {start}, and the model {seen}")

@@ -185,3 +185,23 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Pla
         same = read.input.numel() == made.result.numel()
         entered = read.input.reshape(made.result.shape) if same else None
         findings.equal(claim, f"{place.part}({path}, read by {reader})", made.result, entered)
+
+
+def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
+    """Queries, keys or values behind the clamp that their attention has."""
+    return made if made is None or part.clip is None else made.clamp(-part.clip, part.clip)
+
+
+def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Tensor | None:
+    """Queries or keys behind their norm, where they have one."""
+    made = clipped(evidence.get(f"{place.part}hook_{letter}"), part)
+    norm = part.q_norm if letter == "q" else part.k_norm
+    if norm is None or made is None or part.qk_norm_last:
+        return made
+    call = evidence.call(place.module, norm.path)
+    if call is None or call.result is None:
+        return None
+    result = call.result
+    if part.qk_norm_over == "heads first":
+        result = result.transpose(1, 2)
+    return result.reshape(made.shape) if result.numel() == made.numel() else None

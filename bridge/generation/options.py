@@ -208,7 +208,7 @@ def _check_room(bridge: Generates, prompt: Prompt, max_new_tokens: int) -> None:
     cfg = bridge.cfg
     if cfg.n_ctx is None or bridge.core.config.is_encoder_decoder:
         return
-    length = next(iter(prompt.kwargs.values())).shape[1] - min(prompt.padding, default=0)
+    length = next(iter(prompt.kwargs.values())).shape[1] - min(prompt.padding)
     if length + max_new_tokens > cfg.n_ctx:
         raise ValueError(
             f"the prompt has {length} tokens and max_new_tokens={max_new_tokens}; {cfg.model_name} has a "

@@ -41,14 +41,13 @@ def picked_positions(x: Tensor, pos_slice: PosSlice, hook: HookPoint) -> Tensor:
 
     Args:
         x: the activation.
-        pos_slice: an index (the axis stays), a slice, a tuple ``(start, stop)``, or a list of indices; None: all.
+        pos_slice: an index (the axis stays), a slice, a tuple ``(start, stop)``, or a list of indices; None: all. See
+            `check_pos_slice`.
         hook: its hook point.
 
     Raises:
         IndexError: there is no such position.
-        TypeError: it is no index, slice or list of indices.
     """
-    check_pos_slice(pos_slice)
     axis = position_axis(hook)
     if axis is None or pos_slice is None:
         return x

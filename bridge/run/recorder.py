@@ -236,6 +236,7 @@ def caching_functions(
     cache: dict[str, Tensor], device: torch.device | str | None, remove_batch_dim: bool, pos_slice: PosSlice
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """A forward and a backward hook function that fill a dictionary (see `get_caching_hooks`)."""
+    check_pos_slice(pos_slice)
 
     def keep(value: Tensor, hook: HookPoint, suffix: str) -> None:
         value = picked_positions(value.detach(), pos_slice, hook)

@@ -134,6 +134,14 @@ class Access:
         """Replaces it."""
         self.module(self._module_of(part)).inputs = value
 
+    def _is_all_of(self, path: str, part: str) -> bool:
+        """Whether nothing of a part stands at another module: OPT's MLP is two, and its last one is given neurons."""
+        return all(
+            hook.point.site.path == path
+            for name, hook in self.bridge.names.points.items()
+            if name.startswith(part + ".")
+        )
+
     def _hook_of(self, part: str, which: str) -> str | None:
         try:
             return self.bridge.names.find(f"{part}.{which}").name
@@ -144,7 +152,7 @@ class Access:
         """The path of the module that a part of the bridge is.
 
         Raises:
-            AttributeError: it is none.
+            ValueError: it is none. (An AttributeError would become that of a name which is not there.)
         """
         base = base_path(self.bridge.original_model)
         for stack in self.bridge.architecture.stacks:
@@ -162,9 +170,9 @@ class Access:
         for which, kind in (("hook_in", "input"), ("hook_out", "output")):
             hook = self._hook_of(part, which)
             site = None if hook is None else self.bridge.names.find(hook).point.site
-            if site is not None and site.kind == kind:
+            if site is not None and site.kind == kind and self._is_all_of(site.path, part):
                 return site.path
-        raise AttributeError(
+        raise ValueError(
             f"{part} is no module of its own in {type(self.bridge.core).__name__}; ask for hook points in it, or for "
             "a module by its path: run.module(path)"
         )

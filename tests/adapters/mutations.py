@@ -34,6 +34,7 @@ from adapters import (
     verify,
 )
 from adapters.config import ModelConfig
+from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
 from adapters.proofs.evidence import recorded
 from adapters.proofs.report import Report
@@ -122,6 +123,8 @@ def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
     for name, kind in kinds.items():
         if kind != norm.kind:
             yield f"{norm.path} is {name}", replace(norm, kind=kind)
+    if norm.kind.gate:
+        yield f"{norm.path} without its gate", Norm(f"{norm.path}.{norm.kind.inner}", RMS_NORM)
 
 
 def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
@@ -198,6 +201,9 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
     if part.v_norm:
         yield "v_norm left out", replace(part, v_norm=None), ""
+    if part.clip:
+        yield "clamp left out", replace(part, clip=None), ""
+        yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
     if part.o_bias:
         yield "o_bias left out", replace(part, o_bias=None), ""
     for letter in ("q", "kv"):
@@ -257,6 +263,10 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
         replace(part, corrected=not part.corrected),
         "it says how the choice is proved, not what it is",
     )
+    yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
+    returns = "choice" if part.router_returns == "logits" else "logits"
+    yield f"router returns {returns}", replace(part, router_returns=returns), ""
+    yield "in batches or not", replace(part, in_batches=not part.in_batches), ""
     if part.router_matrix:
         yield "router's own matrix", replace(part, router_matrix=""), ""
     if part.shared:
@@ -381,7 +391,8 @@ def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutat
         for text, norm in _norm_changes(declared.embed_norm):
             yield Mutation(f"embedding: {text}", replace(declared, embed_norm=norm))
     factor = declared.embed_factor
-    yield Mutation("embedding times 2", replace(declared, embed_factor=factor * 2))
+    if declared.embed:  # else the first blocks read no tokens
+        yield Mutation("embedding times 2", replace(declared, embed_factor=factor * 2))
     if declared.pos_embed:
         yield Mutation("embeddings exchanged", replace(declared, embed=declared.pos_embed, pos_embed=declared.embed))
     if declared.embeddings is not None:
@@ -493,15 +504,13 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
     """The changed declarations of a model; of one without an adapter, of what is inferred for it."""
     bridge = TransformerBridge(model)
     declared, cfg = bridge.architecture, bridge.cfg
-    tokens = torch.arange(3, 9)[None]
-    more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
     with torch.no_grad(), recorded(model) as calls:
-        model(tokens, **more)
+        model(**sample_inputs(model))
     tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
     norms = [path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)]
     bare = all(
-        getattr(m, "weight", None) is None
+        getattr(m, "weight", m) is None
         for path, m in model.named_modules()
         if any(path.endswith(f".{n}") for n in norms)
     )

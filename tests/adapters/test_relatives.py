@@ -24,7 +24,7 @@ SAMPLE = (
 )  # fmt: skip
 #: Their relatives, and what else is declared.
 OTHERS = (
-    "arcee", "aria_text", "biogpt", "codegen", "cohere", "cohere2", "cohere_compass_text", "cwm", "deepseek_v2",
+    "arcee", "aria_text", "biogpt", "codegen", "cohere", "cohere2", "cohere_compass_text", "cwm", "dbrx", "deepseek_v2",
     "deepseek_v3", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo",
     "flint", "fuyu", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite", "granitemoe",
     "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense", "hy_v3", "jais2", "kolibri1", "laguna",
@@ -85,6 +85,15 @@ def is_proved_and_inferred(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_relative_is_proved_and_is_what_is_inferred(model_type: str) -> None:
     is_proved_and_inferred(tiny_model(model_type))
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_a_declaration_is_proved_quickly(model_type: str) -> None:
+    """`make slow` proves them in full, and infers them."""
+    bridge = TransformerBridge(tiny_model(model_type))
+    assert not bridge.offered().inferred
+    report = verify(bridge, level="quick")
+    assert report.passed, str(report)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,24 @@ def test_a_wrong_shape_is_noticed():
     assert failing(bridge) == ["every hook point fires once, with its declared shape"]
 
 
+def test_points_that_make_a_run_fail_are_named_with_the_error():
+    class Fails(View):
+        identity = False
+
+        def get(self, x, call):
+            raise RuntimeError("no such view")
+
+    bridge = TransformerBridge(tiny("llama"))
+    for layer in range(3):
+        change(bridge, f"blocks.{layer}.hook_mlp_out", view=Fails())
+    change(bridge, "blocks.2.hook_attn_out", view=Fails())
+    (check,) = [check for check in verify(bridge).checks if check.name.startswith("every hook point fires once")]
+    said = [
+        f"blocks.{name}: RuntimeError: no such view" for name in ("0.hook_mlp_out", "1.hook_mlp_out", "2.hook_attn_out")
+    ]
+    assert not check.passed and check.detail == "; ".join(said)
+
+
 def test_a_residual_that_misses_a_branch_is_noticed():
     bridge = TransformerBridge(tiny("llama"))
     change(bridge, "blocks.1.hook_resid_mid", view=View())

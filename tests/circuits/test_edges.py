@@ -51,6 +51,18 @@ def test_one_edge(gpt2, graph, hand, clean, corrupted, metric, edge):
     assert (found.flat != 0).sum() == 1
 
 
+def test_prompts_of_one_token(gpt2, hand, clean, metric):
+    """Of which no keys and values are kept: what is replaced is replaced from the first position on."""
+    clean, corrupted = clean[:, :1], (clean[:, :1] + 7) % 61
+    hand(corrupted)
+    other = dict(hand.wrote)
+    for edge in EDGES[3:]:
+        sender, receiver = edge.split("->")
+        right = metric(hand(clean, replaced={(receiver, sender)}, other=other)) - metric(hand(clean))
+        found = edge_effects(gpt2, clean, corrupted, metric, [edge], verbose=False)
+        assert found[edge] == pytest.approx(right.item(), abs=1e-10)
+
+
 def test_many_edges_at_once(gpt2, graph, hand, clean, corrupted):
     hand(corrupted)
     other = dict(hand.wrote)

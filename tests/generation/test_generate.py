@@ -370,3 +370,13 @@ def test_not_stopping_at_eos_makes_no_padding_of_it():
     for stop in (True, False):
         out = bridge.generate(tokens, max_new_tokens=1, stop_at_eos=stop, output_logits=True, **GREEDY)
         torch.testing.assert_close(out.logits[0], bridge(tokens)[:, -1])
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_the_room_for_new_tokens_is_the_whole_context(embedded):
+    bridge = TransformerBridge(tiny("gpt2"))  # with a context of 40
+    prompt = torch.randint(0, 61, (2, 37), generator=torch.Generator().manual_seed(0))
+    prompt = bridge.original_model.get_input_embeddings()(prompt).detach() if embedded else prompt
+    assert bridge.generate(prompt, max_new_tokens=3, **GREEDY).shape[0] == 2
+    with pytest.raises(ValueError, match=r"the prompt has 37 tokens and max_new_tokens=4.*room for 3 new tokens"):
+        bridge.generate(prompt, max_new_tokens=4, **GREEDY)

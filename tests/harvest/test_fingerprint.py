@@ -3,8 +3,10 @@
 import copy
 import functools
 
+import numpy as np
 import pytest
 import torch
+from einops import rearrange, reduce
 
 from bridge import TransformerBridge
 from bridge.harvest import HarvestError
@@ -44,6 +46,37 @@ def test_functions():
         lambda x, hook, extra=1: x + 2, scaled(scaled(2)), scaled(scaled(3)), torch.relu, len,
     ]  # fmt: skip
     assert len({of_value(kind) for kind in kinds}) == len(kinds)
+
+
+class Choice(Scale):
+    """Functions with a state that only their names tell apart."""
+
+    def first(self, x, hook):
+        return x[:, 0] * self.factor
+
+    def last(self, x, hook):
+        return x[:, -1] * self.factor
+
+
+def calling_itself(step):
+    def count(n):
+        return count(n - step) if n > 0 else n
+
+    return count
+
+
+def test_arrays_methods_and_what_holds_itself():
+    array = np.arange(6.0).reshape(2, 3)
+    kinds = [
+        array, array + 1, array.T, array.astype(np.float32), Choice(2).first, Choice(2).last, Choice(3).first,
+        Choice(array).first, calling_itself(1), calling_itself(2), {1, 2}, {1, 3}, frozenset({1, 2}),
+        lambda x, hook: rearrange(x, "b p d -> p b d"), lambda x, hook: reduce(x, "b p d -> p b d", "sum"),
+    ]  # fmt: skip
+    assert len({of_value(kind) for kind in kinds}) == len(kinds)
+    assert of_value(array.T) == of_value(np.ascontiguousarray(array.T))
+    assert of_value(Choice(2).first) == of_value(Choice(2).first)
+    assert of_value(calling_itself(1)) == of_value(calling_itself(1))
+    assert of_value({"a", "b", "c"}) == of_value({"c", "b", "a"})
 
 
 def test_what_cannot_be_told():

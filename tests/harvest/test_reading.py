@@ -38,6 +38,7 @@ def keys(batch):
 def test_length_and_random_access(folder, table):
     acts = Activations(folder)
     assert len(acts) == len(table)
+    assert repr(acts).startswith(f"Activations({folder}: {len(table):,} rows; ") and f"{Z} [4, 32]" in repr(acts)
     expected = numbers(table, Z)
     assert acts._piece < 200 and len(acts.manifest.shards) > 3
     rng = np.random.default_rng(0)

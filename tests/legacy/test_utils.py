@@ -1,6 +1,7 @@
 """The functions of `utils`."""
 
 import math
+import re
 import sys
 from types import SimpleNamespace
 
@@ -259,7 +260,8 @@ def test_prompts_are_reported(model, capsys):
     said = capsys.readouterr().out
     assert said.count("Rank:") == 2
     assert "Top 1th token" in said
-    assert "Ranks of the answer tokens" in said
+    ranks = re.findall(r"^Rank: (\d+) .*Token: \|(.+)\|$", said, re.MULTILINE)
+    assert f"Ranks of the answer tokens: {[[(name, int(rank)) for rank, name in ranks]]}" in said
 
 
 def test_what_is_not_there_says_so():

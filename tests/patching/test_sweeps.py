@@ -183,6 +183,23 @@ def test_hooks_that_are_there_stay_in_force(pair):
     torch.testing.assert_close(ours, right)
 
 
+def test_several_patches_in_a_whole_run_return_a_new_tensor_or_none(pair):
+    bridge = TransformerBridge(tiny("gpt2"))
+    clean, corrupted = pair
+    _, cache = bridge.run_with_cache(clean)
+
+    def setter(activation, index, clean_activation):
+        new = activation.clone() if index[1] % 2 else activation
+        new[:, index[1]] = clean_activation[:, index[1]]
+        return new if index[1] % 2 else None
+
+    arguments = (bridge, corrupted, cache, metric, setter, "resid_pre", ("layer", "pos"))
+    with bridge.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda x, hook: x * 0.5)]):
+        ours = generic_activation_patch(*arguments, patches_per_run=3, verbose=False)
+        right = by_hand(bridge, corrupted, cache, *READY["resid_pre"])
+    torch.testing.assert_close(ours, right)
+
+
 def test_a_model_that_feeds_its_blocks_something_else_is_run_whole(pair, monkeypatch):
     bridge = TransformerBridge(tiny("llama"))
     inner = bridge.original_model.model

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from bridge import TransformerBridge
 from bridge.export import formats
+from bridge.export.example import example_of
 from bridge.export.executorch import ForExecutorch
 from tests.adapters.test_verify_all import tiny
 
@@ -46,6 +47,19 @@ def test_what_cannot_be_exported_is_refused():
     )
     with pytest.raises(TypeError, match="v: an example of a declared input is given where the program is made"):
         program.export({"input_ids": tokens, "v": torch.ones(32)})
+
+
+def test_the_axes_of_an_example_are_of_any_size():
+    """Said to transformers, which warns where it has to choose that itself."""
+    tokens, vector = torch.tensor([[3, 4, 5]]), torch.zeros(32)
+    axis = torch.export.Dim.AUTO
+    example, shapes = example_of(tokens, {"v": vector}, True)
+    assert shapes == {"dynamic_shapes": {"input_ids": {0: axis, 1: axis}, "v": {0: axis}}}
+    assert torch.equal(example["input_ids"], tokens.repeat(2, 1)) and example["v"] is vector
+    # What is no tensor has axes that only transformers knows.
+    assert example_of({"input_ids": tokens, "use_cache": False}, {}, True)[1] == {}
+    fixed, shapes = example_of(tokens, {}, False)
+    assert fixed["input_ids"] is tokens and shapes == {}
 
 
 def test_executorch_is_told_in_other_words_what_it_gets_wrong():

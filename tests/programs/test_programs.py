@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge import TransformerBridge
+from bridge.programs.shells import shell_of
 from tests.adapters.test_verify_all import ALIKE, USUAL, tiny
 
 
@@ -282,6 +283,38 @@ def test_a_kernel_that_is_no_torch_function_is_refused():
     with pytest.raises(ValueError, match=r"blocks\.0\.attn\.hook_pattern is inside a kernel"):
         bridge.program(capture=["blocks.0.attn.hook_pattern"])
     bridge.program(capture=["blocks.0.attn.hook_z"])
+
+
+def test_modules_that_stand_in_attributes_are_those_of_the_program():
+    """In a list, a dictionary or a method that a module keeps, where torch does not see them."""
+
+    class Around(torch.nn.Module):
+        def __init__(self, mlp: torch.nn.Module) -> None:
+            super().__init__()
+            self.inside = mlp
+            self.__dict__ |= {
+                "alone": mlp,
+                "many": [mlp],
+                "pair": (mlp, 1),
+                "named": {"mlp": mlp},
+                "called": mlp.forward,
+            }
+
+        def forward(self, x: Tensor) -> Tensor:
+            many = self.alone(x) + self.many[0](x) + self.pair[0](x) + self.named["mlp"](x)
+            return many + self.called(x) + self.inside(x)
+
+    model = tiny("gpt2")
+    model.transformer.h[1].mlp = Around(model.transformer.h[1].mlp)
+    shell = shell_of(model)
+    mine, own = shell.transformer.h[1].mlp, model.transformer.h[1].mlp
+    assert mine is not own and mine.inside is not own.inside
+    for there in (mine.alone, mine.many[0], mine.pair[0], mine.named["mlp"], mine.called.__self__):
+        assert there is mine.inside
+    assert mine.called.__func__ is own.called.__func__ and mine.pair[1] == 1
+    assert own.alone is own.inside and own.many == [own.inside]
+    tokens = torch.randint(0, 61, (2, 7), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(shell(tokens).logits, model(tokens).logits)
 
 
 def test_a_forward_of_somebody_elses_is_refused():

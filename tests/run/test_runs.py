@@ -209,6 +209,25 @@ def test_gradients_with_frozen_weights(bridge, tokens):
         torch.testing.assert_close(cache[name], expected[name])
 
 
+def test_caching_hooks_without_the_batch_axis(bridge, tokens):
+    name = "blocks.0.hook_resid_pre"
+    cache, forward, _ = bridge.get_caching_hooks(name, remove_batch_dim=True, pos_slice=(1, 4))
+    with pytest.raises(ValueError, match="batch"):
+        bridge.run_with_hooks(tokens, fwd_hooks=forward)
+    assert not cache
+    bridge.run_with_hooks(tokens[:1], fwd_hooks=forward)
+    assert torch.equal(cache[name], bridge.run_with_cache(tokens[:1], names_filter=name)[1][name][0, 1:4])
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("add", [False, True])
+def test_positions_of_caching_hooks_are_refused_before_a_run(bridge, add):
+    make = bridge.add_caching_hooks if add else bridge.get_caching_hooks
+    with pytest.raises(TypeError, match=r"pos_slice is 1\.5; it must be an index, a slice, or a list of indices"):
+        make("blocks.0.hook_resid_pre", pos_slice=1.5)
+    assert not any(point.listeners for point in bridge.hook_dict.values())
+
+
 def test_caching_hooks(bridge, tokens):
     cache, forward, backward = bridge.get_caching_hooks("blocks.0.hook_resid_pre", incl_bwd=True)
     bridge.run_with_hooks(tokens, fwd_hooks=forward, bwd_hooks=backward, return_type="loss").backward()

@@ -44,6 +44,17 @@ def test_edits_in_and_outside_the_loop(bridge, tokens):
     assert not torch.equal(expected, generated(bridge, tokens, []))
 
 
+def test_methods_in_place_are_edits_of_every_step(bridge, tokens):
+    expected = generated(
+        bridge, tokens, [("blocks.2.hook_resid_post", lambda x, hook: x.index_fill(-1, x.new_tensor([3]).long(), 9.0))]
+    )
+    with bridge.trace_generate(tokens, **GIVEN) as run:
+        run["blocks.2.hook_resid_post"][:, :, 3].fill_(9.0).clamp_(max=9.0)
+        with pytest.raises(RuntimeError, match="hook_resid_post cannot be asked for its norm here"):
+            run["blocks.2.hook_resid_post"].norm()
+    assert torch.equal(run.tokens, expected) and not torch.equal(expected, generated(bridge, tokens, []))
+
+
 def test_only_one_step(bridge, tokens):
     def at_two(x, hook):
         return x * -3 if bridge.step == 2 else None

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from bridge import TransformerBridge
 from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
 from tests.conftest import tiny, torch_hooks
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -338,6 +339,50 @@ def test_modules(tokens):
     with bridge.trace(tokens) as run:
         run.module("transformer.h.2").input = args[0]
     torch.testing.assert_close(run.logits, bridge(args[0].detach(), start_at_layer=2))
+
+
+def test_what_parts_are_given_and_return_by_plain_torch_hooks(tokens):
+    hf = tiny("gpt2")
+    bridge, blocks = TransformerBridge(hf), hf.transformer.h
+    seen = []
+    handles = [
+        blocks[0].ln_1.register_forward_hook(lambda module, args, output: output * 2),
+        blocks[0].attn.c_attn.register_forward_pre_hook(lambda module, args: seen.append(args[0])),
+        blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * 0.5, *args[1:])),
+        blocks[1].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
+        blocks[2].register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:])),
+    ]
+    expected = hf(tokens).logits
+    for handle in handles:
+        handle.remove()
+    with bridge.trace(tokens) as run:
+        positions = bridge.pos_embed.input
+        bridge.blocks[0].ln1.output = bridge.blocks[0].ln1.output * 2
+        read = bridge.blocks[0].attn.q.input  # of the module that makes queries, keys and values
+        bridge.blocks[1].input = bridge.blocks[1].input * 0.5
+        bridge.blocks[1].mlp.input = bridge.blocks[1].mlp.input * 3
+        args, kwargs = bridge.blocks[2].inputs
+        bridge.blocks[2].inputs = ((args[0] + 1, *args[1:]), kwargs)
+    torch.testing.assert_close(run.logits, expected)
+    assert torch.equal(read, seen[0]) and torch.equal(positions.flatten(), torch.arange(tokens.shape[1]))
+
+
+def test_parts_that_are_several_modules(tokens):
+    """OPT's MLP stands in the block: its second layer, which puts out what it puts out, is given neurons."""
+    hf = tiny_model("opt")
+    bridge, seen = TransformerBridge(hf), []
+    block = hf.model.decoder.layers[0]
+    handle = block.fc2.register_forward_hook(lambda module, args, output: seen.append(output))
+    hf(tokens)
+    handle.remove()
+    with bridge.trace(tokens):
+        for ask in ("input", "inputs"):
+            with pytest.raises(ValueError, match=r"blocks\.0\.mlp is no module of its own in OPTForCausalLM"):
+                getattr(bridge.blocks[0].mlp, ask)
+        with pytest.raises(ValueError, match=r"blocks\.0\.mlp is no module of its own"):
+            bridge.blocks[0].mlp.input = torch.zeros(2, 9, 32)
+        out = bridge.blocks[0].mlp.output
+    assert torch.equal(out.flatten(), seen[0].flatten())
 
 
 def test_checkpointing_is_refused(tokens):

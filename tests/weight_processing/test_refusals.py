@@ -16,6 +16,7 @@ from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
 from tests.adapters.by_hand import families
 from tests.reference import DATA
+from tests.tiny_models import tiny_model
 from tests.weight_processing.models import copies, log_probs, same, tiny
 from weight_processing.check import ProcessingError
 
@@ -133,6 +134,37 @@ def test_attention_sinks() -> None:
     bridge.process_weights()
     assert bridge.cfg.processed["fold_value_biases"].startswith("left out: it has attention sinks")
     assert torch.equal(bridge.weights["blocks.0.attn._b_V"], b_V) and b_V.any()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "step", "reason"),
+    [
+        ("deepseek_v3", "center_unembed", "made from latents"),
+        ("gemma4", "center_writing_weights", "do not all have heads of one number and width"),
+        ("afmoe", "fold_ln", "a gate behind its attention reads the norm, too"),
+        ("afmoe", "fold_value_biases", "a gate stands between its values and its output projection"),
+        ("phimoe", "fold_ln", r"blocks\.0\.ln2 has a bias and feeds a mixture of experts"),
+        ("jamba", "fold_value_biases", "do not have one attention each, the same in all of them"),
+    ],
+)
+def test_what_a_family_forbids(model_type: str, step: str, reason: str) -> None:
+    model = tiny_model(model_type)
+    values = copies(model)
+    bridge = TransformerBridge(model)
+    with pytest.raises(ProcessingError, match=rf"{step}=True cannot be done for .*{reason}.*Nothing was changed"):
+        bridge.process_weights(**{step: True})
+    assert same(model, values)
+
+
+def test_weights_of_types_that_cannot_be_written_to() -> None:
+    model = tiny("gpt2")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(torch.complex64), requires_grad=False)
+    with pytest.raises(ProcessingError, match=r"unembed\.W_U is of type torch\.complex64"):
+        TransformerBridge(model).process_weights(center_unembed=True)
+    with torch.inference_mode():
+        model = tiny("gpt2")
+    with pytest.raises(ProcessingError, match=r"was made under torch\.inference_mode"):
+        TransformerBridge(model).process_weights(center_unembed=True)
 
 
 def declare(bridge: TransformerBridge, *steps: Step) -> None:

@@ -36,7 +36,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     findings.holds(
         ENDS,
         "embed",
-        tokens is not None and tokens.input is not None and tokens.input.equal(evidence.tokens),
+        tokens is not None and tokens.input is not None and tokens.input.equal(evidence.text),
         "it is not given the tokens",
     )
     first = f"{architecture.stack.name}.0.hook_resid_pre"

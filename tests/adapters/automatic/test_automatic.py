@@ -11,6 +11,7 @@ from torch import nn
 
 from adapters import UnsupportedModelError, verify
 from adapters.automatic.declaration import infer
+from adapters.automatic.recording import mark
 from bridge import TransformerBridge
 from tests.conftest import torch_hooks
 from tests.tiny_models import tiny_model
@@ -37,6 +38,23 @@ def test_what_is_not_offered_is_listed_with_the_reason() -> None:
 def test_a_mixer_is_offered_with_its_modules() -> None:
     offered = TransformerBridge(tiny_model("mamba")).offered()
     assert {"blocks.0.hook_mixer_out", "blocks.0.mixer.hook_in_proj"} <= set(offered.names)
+
+
+def test_a_model_without_attention_has_no_heads() -> None:
+    cfg = TransformerBridge(tiny_model("mamba")).cfg
+    assert (cfg.n_heads, cfg.d_head, cfg.n_key_value_heads) == (0, 0, None)
+
+
+def test_a_gate_by_relu_is_told_from_what_it_multiplies() -> None:
+    """A ReLU's derivative is zero or one, as that of no function at all."""
+    model = tiny_model("llama", hidden_act="relu")
+    mlp = infer(model).architecture.stack.block_at(0).mlp
+    assert mlp is not None and mlp.gate is not None
+    assert (mlp.gate.path, mlp.up.path) == ("gate_proj", "up_proj")
+
+
+def test_numbers_of_a_tensor_without_axes() -> None:
+    assert mark(torch.tensor(2.0)) == mark(torch.tensor(2.0)) != mark(torch.tensor(3.0))
 
 
 def test_a_declared_model_offers_what_is_declared(embedded: TransformerBridge) -> None:

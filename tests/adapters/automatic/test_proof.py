@@ -1,0 +1,45 @@
+"""What of an inferred declaration does not hold is left out by name, with the reason, and nothing else is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from adapters.automatic.proof import Proof
+from adapters.views import Call, View
+from bridge import TransformerBridge
+from tests.adapters.test_verify import change
+from tests.conftest import tiny
+
+
+class WritesAnother(View):
+    identity = False
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new * 1.1
+
+
+class Fails(View):
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        raise ValueError("no such view\nand more")
+
+
+def test_what_holds_is_held() -> None:
+    assert Proof(TransformerBridge(tiny("llama"))).run().not_offered == {}
+
+
+def test_wrong_points_are_found_among_all() -> None:
+    bridge = TransformerBridge(tiny("llama"))
+    change(bridge, "blocks.0.hook_mlp_out", view=WritesAnother())
+    change(bridge, "blocks.1.attn.hook_q", view=View())
+    change(bridge, "blocks.2.hook_attn_out", view=Fails())
+    training = bridge.train().training
+    found = Proof(bridge).run()
+    assert bridge.training == training
+    assert set(found.not_offered) == {"blocks.0.hook_mlp_out", "blocks.1.attn.hook_q", "blocks.2.hook_attn_out"}
+    assert found.not_offered["blocks.2.hook_attn_out"] == "ValueError: no such view"
+    assert found.not_offered["blocks.0.hook_mlp_out"].startswith("writing back what was read changes the logits by ")
+    rows, length = found.tokens.shape
+    said = f"its shape is ({rows}, {length}, 32), not [batch pos n_heads d_head]"
+    assert found.not_offered["blocks.1.attn.hook_q"] == said
