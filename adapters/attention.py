@@ -240,6 +240,7 @@ def attention_points(
     norm: Site | None = None,
     shift: Site | None = None,
     factor: float = 1.0,
+    results: bool = True,
 ) -> None:
     """Adds the points of one attention module, but for its output.
 
@@ -253,6 +254,7 @@ def attention_points(
         norm: the site at which the attention's input enters its norm (None: not normed).
         shift: what is added to the inputs of queries and keys after the norm.
         factor: what its result is multiplied with before it is added to the stream.
+        results: what each head adds can be said by that.
     """
     pos = points.pos
     n_heads, n_kv_heads = part.n_heads or n_heads, part.n_kv_heads or n_kv_heads
@@ -328,14 +330,15 @@ def attention_points(
     output = join(module, part.o)
     z_axes = f"batch {pos} {part.heads('q')} {part.width('v')}"
     inner.add("hook_z", Site(output, "input"), Heads(n_heads), z_axes, aliases=("o.hook_in",))
-    inner.add(
-        "hook_result",
-        Site(output, "output"),
-        HeadResults(n_heads, factor),
-        f"batch {pos} {part.heads('q')} d_model",
-        group="heavy",
-        flag="use_attn_result",
-    )
+    if results:
+        inner.add(
+            "hook_result",
+            Site(output, "output"),
+            HeadResults(n_heads, factor),
+            f"batch {pos} {part.heads('q')} d_model",
+            group="heavy",
+            flag="use_attn_result",
+        )
 
 
 def _add_every_head_input(

@@ -23,7 +23,7 @@ from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
 from adapters.offloaded import held
 from adapters.paths import base_path, core_path, gone, has_module, join, module_at
-from adapters.views import Call, Heads, View
+from adapters.views import Affine, Call, Heads, View
 
 Get = Callable[[], Tensor]
 
@@ -170,6 +170,20 @@ class Weights:
             self._add_mlp(name, path, part, factor)
         elif isinstance(part, MoE):
             self._add_experts(name, path, part, factor)
+        if step.adjust and not step.post:
+            self._adjust(name, path, step.adjust)
+
+    def _adjust(self, name: str, path: str, adjust: Affine) -> None:
+        """What the block does to a part's result is a part of its last matrix and bias, as its factor is."""
+        for own in [own for own in self.getters if own.startswith(f"{name}.")]:
+            last = own.removeprefix(f"{name}.").partition(".")
+            if last[0] in ("W_O", "W_out") or last[2].endswith(("W_out.weight", "W_out.bias")):
+                self.getters[own] = self._adjusted(self.getters[own], path, adjust.linear)
+            elif last[0] in ("b_O", "b_out"):
+                self.getters[own] = self._adjusted(self.getters[own], path, adjust.of)
+
+    def _adjusted(self, get: Get, path: str, by: Callable[[Tensor, nn.Module], Tensor]) -> Get:
+        return lambda: by(get(), self.module(path))
 
     def add_norm(self, name: str, path: str, norm: Norm) -> None:
         """The weight and bias of a norm, as far as it has them; its path is relative to `path`."""

@@ -76,7 +76,8 @@ SIZES: dict[str, Any] = {
 FACTORS = {
     "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "logits_scaling": 2.0,
     "attention_out_multiplier": 0.7, "ssm_out_multiplier": 0.6, "lm_head_multiplier": 0.8, "key_multiplier": 0.9,
-    "scale_depth": 0.8, "scale_emb": 2.0,
+    "scale_depth": 0.8, "scale_emb": 2.0, "full_attn_alpha_factor": 0.7, "full_attn_beta_factor": 0.9,
+    "linear_attn_alpha_factor": 0.8, "linear_attn_beta_factor": 1.1, "mlp_alpha_factor": 0.6, "mlp_beta_factor": 1.2,
 }  # fmt: skip
 _MIXED = ["linear_attention", "full_attention"]
 _COMPASS_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}

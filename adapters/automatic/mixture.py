@@ -180,6 +180,7 @@ class FoundMixture:
         inside = [s for s in self.recording.softmaxes if self.router.start < s.time < self.router.end]
         choice = [time for time in self.recording.choices if self.router.start < time < self.router.end]
         if not inside:
+            self._are_sigmoids()
             return "scores"
         if len(inside) == self.experts_per_token and self._margin() is not None:
             return "in turn"
@@ -189,6 +190,14 @@ class FoundMixture:
         if len(inside) == 1 and first.scores.shape[-1] == self.experts_per_token and choice and first.time > choice[0]:
             return "logits"
         raise NotFound(f"{self.router.path} computes softmaxes of {[tuple(s.scores.shape) for s in inside]}")
+
+    def _are_sigmoids(self) -> None:
+        """The weights of the chosen experts are in the ratios of their logits' sigmoids."""
+        logits, weights = (self.router.output(key).value.flatten(0, -2).double() for key in (0, 1))
+        scores = logits.sigmoid().gather(-1, self.router.indices_seen.flatten(0, -2).long())
+        shares = [x / x.sum(-1, keepdim=True) for x in (scores, weights)]
+        if bool(((shares[0] - shares[1]).abs() > 30 * tolerance(self.router.output(1).value)).any()):
+            raise NotFound(f"{self.router.path} weighs the experts by something else than a softmax or sigmoids")
 
     def _corrected(self) -> bool:
         """Whether the chosen experts are others than those of the largest logits."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Block
+from adapters.architecture import Architecture, Block, feeds_forward
 from adapters.attention import Attention
 from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE
@@ -111,7 +111,7 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     attentions = [part for part in parts if isinstance(part, Attention)]
     if steps:
         yield "attn_only", len(attentions) == len(parts)
-        parallel = any(step.parallel and isinstance(step.part, MLP | MoE) for step in steps)
+        parallel = any(step.parallel and step.reads is None and feeds_forward(step.part) for step in steps)
         yield "parallel_attn_mlp", parallel
         mixed = any(isinstance(part, MoE) for part in parts) and not _ungated_experts(evidence)
         yield "gated_mlp", mixed or any(isinstance(part, MLP) and part.gate is not None for part in parts)
@@ -153,7 +153,9 @@ def _norm_type(evidence: Evidence) -> str | None:
 def _epsilon(evidence: Evidence, findings: Findings) -> None:
     cfg = evidence.bridge.cfg
     for place in evidence.places():
-        norm = next((n for n in (place.named.step.pre, place.named.step.post, place.named.step.stream_norm) if n), None)
+        step = place.named.step
+        norms = (place.stack.block_at(place.layer).norm, step.pre, step.post, step.stream_norm)
+        norm = next((n for n in norms if n), None)
         call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
         if norm is not None and call is not None:
             seen = norm.kind.epsilon(call.module)

@@ -207,8 +207,9 @@ class _Mixture:
         at, module = self.place.part, self.place.module
         experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
         # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
-        name = f"{at}hook_out" if self.step.post else f"{self.place.prefix}hook_{self.place.named.name}_out"
-        added, factor = self.evidence.get(name), 1.0 if self.step.post else self.step.factor
+        later = self.step.post or self.step.adjust
+        name = f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out"
+        added, factor = self.evidence.get(name), 1.0 if later else self.step.factor
         if added is None:
             self.findings.untold(CHOICE, f"{at}: what it returns is not seen")
             return

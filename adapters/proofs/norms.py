@@ -52,6 +52,10 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
         step = place.named.step
+        if (norm := place.stack.block_at(place.layer).norm) and place.named is place.stack.block_at(place.layer).named[
+            0
+        ]:
+            yield join(place.path, norm.path), norm
         yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
         if isinstance(step.part, Attention):
             yield from ((join(place.module, n.path), n) for n in (step.part.q_norm, step.part.k_norm) if n)

@@ -97,7 +97,9 @@ class _Attention:
                 own = self.part.rotary_dim, self.part.rotary_base
                 rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
             q, k = turned_q, turned_k
-        assert q is not None and k is not None
+        if q is None or k is None:
+            self.findings.holds(SCORES, at, False, "queries or keys after their rotation are not shown")
+            return rotated
         n_heads = pattern.shape[1]
         if q.shape[2] != n_heads or n_heads % k.shape[2] or n_heads % v.shape[2]:
             self.findings.holds(SCORES, at, False, f"{q.shape[2]} and {k.shape[2]} heads for {n_heads} patterns")

@@ -308,8 +308,22 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
         yield "norms exchanged", replace(step, pre=step.post, post=step.pre), ""
     for factor in (0.5, 2.0, -1.0):
         yield f"factor times {factor}", replace(step, factor=step.factor * factor), ""
+    for which in ("carry", "adjust"):
+        if affine := getattr(step, which):
+            yield f"{which} left out", replace(step, **{which: None}), ""
+            yield f"{which} times 2", replace(step, **{which: replace(affine, factor=affine.factor * 2)}), ""
+            for part in ("bias", "plus"):
+                if getattr(affine, part):
+                    yield f"{which} without its {part}", replace(step, **{which: replace(affine, **{part: None})}), ""
+    if step.mix:
+        yield "mix left out", replace(step, mix=None), ""
+        if step.mix.keep is not None:
+            yield "streams not mixed", replace(step, mix=replace(step.mix, keep=None)), ""
+    if step.reads is not None:
+        yield "reads what the others read", replace(step, reads=None), ""
     if index:
-        yield "sequential for parallel" if step.parallel else "parallel", replace(step, parallel=not step.parallel), ""
+        other = replace(step, parallel=not step.parallel, carry=None, reads=None)
+        yield "sequential for parallel" if step.parallel else "parallel", other, ""
 
 
 def block_changes(block: Block, facts: Facts) -> Iterator[Change]:
@@ -317,17 +331,19 @@ def block_changes(block: Block, facts: Facts) -> Iterator[Change]:
     for index, step in enumerate(block.steps):
         for text, changed, same in step_changes(step, index, facts):
             steps = (*block.steps[:index], changed, *block.steps[index + 1 :])
-            yield f"{type(step.part).__name__}: {text}", Block(steps), same
+            yield f"{type(step.part).__name__}: {text}", replace(block, steps=steps), same
     if len(block.steps) > 1:
         first, second, *rest = block.steps
         if not second.parallel:
-            yield "steps in another order", Block((second, first, *rest)), ""
+            yield "steps in another order", replace(block, steps=(second, first, *rest)), ""
             if first.pre and second.pre:
                 exchanged = (replace(first, pre=second.pre), replace(second, pre=first.pre), *rest)
-                yield "norms of two steps exchanged", Block(exchanged), ""
+                yield "norms of two steps exchanged", replace(block, steps=exchanged), ""
         for index in range(1, len(block.steps)):
             left = block.steps[:index] + block.steps[index + 1 :]
-            yield f"step {index} left out", Block(left), ""
+            yield f"step {index} left out", replace(block, steps=left), ""
+    if block.norm:
+        yield "norm before the first step left out", replace(block, norm=None), ""
 
 
 def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
@@ -348,6 +364,16 @@ def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
     if stack.layers:
         yield "all layers alike", replace(stack, layers={}), ""
         yield "other layers", replace(stack, layers={n - 1 - i: block for i, block in stack.layers.items()}), ""
+    for which, without in (
+        ("rescaled", {}), ("joined", {}), ("positions_first", False), ("n_streams", None), ("collapse", None),
+        ("side_by_side", False),
+    ):  # fmt: skip
+        if getattr(stack, which):
+            yield f"{which} left out", replace(stack, **{which: without}), ""
+    if stack.joined:
+        last, (one, other) = max(stack.joined.items())
+        exchanged = {**stack.joined, last: ((other[0], one[1]), other)}
+        yield "joined with another", replace(stack, joined=exchanged), ""
     if stack.final_norm:
         yield "final norm left out", replace(stack, final_norm=None), ""
         for text, norm in _norm_changes(stack.final_norm):
@@ -363,7 +389,7 @@ def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutat
         for text, changed, same in stack_changes(stack, facts):
             stacks = (*declared.stacks[:index], changed, *declared.stacks[index + 1 :])
             yield Mutation(f"{stack.name}: {text}", replace(declared, stacks=stacks), same)
-    for name in ("pos_embed", "token_types", "embed_norm"):
+    for name in ("pos_embed", "token_types", "embed_norm", "embed_adjust"):
         if getattr(declared, name):
             yield Mutation(f"{name} left out", replace(declared, **{name: None}))
     if declared.embed_norm:
@@ -480,7 +506,7 @@ def same_fact(facts: Facts, name: str, other: object) -> str:
 
 
 def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
-    """The changed declarations of a model: of what is inferred, where its class has none."""
+    """The changed declarations of a model; of one without an adapter, of what is inferred for it."""
     bridge = TransformerBridge(model)
     declared, cfg = bridge.architecture, bridge.cfg
     with torch.no_grad(), recorded(model) as calls:
