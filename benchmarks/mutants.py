@@ -202,7 +202,7 @@ class Touched:
         by: dict[str, list[str]] = {}
         for test in sorted({test for line in lines for test in found[line] if test}):
             by.setdefault(test.split("::")[0], []).append(test)
-        for file in self.new if by else []:
+        for file in self.new:
             by.setdefault(file, [])
 
         def order(file: str) -> tuple[bool, int, float]:

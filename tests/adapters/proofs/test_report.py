@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from adapters import verify
+from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.norms import CLAIM as NORMS
 from adapters.proofs.report import Check, Findings
 from bridge import TransformerBridge
@@ -72,3 +74,20 @@ def test_a_module_that_is_no_norm_is_not_proved() -> None:
     model.model.layers[1].input_layernorm.forward = torch.tanh
     (check,) = [check for check in verify(TransformerBridge(model)).checks if check.name == NORMS]
     assert not check.passed and "model.layers.1.input_layernorm computes no norm that is known" in check.detail
+
+
+@pytest.mark.parametrize(("by_position", "untold"), [(False, True), (True, False)])
+def test_what_is_added_behind_the_unembedding_is_a_bias_only_where_it_is_the_same_in_every_row(
+    by_position: bool, untold: bool
+) -> None:
+    model = tiny("llama")
+
+    def add(module: torch.nn.Module, args: object, output: CausalLMOutputWithPast) -> CausalLMOutputWithPast:
+        assert output.logits is not None
+        places = torch.arange(output.logits.shape[1])[:, None] if by_position else 1.0
+        output.logits = output.logits + places * torch.linspace(1, 2, output.logits.shape[-1])
+        return output
+
+    model.register_forward_hook(add)
+    (check,) = [check for check in verify(TransformerBridge(model)).checks if check.name == FACTS]
+    assert ("not told apart: the logits are unembed.hook_out and a bias" in check.detail) == untold == check.passed
