@@ -9,12 +9,14 @@ from typing import Literal
 from torch import nn
 
 from adapters.attention import Attention
-from adapters.block import Block, NamedStep, Opaque, Part, Step, feeds_forward
+from adapters.block import Block, Mix, NamedStep, Opaque, Part, Step, feeds_forward
 from adapters.norms import Norm, NormKind
 from adapters.paths import join, members_of, module_at
+from adapters.views import Affine
 
 __all__ = (
-    "Architecture", "Block", "Head", "NamedStep", "Opaque", "Part", "Stack", "Step", "feeds_forward", "language_part",
+    "Architecture", "Block", "Head", "Mix", "NamedStep", "Opaque", "Part", "Stack", "Step", "feeds_forward",
+    "language_part",
 )  # fmt: skip
 
 
@@ -39,6 +41,14 @@ class Stack:
         pos: the axis of its positions.
         output_key: which element of a block's output is the residual stream (None: the output itself).
         output_length: how many elements a tuple output has (for skipping a block).
+        rescaled: what the model multiplies the stream with before a block, by the block's index, or before the final
+            norm, by their number (RWKV).
+        n_streams: how many streams its blocks carry, where they are several: ``[batch, pos, n_streams, d_model]``.
+        side_by_side: the model keeps them side by side, ``[batch, pos, (n_streams d_model)]``.
+        collapse: the module that makes one of them behind the last block.
+        joined: of blocks that are not given what left the one before, by their index: the calls outside of the blocks
+            that what they are given is the sum of, each with its factor (HRM, whose two lists of blocks run in turn).
+        positions_first: its blocks, and the embeddings before them, are given ``[pos, batch, ...]`` (XLNet).
     """
 
     path: str
@@ -55,6 +65,12 @@ class Stack:
     embed_norm: Norm | None = None
     token_types: str | None = None
     members: tuple[str, ...] = ()
+    rescaled: Mapping[int, float] = field(default_factory=dict)
+    positions_first: bool = False
+    joined: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    n_streams: int | None = None
+    side_by_side: bool = False
+    collapse: str | None = None
 
     def place_of(self, index: int) -> str:
         """The path of a block."""
@@ -93,6 +109,15 @@ class Stack:
     def key_pos(self) -> str:
         """The axis of its positions as keys."""
         return self.pos.removesuffix("pos") + "key_pos"
+
+    @property
+    def keeps_its_stream(self) -> bool:
+        """Nothing multiplies its stream, or norms it as it enters a block."""
+        return (
+            not (self.rescaled or self.joined)
+            and self.n_streams is None
+            and all(block.is_sum for block in self.every_block)
+        )
 
     @property
     def one_of_two(self) -> bool:
@@ -143,6 +168,7 @@ class Architecture:
             or before others, and what it puts out stands in the sum (RoCBert).
         d_embed: how wide the embeddings before it are, where that is not the stream's width.
         embed_factor: what the model multiplies the token embedding's result with.
+        embed_adjust: what parameters of the base model do to that besides; `hook_embed` stands before it.
         embed_norm: a norm that follows: the token embedding alone (`hook_embed` is then its output), or, with
             `embeddings`, their sum.
         embeddings: the module that makes the first residual stream of all of them, where there is one (BERT): the names
@@ -163,6 +189,7 @@ class Architecture:
     embed_norm: Norm | None = None
     embeddings: str | None = None
     embed_factor: float = 1.0
+    embed_adjust: Affine | None = None
     more_embeds: tuple[str, ...] = ()
     embed_project: str | None = None
     d_embed: int | None = None
@@ -191,6 +218,30 @@ class Architecture:
     def norms_on_the_stream(self) -> bool:
         """Norms stand on the residual stream itself."""
         return any(step.stream_norm for stack in self.stacks for block in stack.every_block for step in block.steps)
+
+    @property
+    def streams_are_sums(self) -> bool:
+        """What leaves every block is what enters it and what its parts put out, without norms or factors on it."""
+        return (
+            not self.norms_on_the_stream
+            and self.embed_adjust is None
+            and all(stack.keeps_its_stream for stack in self.stacks)
+        )
+
+    def refuse_several_streams(self, name: str) -> None:
+        """Decompositions and lenses are for models with one residual stream.
+
+        Args:
+            name: of the model.
+
+        Raises:
+            ValueError: its blocks carry several.
+        """
+        if (n := self.stack.n_streams) is not None:
+            raise ValueError(
+                f"{name} has {n} residual streams, hook_resid_pre of shape [batch, pos, n_streams, d_model]: "
+                "decompositions and lenses are for models with one; its hook points show them all"
+            )
 
     def step_at(self, layer: int, name: str) -> Step:
         """A step of a layer of the first stack, by the name of its part.

@@ -143,6 +143,7 @@ class Attention:
         gate_fn: the name of its activation function, of `GATE_FUNCTIONS`.
         v_norm: a norm of the values, relative to the attention module: the pattern is multiplied with what it puts out.
         flat_heads: scores and pattern are ``[(batch head), query, key]``.
+        clip: queries, keys and values are clamped to this behind their projections, which the hook points stand on.
         q_bias, k_bias, v_bias: parameters that are added behind the projections, relative to the attention module:
             `hook_q` (`hook_k`, `hook_v`) shows the sum (DeBERTa).
         o_bias: a parameter of the attention module that is added behind it, where the output projection has no bias of
@@ -191,6 +192,7 @@ class Attention:
     z_sinks: str | None = None
     v_norm: Norm | None = None
     flat_heads: bool = False
+    clip: float | None = None
     q_bias: str | None = None
     k_bias: str | None = None
     v_bias: str | None = None
@@ -238,6 +240,7 @@ def attention_points(
     norm: Site | None = None,
     shift: Site | None = None,
     factor: float = 1.0,
+    results: bool = True,
 ) -> None:
     """Adds the points of one attention module, but for its output.
 
@@ -251,6 +254,7 @@ def attention_points(
         norm: the site at which the attention's input enters its norm (None: not normed).
         shift: what is added to the inputs of queries and keys after the norm.
         factor: what its result is multiplied with before it is added to the stream.
+        results: what each head adds can be said by that.
     """
     pos = points.pos
     n_heads, n_kv_heads = part.n_heads or n_heads, part.n_kv_heads or n_kv_heads
@@ -326,14 +330,15 @@ def attention_points(
     output = join(module, part.o)
     z_axes = f"batch {pos} {part.heads('q')} {part.width('v')}"
     inner.add("hook_z", Site(output, "input"), Heads(n_heads), z_axes, aliases=("o.hook_in",))
-    inner.add(
-        "hook_result",
-        Site(output, "output"),
-        HeadResults(n_heads, factor),
-        f"batch {pos} {part.heads('q')} d_model",
-        group="heavy",
-        flag="use_attn_result",
-    )
+    if results:
+        inner.add(
+            "hook_result",
+            Site(output, "output"),
+            HeadResults(n_heads, factor),
+            f"batch {pos} {part.heads('q')} d_model",
+            group="heavy",
+            flag="use_attn_result",
+        )
 
 
 def _add_every_head_input(

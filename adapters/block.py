@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
+
+from torch import Tensor
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.norms import Norm
+from adapters.views import Affine
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,15 @@ class Opaque:
         path: the module, relative to the block.
         plays: what it would be: hook points have the names of that.
         out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
+        entry: the module that is given what the part reads, where that is another one, and no module stands around
+            it all. "" where that is not known.
     """
 
     path: str
     plays: Literal["attn", "mlp"]
     out: str | None = None
     out_key: int | None = None
+    entry: str | None = None
 
 
 Part = Attention | MLP | MoE | Mixer | Opaque
@@ -38,8 +44,38 @@ def feeds_forward(part: Part) -> bool:
 
 
 @dataclass(frozen=True)
+class Mix:
+    """What stands between several streams and a part (hyper-connections, Zhu et al. 2024): each stream becomes
+    ``sum_j keep[j, i] * stream_j + write[i] * result``, and the part reads another sum of them.
+
+    Attributes:
+        path: the module, relative to the block, that is given the streams.
+        read: which element of what it returns the part reads, through its norm: ``[batch, pos, d_model]``.
+        write: which holds the weights of the result: ``[batch, pos, n_streams]``.
+        keep: which holds those of the streams, ``[batch, pos, n_streams, n_streams]``; None: they go on as they are.
+    """
+
+    path: str
+    read: int
+    write: int
+    keep: int | None = None
+
+    def of(self, streams: Tensor, result: Tensor, write: Tensor, keep: Tensor | None) -> Tensor:
+        """The streams behind the part.
+
+        Args:
+            streams: those before it, ``[batch, pos, n_streams, d_model]``.
+            result: what it puts out, ``[batch, pos, d_model]``.
+            write, keep: the weights.
+        """
+        if keep is not None:
+            streams = keep.to(streams.dtype).transpose(-1, -2) @ streams
+        return streams + write.to(streams.dtype).unsqueeze(-1) * result.unsqueeze(-2)
+
+
+@dataclass(frozen=True)
 class Step:
-    """One residual step: ``stream + factor * post(part(pre(stream)))``, and then `stream_norm` of that.
+    """One residual step: ``carry(stream) + adjust(factor * post(part(pre(stream))))``, and then `stream_norm` of that.
 
     Attributes:
         part: what is inside.
@@ -47,13 +83,21 @@ class Step:
         post: the norm that its result goes through before it is added. Where that result is put out by no module, the
             part's `out` is the path of this norm, too.
         factor: what its result is multiplied with, behind `post`.
+        adjust: what happens to its result besides, by parameters of the block.
+        carry: what happens to the stream before the result is added to it (None: nothing); of parallel steps, the first
+            says it.
+        total: the module that puts out the sum, where there is one (None: the block computes it itself).
         stream_norm: a norm that stands on the stream itself, behind the sum (BERT).
         parallel: it reads the stream that the step before it reads, not what that one makes of it. Steps that read the
             same stream through the same norm share it.
+        mix: what stands between the streams and the part, where the block carries several.
+        reads: of a parallel step, which of the block's streams it reads, from 0, where that is an earlier one than the
+            others' (LongCat, whose experts read what the first MLP reads, and write behind the second).
 
     Raises:
         ValueError: the factor is zero: nothing would be added. Or there are norms before the part and on the stream,
-            which would have one name.
+            which would have one name. Or a step says `carry` that is not the first to read its stream, or `reads` that
+            is.
     """
 
     part: Part
@@ -62,12 +106,21 @@ class Step:
     factor: float = 1.0
     stream_norm: Norm | None = None
     parallel: bool = False
+    adjust: Affine | None = None
+    carry: Affine | None = None
+    total: str | None = None
+    reads: int | None = None
+    mix: Mix | None = None
 
     def __post_init__(self) -> None:
         if self.factor == 0:
             raise ValueError(f"the step of {self.part} has factor=0: it would add nothing to the residual stream")
         if self.pre and self.stream_norm:
             raise ValueError(f"the step of {self.part} has both pre and stream_norm: one step has one of them")
+        if self.parallel and self.carry:
+            raise ValueError(f"the step of {self.part} is parallel and has carry: the first of parallel steps says it")
+        if self.reads is not None and not self.parallel:
+            raise ValueError(f"the step of {self.part} has reads={self.reads}, and is not parallel")
 
     @property
     def last_factor(self) -> float:
@@ -84,6 +137,7 @@ class NamedStep:
         name: of its part: ``attn``, ``cross_attn``, ``mlp``, ``mixer``.
         norm: of the norm that it reads through, or that stands on the stream behind it: ``ln1``, ``ln2``, ``ln3``.
         before: what it reads: ``hook_resid_pre``, ``hook_resid_mid``, or the norm on the stream, ``ln1.hook_out``.
+        onto: what the result is added to: the same, unless the step reads an earlier stream.
         after: the sum that it, or the last of the parallel steps that it is one of, makes: ``hook_resid_mid``,
             ``hook_resid_mid_cross``, ``hook_resid_post``.
         first: it is the first of the steps that read this stream.
@@ -95,6 +149,7 @@ class NamedStep:
     name: str
     norm: str
     before: str
+    onto: str
     after: str
     first: bool
     shared: tuple[str, ...]
@@ -109,21 +164,31 @@ class Block:
         steps: in the order in which the layer computes them.
         entry, exit: where the block is no module, its modules that the stream enters first and leaves last (XLM); its
             path is then that of what holds them.
+        norm: a norm on the stream itself before the first step, ``ln0`` (MiniMax).
         changed_in_place: modules, relative to the block, and whether it is their ``input`` or ``output`` that the model
             writes over afterwards: what stands there is shown as a copy.
 
     Raises:
-        ValueError: the first step is called parallel, with nothing before it.
+        ValueError: the first step is called parallel, with nothing before it; or one reads a stream that is none of
+            those before it.
     """
 
     steps: tuple[Step, ...]
     changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
     entry: str = ""
     exit: str = ""
+    norm: Norm | None = None
 
     def __post_init__(self) -> None:
         if self.steps and self.steps[0].parallel:
             raise ValueError("the first step of a block cannot be parallel: there is none before it")
+        streams = 0
+        for step in self.steps:
+            streams += not step.parallel
+            if step.reads is not None and not 0 <= step.reads < streams - 1:
+                raise ValueError(
+                    f"the step of {step.part} has reads={step.reads}, and {streams - 1} streams are earlier"
+                )
 
     @property
     def attn(self) -> Attention | None:
@@ -144,7 +209,12 @@ class Block:
     def norms(self) -> tuple[Norm, ...]:
         """The norms of all its steps, not those of queries and keys."""
         found = (norm for step in self.steps for norm in (step.pre, step.post, step.stream_norm))
-        return tuple(norm for norm in found if norm)
+        return tuple(norm for norm in (self.norm, *found) if norm)
+
+    @property
+    def is_sum(self) -> bool:
+        """The stream that leaves it is the one that enters and what its steps put out, and no other step is between."""
+        return self.norm is None and not any(step.carry or step.mix for step in self.steps)
 
     @property
     def module_paths(self) -> dict[str, str]:
@@ -166,20 +236,23 @@ class Block:
             else:
                 groups.append([step])
         found: list[NamedStep] = []
-        before = "hook_resid_pre"
+        streams = ["ln0.hook_out" if self.norm else "hook_resid_pre"]
         for index, group in enumerate(groups):
             after = "hook_resid_post" if index == len(groups) - 1 else _between(index, group)
-            names = self._names(group, found)
-            for step, (name, norm) in zip(group, names, strict=True):
-                alike = tuple(
-                    other_name
-                    for other, (other_name, _) in zip(group, names, strict=True)
-                    if step.pre and other.pre == step.pre and other is not step
-                )
-                leads = not any(found_step.name in alike for found_step in found)
-                found.append(NamedStep(step, name, norm, before, after, step is group[0], alike, leads))
-            before = f"{found[-1].norm}.hook_out" if group[-1].stream_norm else after
-        return tuple(found)
+            for step, (name, norm) in zip(group, self._names(group, found), strict=True):
+                before = streams[-1 if step.reads is None else step.reads]
+                found.append(NamedStep(step, name, norm, before, streams[-1], after, step is group[0], (), True))
+            streams.append(f"{found[-1].norm}.hook_out" if group[-1].stream_norm else after)
+        return tuple(self._sharing(named, found) for named in found)
+
+    @staticmethod
+    def _sharing(named: NamedStep, steps: Sequence[NamedStep]) -> NamedStep:
+        """The same, with the steps that read the same stream through the same norm."""
+        alike = [
+            each for each in steps if named.step.pre and (each.step.pre, each.before) == (named.step.pre, named.before)
+        ]
+        names = tuple(each.name for each in alike if each is not named)
+        return replace(named, shared=names, leads=not alike or alike[0] is named)
 
     def _names(self, group: Sequence[Step], before: Sequence[NamedStep]) -> list[tuple[str, str]]:
         """The names of the parts and norms of steps, which those before them do not have."""

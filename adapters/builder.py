@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, Head, NamedStep, Opaque, Part, Stack, feeds_forward
+from adapters.architecture import Architecture, Mix, NamedStep, Opaque, Part, Stack, feeds_forward
 from adapters.attention import Attention, attention_points, qk_norm_points
+from adapters.building.ends import (
+    add_collapse,
+    add_final_norm,
+    add_head,
+    add_own_embeddings,
+    add_unembedding,
+    batch_first,
+    copied,
+    embedding_points,
+)
 from adapters.config import ModelConfig
 from adapters.feed_forward import MLP, MoE, mixture_points, mlp_points
 from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
-from adapters.paths import base_path, call_number, has_module, join, module_at, module_path, path_from
+from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Branch, Composed, Copied, FlatRows, Scaled, View, WithBatchAxis, WithParameter, WriteThrough
+from adapters.views import Adjusted, Branch, Composed, FlatRows, Scaled, Streams, View, WithParameter, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -27,127 +36,30 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = _embedding_points(architecture, base) if architecture.embed else []
+    points = embedding_points(architecture, base) if architecture.embed else []
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
             continue
         if stack.embed:
-            _add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, stack.embed, base)
+            add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, stack.embed, base)
         n = len(stack.modules(model.get_submodule(base)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
+        if stack.collapse:
+            add_collapse(PointList("", n, "", stack.pos, points), base, stack.collapse)
         if stack.final_norm:
-            _add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
+            add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
     after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
     unembedded = False
     for head in architecture.heads:
-        _add_head(after, head, model)
+        add_head(after, head, model)
         if head.unembeds:
             unembedded = True
-            _add_unembedding(after, architecture, model)
+            add_unembedding(after, architecture, model)
     if not unembedded:
-        _add_unembedding(after, architecture, model)
+        add_unembedding(after, architecture, model)
     return points
-
-
-def _embedding_points(architecture: Architecture, base: str) -> list[Point]:
-    tokens = Site(join(base, architecture.embed), "output")
-    points = PointList("", -1, "")
-    together = architecture.embeddings is not None  # HookedTransformer's encoder has one part for all of them
-    points.add("embed.hook_in", Site(tokens.path, "input"), axes="batch pos", group="extra")
-    norm, project = architecture.embed_norm, architecture.embed_project
-    width = "d_model" if architecture.d_embed is None else str(architecture.d_embed)
-    axes = f"batch pos {width}"  # of the embeddings
-    total = axes if project == architecture.embeddings else None  # of their sum
-    scaled = Scaled(architecture.embed_factor) if architecture.embed_factor != 1 else None
-    if together:
-        points.add("embed.hook_embed", tokens, scaled, axes, aliases=("hook_embed", "embed.hook_out"))
-        if project and project != architecture.embeddings:
-            points.add("embed.hook_projected", Site(join(base, project), "output"))
-    else:
-        embed = Site(join(base, norm.path), "output") if norm else tokens
-        if norm:
-            norm_points(points, "embed.ln", norm.kind, embed)
-        points.add("hook_embed", embed, None if norm else scaled, aliases=("embed.hook_out",))
-    if architecture.token_types:
-        points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"), axes=total)
-    for path in architecture.more_embeds:
-        site = Site(join(base, path), "output")
-        points.add(more_embed_name(path), site, WithBatchAxis(), total, group="extra", sources=(tokens,))
-    if architecture.pos_embed:
-        site = Site(join(base, architecture.pos_embed), "output")
-        names = ("hook_pos_embed", "pos_embed.hook_out")
-        name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
-        points.add(name, site, WithBatchAxis(), total, aliases=aliases, sources=(tokens,))
-    if architecture.embeddings is not None:
-        if norm:
-            norm_points(points, "embed.ln", norm.kind, Site(join(base, norm.path), "output"), axes=total)
-        points.add("hook_full_embed", Site(join(base, architecture.embeddings), "output"))
-    return _copied(points.points, {(join(base, path), kind) for path, kind in architecture.changed_in_place})
-
-
-def _copied(points: list[Point], changed: Set[tuple[str, str]]) -> list[Point]:
-    """The points, of which those that stand where the model writes over show copies."""
-    return [
-        replace(point, view=Copied(point.view)) if (point.site.path, point.site.kind) in changed else point
-        for point in points
-    ]
-
-
-def more_embed_name(path: str) -> str:
-    """The hook point of one of an architecture's `more_embeds`."""
-    number = call_number(path)
-    return f"embed.{module_path(path).rpartition('.')[2]}{f'_{number + 1}' if number else ''}.hook_out"
-
-
-def _add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) -> None:
-    """The embeddings of a stack's own tokens."""
-    tokens = Site(join(base, embed), "output")
-    scaled = Scaled(stack.embed_factor) if stack.embed_factor != 1 else None
-    points.add(f"{stack.name}_embed.hook_out", tokens, scaled, group="extra")
-    if stack.pos_embed:
-        site = Site(join(base, stack.pos_embed), "output")
-        points.add(f"{stack.name}_pos_embed.hook_out", site, WithBatchAxis(), group="extra", sources=(tokens,))
-    if stack.token_types:
-        points.add(
-            f"{stack.name}_token_type_embed.hook_out", Site(join(base, stack.token_types), "output"), group="extra"
-        )
-    if stack.embed_norm:
-        norm_points(
-            points, f"{stack.name}_embed.ln", stack.embed_norm.kind, Site(join(base, stack.embed_norm.path), "output")
-        )
-
-
-def _add_final_norm(points: PointList, stack: Stack, base: str, norm: Norm) -> None:
-    site = Site(join(base, norm.path), "output")
-    name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
-    aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
-    norm_points(points, name, norm.kind, site)
-    points.add(f"{name}.hook_out", site, group="extra", aliases=aliases)
-
-
-def _add_head(points: PointList, head: Head, model: nn.Module) -> None:
-    path = path_from(model, head.path)
-    if not has_module(model, path):
-        return
-    if head.norm:
-        axes = None if head.width is None else f"batch {points.pos} {head.width}"
-        norm_points(
-            points, f"{head.name}.ln", head.norm.kind, Site(path_from(model, head.norm.path), "output"), axes=axes
-        )
-    if head.hook:
-        points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=head.axes)
-
-
-def _add_unembedding(points: PointList, architecture: Architecture, model: nn.Module) -> None:
-    path = path_from(model, "." + architecture.unembed)
-    if architecture.unembed and has_module(model, path):
-        width = next((head.width for head in architecture.heads if head.unembeds and head.width), None)
-        entered = None if width is None else f"batch {points.pos} {width}"
-        points.add("unembed.hook_in", Site(path, "input"), axes=entered, group="extra")
-        axes = f"batch {points.pos} d_vocab_out"
-        points.add("unembed.hook_out", Site(path, "output"), axes=axes, group="extra", aliases=("hook_unembed",))
 
 
 class BlockBuilder:
@@ -163,7 +75,9 @@ class BlockBuilder:
 
     def __init__(self, stack: Stack, cfg: ModelConfig, base: str, index: int, n: int, model: nn.Module) -> None:
         self.stack, self.cfg, self.base, self.model = stack, cfg, base, model
-        self.block, self.last = stack.block_at(index), index == n - 1
+        self.block = stack.block_at(index)
+        #: What leaves it is what the final norm reads.
+        self.last = index == n - 1 and n not in stack.rescaled and stack.n_streams is None
         self.path = join(base, stack.place_of(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
@@ -173,7 +87,9 @@ class BlockBuilder:
         """The points, in the order of the computation."""
         # Without a module around it all, what its first module is given is also what is added to.
         view = WriteThrough() if self.block.entry else None
-        self.points.add("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
+        self._add_stream("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
+        if self.block.norm:
+            self._add_norm("ln0", self.block.norm)
         steps = self.block.named
         for index, named in enumerate(steps):
             self._add_reading(named)
@@ -187,9 +103,10 @@ class BlockBuilder:
             self.points.add("hook_normalized_resid_post", output, aliases=("hook_out",))
         else:
             others = ("ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
-            self.points.add("hook_resid_post", output, aliases=("hook_out",), other_names=others)
+            self._add_stream("hook_resid_post", output, aliases=("hook_out",), other_names=others)
         changed = {(join(self.path, path), kind) for path, kind in self.block.changed_in_place}
-        return self._with_other_names(_copied(self.points.points, changed))
+        points = copied(self.points.points, changed)
+        return self._with_other_names(batch_first(points) if self.stack.positions_first else points)
 
     def _add(
         self,
@@ -201,11 +118,34 @@ class BlockBuilder:
         group: Group = "standard",
         aliases: tuple[str, ...] = (),
         flag: str | None = None,
+        sources: tuple[Site, ...] = (),
     ) -> None:
         """Adds a point of the shape of the stream, whose site holds ``(batch pos)`` rows in a flat part."""
         if flat:
-            view = Composed(view or View(), FlatRows())
-        self.points.add(name, site, view, group=group, aliases=aliases, sources=self.rows if flat else (), flag=flag)
+            view, sources = Composed(view or View(), FlatRows()), self.rows
+        self.points.add(name, site, view, group=group, aliases=aliases, sources=sources, flag=flag)
+
+    def _add_stream(
+        self,
+        name: str,
+        site: Site,
+        view: View | None = None,
+        *,
+        aliases: tuple[str, ...] = (),
+        other_names: tuple[str, ...] = (),
+    ) -> None:
+        """Adds a point of the stream; where the block carries several, of all of them."""
+        axes = None
+        if self.stack.n_streams is not None:
+            axes = f"batch {self.stack.pos} n_streams d_model"
+        if self.stack.n_streams is not None and self.stack.side_by_side:
+            apart = Streams(self.stack.n_streams)
+            view = Composed(view, apart) if view else apart
+        self.points.add(name, site, view, axes, aliases=aliases, other_names=other_names)
+
+    def _is_put_out(self, stream: str) -> bool:
+        """Whether a module puts out this stream: its point stands there."""
+        return any(named.after == stream and named.step.total for named in self.block.named)
 
     def _entry(self, part: Part) -> Site:
         """Where a part's input enters it.
@@ -213,8 +153,8 @@ class BlockBuilder:
         Raises:
             ValueError: it has no module of its own, and two layers read the input.
         """
-        if part.path:
-            return Site(join(self.path, part.path), "input")
+        if path := (isinstance(part, Opaque | Mixer) and part.entry) or part.path:
+            return Site(join(self.path, path), "input")
         assert isinstance(part, MLP)
         if part.gate and part.gate.path != part.up.path:
             raise ValueError(
@@ -228,7 +168,9 @@ class BlockBuilder:
         step, part = named.step, named.step.part
         flat = isinstance(part, MLP) and part.flat
         entry = Site(join(self.path, step.pre.path), "input") if step.pre else None
-        if named.first and named.before.startswith("hook_resid_mid"):
+        if step.mix:
+            self._add_mix(named, step.mix)
+        elif named.first and named.before.startswith("hook_resid_mid") and not self._is_put_out(named.before):
             self._add(flat, named.before, entry or self._entry(part), WriteThrough())
         if step.pre is None:
             if (feeds_forward(part) or isinstance(part, Mixer)) and not named.before.endswith("hook_out"):
@@ -242,6 +184,18 @@ class BlockBuilder:
         # As in HookedTransformer's encoder-decoder, what the MLP reads there is also what its output is added to.
         self._add_own_input(named, flat, entry, view)
         self._add_norm(named.norm, step.pre, flat, self._separate_readers(named))
+
+    def _add_mix(self, named: NamedStep, mix: Mix) -> None:
+        """The streams as they enter what mixes them, and the weights that it makes."""
+        at, name = join(self.path, mix.path), named.name
+        if named.before.startswith("hook_resid_mid"):
+            self._add_stream(named.before, Site(at, "input"), WriteThrough())
+        axes = f"batch {self.stack.pos} n_streams"
+        self.points.add(f"hook_{name}_write", Site(at, "output", mix.write), axes=axes, group="extra")
+        if mix.keep is not None:
+            self.points.add(
+                f"hook_{name}_keep", Site(at, "output", mix.keep), axes=f"{axes} to_n_streams", group="extra"
+            )
 
     def _add_own_input(self, named: NamedStep, flat: bool, entry: Site, view: View) -> None:
         """What this part alone reads of the stream."""
@@ -290,6 +244,10 @@ class BlockBuilder:
         view, sources = (FlatRows(), self.rows) if flat else (None, ())
         norm_points(self.points, name, norm.kind, site, view=view, sources=sources, branches=branches)
         seen = Composed(View(), FlatRows()) if flat else None
+        if norm.kind.gate:
+            self.points.add(
+                f"{name}.hook_gate", Site(join(self.path, norm.path, norm.kind.gate), "output"), group="extra"
+            )
         self.points.add(f"{name}.hook_out", site, seen, group="extra", sources=sources, branches=branches)
 
     def _add_inside(self, named: NamedStep) -> None:
@@ -307,6 +265,7 @@ class BlockBuilder:
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
                 factor=step.last_factor,
+                results=step.adjust is None or step.adjust.weight is None,
             )
         elif isinstance(part, MLP):
             mlp_points(self.points.inside(named.name), part, module, self.rows)
@@ -323,7 +282,7 @@ class BlockBuilder:
     def _add_result(self, named: NamedStep) -> None:
         """What the part returns, and what is added to the stream."""
         step, part, name = named.step, named.step.part, named.name
-        flat = isinstance(part, MLP) and part.flat
+        flat = isinstance(part, MLP | MoE) and part.flat
         if step.post and part.out == step.post.path:  # a sum that no module puts out
             returned = Site(join(self.path, part.out), "input")
         else:
@@ -331,9 +290,12 @@ class BlockBuilder:
         projection = {Attention: (f"{name}.o.hook_out",), Mixer: (), Opaque: ()}.get(
             type(part), (f"{name}.out.hook_out",)
         )
-        scaled = Scaled(step.factor) if step.factor != 1 else None
+        scaled: View | None = Scaled(step.factor) if step.factor != 1 else None
+        if step.adjust:
+            scaled = Composed(scaled, Adjusted(step.adjust)) if scaled else Adjusted(step.adjust)
+        more = self.rows if step.adjust else ()
         added = WithParameter(part.o_bias) if isinstance(part, Attention) and part.o_bias else None
-        if step.post is None:
+        if step.post is None and not step.adjust:
             shown = Composed(added, scaled) if added and scaled else added or scaled
             self._add(flat, f"hook_{name}_out", returned, shown, aliases=(f"{name}.hook_out", *projection))
         else:
@@ -342,7 +304,11 @@ class BlockBuilder:
             qk_norm_points(self.points.inside(name), part, join(self.path, part.path))
         if step.post:
             self._add_norm(f"{named.norm}_post", step.post)
-            self._add(False, f"hook_{name}_out", Site(join(self.path, step.post.path), "output"), scaled)
+            returned, flat = Site(join(self.path, step.post.path), "output"), False
+        if step.post or step.adjust:
+            self._add(flat, f"hook_{name}_out", returned, scaled, sources=more)
+        if step.total and named.after != "hook_resid_post":
+            self.points.add(named.after, Site(join(self.path, step.total), "output"))
 
     def _add_norm_on_the_stream(self, named: NamedStep, norm: Norm, following: Part | None) -> None:
         """The sum of stream and part, and the norm of it, which is the stream from there on."""

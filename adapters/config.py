@@ -288,6 +288,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     d_model = given.pop("d_model", None) or hf.hidden_size
     d_head = given.pop("d_head") if "d_head" in given else first(hf, "head_dim") or d_model // n_heads
     layers, embed = stack.modules(root), architecture.token_embeddings
+    context = first(hf, "max_position_embeddings", "n_positions", "seq_length")
     values: dict[str, Any] = {
         "model_name": getattr(hf, "_name_or_path", "") or type(model).__name__,
         "original_architecture": type(model).__name__,
@@ -298,7 +299,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "d_head": d_head,
         "d_vocab": _rows(root.get_submodule(embed)) if embed else 0,
         "d_vocab_out": getattr(hf, "vocab_size", 0),
-        "n_ctx": first(hf, "max_position_embeddings", "n_positions", "seq_length"),
+        "n_ctx": None if isinstance(context, int) and context < 0 else context,  # XLNet says -1: no end
         "act_fn": act_fn_name(first(hf, "hidden_act", "hidden_activation", "activation_function")),
         "positional_embedding_type": "standard" if architecture.pos_embed else "none",
         "final_rms": stack.final_norm is not None and not stack.final_norm.kind.centered,
@@ -350,7 +351,7 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
         "eps": eps,
         "d_mlp": None,
         "attn_only": not feed_forward and not any(isinstance(part, Mixer) for part in parts),
-        "parallel_attn_mlp": any(step.parallel and feeds_forward(step.part) for step in steps),
+        "parallel_attn_mlp": any(step.parallel and step.reads is None and feeds_forward(step.part) for step in steps),
         "gated_mlp": any(isinstance(part, MLP) and part.gate is not None for part in feed_forward),
         "use_qk_norm": any(part.q_norm or part.k_norm for part in attentions),
         "use_normalization_before_and_after": any(step.pre and step.post for step in steps),

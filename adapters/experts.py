@@ -5,6 +5,9 @@ and ``down_proj``. A family's experts module says of
 itself how they lie there: with the outputs first or last (``is_transposed``), gate and up one after the other or in
 turn (``is_concatenated``), with biases or without (``has_bias``).
 
+Llama 4's says nothing: it multiplies the tokens of all experts in one product of batches (`in_batches`), in which every
+expert is given every token, times its weight.
+
 Where a patch has put a list of modules in that place, each expert is one of them, and its projections are linear
 layers.
 """
@@ -25,6 +28,8 @@ from adapters.paths import gone, has_module
 ExpertPart = Literal["W_gate", "W_in", "W_out"]
 #: The paths of an expert's layers from its own module: gate, up, down.
 Layers = tuple[str, str, str]
+#: Where all experts' matrices are one parameter each, ``[(expert d_expert), d_model]``, as DBRX names them.
+_STACKED = {"W_gate": "mlp.w1", "W_in": "mlp.v1", "W_out": "mlp.w2"}
 #: As transformers' own models name them.
 _USUAL: tuple[Layers, ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -100,6 +105,33 @@ def _held(experts: nn.Module, name: str) -> Tensor:
     return found
 
 
+def stacked(experts: nn.Module) -> dict[str, Float[Tensor, "expert d_expert d_model"]]:
+    """The projections of all experts, where each is one parameter for all of them; empty where it is not."""
+    if are_modules(experts) or hasattr(experts, "down_proj"):
+        return {}
+    known = dict(experts.named_parameters())
+    if not set(_STACKED.values()) <= known.keys():
+        return {}
+    return {part: known[name].unflatten(0, (experts.num_experts, -1)) for part, name in _STACKED.items()}
+
+
+def keeps_experts(experts: nn.Module) -> bool:
+    """Whether a module holds experts in one of the ways that are known."""
+    usual = all(hasattr(experts, name) for name in (first_projection(experts), "down_proj"))
+    return are_modules(experts) or usual or bool(stacked(experts))
+
+
+def in_batches(experts: nn.Module) -> bool:
+    """Whether every expert is given every token, times its weight, in one product ``[expert, token, d]``."""
+    flags = hasattr(experts, "is_transposed") or not hasattr(experts, "down_proj")
+    return not are_modules(experts) and not flags
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether their parameters are ``[expert, d_in, d_out]``, as products of batches take them."""
+    return in_batches(experts) or bool(experts.is_transposed)
+
+
 def has_gate(experts: nn.Module) -> bool:
     """Whether the experts have a gate beside what they multiply with it."""
     return are_modules(experts) or getattr(experts, "has_gate", True) is not False
@@ -118,7 +150,7 @@ def gate_and_up(experts: nn.Module, x: Tensor, dim: int = -1) -> tuple[Tensor, T
         x: a tensor with both along an axis.
         dim: that axis.
     """
-    if experts.is_concatenated:
+    if in_batches(experts) or experts.is_concatenated:
         gate, up = x.chunk(2, dim=dim)
         return gate, up
     x = x.movedim(dim, -1)
@@ -127,14 +159,16 @@ def gate_and_up(experts: nn.Module, x: Tensor, dim: int = -1) -> tuple[Tensor, T
 
 def joined(experts: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     """The reverse of `gate_and_up`, along the last axis."""
-    if experts.is_concatenated:
+    if in_batches(experts) or experts.is_concatenated:
         return torch.cat([gate, up], dim=-1)
     return torch.stack([gate, up], dim=-1).flatten(-2)
 
 
 def width(experts: nn.Module) -> int:
     """How many neurons an expert has."""
-    return _held(experts, "down_proj").shape[1 if experts.is_transposed else 2]
+    if held := stacked(experts):
+        return held["W_out"].shape[1]
+    return _held(experts, "down_proj").shape[1 if is_transposed(experts) else 2]
 
 
 def expert_weight(
@@ -150,18 +184,22 @@ def expert_weight(
         if weight is None:
             raise TypeError(f"{part} of expert {index} is a {type(layer).__name__}, whose weight is not a plain matrix")
         return weight.T
+    if every := stacked(experts):
+        return every[part][index].mT if part == "W_out" else every[part][index]
     if part == "W_out":
         weight = _held(experts, "down_proj")[index]
-        return weight.mT if experts.is_transposed else weight
+        return weight.mT if is_transposed(experts) else weight
     both = _held(experts, first_projection(experts))[index]
     if not has_gate(experts):
-        return both.mT if experts.is_transposed else both
-    return gate_and_up(experts, both.mT if experts.is_transposed else both, dim=0)[part == "W_in"]
+        return both.mT if is_transposed(experts) else both
+    return gate_and_up(experts, both.mT if is_transposed(experts) else both, dim=0)[part == "W_in"]
 
 
 def has_bias(experts: nn.Module, part: ExpertPart, declared: Layers | None = None) -> bool:
     """Whether a projection of the experts has a bias."""
     layer = expert_layer(experts, 0, part, declared)
+    if layer is None and (in_batches(experts) or stacked(experts)):
+        return False
     return bool(experts.has_bias) if layer is None else getattr(layer, "bias", None) is not None
 
 

@@ -8,10 +8,10 @@ from typing import Literal
 from torch import nn
 
 from adapters.attention import Projection
-from adapters.experts import Layers, are_modules, has_gate, layers_of
+from adapters.experts import Layers, are_modules, has_gate, in_batches, layers_of
 from adapters.norms import Norm, norm_points
 from adapters.paths import join
-from adapters.points import Group, PointList, Site
+from adapters.points import Group, PointList, Site, SiteKind
 from adapters.views import Composed, FlatRows, View
 
 
@@ -56,6 +56,8 @@ class MoE:
         path: the module, relative to the block.
         router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
             returns their scores, and the weights and indices of the chosen ones.
+        router_returns: ``choice``, as said; or ``logits`` alone (DBRX): the choice is made in the forward of the module
+            at `path`, by probabilities, and what is chosen is seen where `experts` is given it.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
         layers: where each expert is a module of its own, the paths in it of its projections: gate, up, down; None: the
             usual names.
@@ -72,6 +74,9 @@ class MoE:
         shared_factor: what its result is multiplied with.
         shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
         out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
+        flat: that result is ``(batch pos)`` rows.
+        in_batches: every expert is given every token, times its weight (Llama 4): `experts` works on ``(expert batch
+            pos)`` rows, and the router returns the weights of all experts, and their logits.
     """
 
     path: str
@@ -79,6 +84,7 @@ class MoE:
     experts: str = "experts"
     chosen_by: Literal["probabilities", "logits", "scores", "in turn"] = "probabilities"
     margin: float = 0.0
+    router_returns: Literal["choice", "logits"] = "choice"
     router_matrix: str = ""
     corrected: bool = False
     factor: float = 1.0
@@ -88,6 +94,8 @@ class MoE:
     out: str | None = None
     out_key: int | None = None
     layers: Layers | None = None
+    flat: bool = False
+    in_batches: bool = False
 
 
 #: What is seen of an expert without a gate.
@@ -98,7 +106,8 @@ def _expert_sites(path: str, e: int, experts: nn.Module | None, layers: Layers |
     """Where the activations of an expert stand: inside the module that holds all, or in a module of its own."""
     if not are_modules(experts):
         parts = ("in", "gate", "pre", "post", "out") if experts is None or has_gate(experts) else _UNGATED
-        return {part: Site(path, "experts", f"{e}.{part}") for part in parts}
+        kind: SiteKind = "batched experts" if experts is not None and in_batches(experts) else "experts"
+        return {part: Site(path, kind, f"{e}.{part}") for part in parts}
     own = join(path, str(e))
     sites = {"in": Site(own, "input")}
     assert experts is not None
@@ -160,15 +169,26 @@ def mixture_points(
     router = join(module, mlp.router)
     # As in HookedTransformer, an expert's weight is its probability before the best are chosen; where these are chosen
     # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
-    if mlp.chosen_by == "probabilities":
+    if mlp.router_returns == "logits":
+        logits, weights = Site(module, "softmax", "scores"), Site(module, "softmax", "pattern")
+    elif mlp.chosen_by == "probabilities":
         logits, weights = Site(router, "softmax", "scores"), Site(router, "softmax", "pattern")
     else:
         made = "logits" if mlp.chosen_by == "logits" else "product"
         logits, weights = Site(router, "router", made), Site(router, "router", "weights")
+    if mlp.in_batches:
+        logits, weights = Site(router, "router", "product"), Site(router, "output", 0)
     add("hook_router_logits", logits, "n_experts", "extra", ("gate.hook_out",))
     add("hook_expert_weights", weights, "n_experts")
-    add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")
-    add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
+    if mlp.router_returns == "logits":
+        given = join(module, mlp.experts)
+        add("hook_topk_weights", Site(given, "input", "top_k_weights"), "experts_per_token", "extra")
+        add("hook_expert_indices", Site(given, "input", "top_k_index"), "experts_per_token")
+    elif mlp.in_batches:
+        add("hook_expert_indices", Site(router, "router", "indices"), "experts_per_token")
+    else:
+        add("hook_topk_weights", Site(router, "output", 1), "experts_per_token", "extra")
+        add("hook_expert_indices", Site(router, "output", 2), "experts_per_token")
     path = join(module, mlp.experts)
     for e in range(num_experts):
         for part, site in _expert_sites(path, e, experts, mlp.layers).items():

@@ -54,7 +54,8 @@ class ModelMap:
 
 
 def _is_among(name: str, names: Mapping[str, str]) -> bool:
-    return any(name == each or name.startswith(each + ".") for each in names)
+    # Of a part whose inside is not offered, what it puts out before its norm or factor is.
+    return any(name == each or (name.startswith(each + ".") and name != f"{each}.hook_out") for each in names)
 
 
 def map_model(

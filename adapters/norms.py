@@ -26,6 +26,11 @@ class NormKind:
         identity: it computes nothing: it is there as a place to stand on, and has no hook points of its own.
         eps: its epsilon, where its module does not keep it (None: the module does).
         opaque: what it computes is not said: it is a place to stand on too.
+        inner, gate: the module inside that is the norm, and the one whose sigmoid, of what it makes of the norm's
+            output, that is multiplied with (A.X K2): what is read is the product.
+
+    Raises:
+        ValueError: a layer norm has a gate, or a norm inside has none behind it.
     """
 
     centered: bool
@@ -33,6 +38,22 @@ class NormKind:
     identity: bool = False
     eps: float | None = None
     opaque: bool = False
+    inner: str = ""
+    gate: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.inner) != bool(self.gate) or (self.gate and self.centered):
+            raise ValueError(f"inner={self.inner!r} and gate={self.gate!r}: an RMS norm may have both, others neither")
+
+    def normalizer(self, module: nn.Module) -> nn.Module:
+        """What keeps the weight: the norm's module, or the one inside of it."""
+        return module.get_submodule(self.inner) if self.inner else module
+
+    def gated(self, module: nn.Module, made: Tensor) -> Tensor:
+        """What the norm's module makes of what the norm itself made."""
+        if not self.gate:
+            return made
+        return (made * module.get_submodule(self.gate).forward(made).float().sigmoid()).to(made.dtype)
 
     @property
     def name(self) -> str | None:
@@ -42,12 +63,12 @@ class NormKind:
 
     def weight(self, module: nn.Module) -> Tensor | None:
         """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
-        weight: Tensor | None = held(module, "weight")
+        weight: Tensor | None = held(self.normalizer(module), "weight")
         return weight + self.offset if weight is not None and self.offset else weight
 
     def epsilon(self, module: nn.Module) -> float:
         """The epsilon of a norm of this kind."""
-        return eps_of(module) if self.eps is None else self.eps
+        return eps_of(self.normalizer(module)) if self.eps is None else self.eps
 
 
 @dataclass(frozen=True)
@@ -143,18 +164,19 @@ class NormNormalized(_NormView):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if self.kind.centered:
             return new
-        weight = self.kind.weight(self.norm(call)[0])
-        return new if weight is None else (new * weight).to(x.dtype)
+        module = self.norm(call)[0]
+        weight = self.kind.weight(module)
+        return self.kind.gated(module, new if weight is None else (new * weight).to(x.dtype))
 
 
 def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm makes of a value that has been centred and divided by the scale."""
-    weight, bias = kind.weight(module), held(module, "bias")
+    weight, bias = kind.weight(module), held(kind.normalizer(module), "bias")
     if weight is not None:
         normalized = normalized * weight
     if bias is not None:
         normalized = normalized + bias
-    return normalized.to(dtype)
+    return kind.gated(module, normalized.to(dtype))
 
 
 class SharedNormInput(Derived):

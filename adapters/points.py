@@ -13,8 +13,9 @@ from adapters.views import View
 
 #: ``input``: an argument of a module. ``output``: what it returns. ``attention``: inside the attention that it
 #: computes. ``softmax``: the softmax in its forward. ``experts``: inside the module that holds a mixture's experts.
-#: ``router``: inside the module that chooses them by their logits. ``recurrence``: inside a mixer.
-SiteKind = Literal["input", "output", "attention", "softmax", "experts", "router", "recurrence"]
+#: ``batched experts``: likewise, where it is one product of batches. ``router``: inside the module that chooses them by
+#: their logits. ``recurrence``: inside a mixer.
+SiteKind = Literal["input", "output", "attention", "softmax", "experts", "batched experts", "router", "recurrence"]
 #: ``standard``: in an unfiltered cache. ``heavy``: there when the matching ``set_use_*`` is on. ``extra``: when named.
 Group = Literal["standard", "heavy", "extra"]
 

@@ -20,10 +20,11 @@ Declare = Callable[[PreTrainedConfig], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
 _FAMILIES = (
-    "apertus", "bart", "bert", "bloom", "codegen", "cohere", "deepseek", "dots", "exaone", "falcon", "flint", "gemma",
-    "glm", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium", "hunyuan",
-    "image_text", "kolibri", "llama", "mixtral", "modernbert_decoder", "moshi", "mpt", "native", "olmo", "openai_gpt",
-    "opt", "persimmon", "phi", "phi3", "qwen", "qwen_moe", "stablelm", "starcoder2", "t5", "whisper", "xglm",
+    "apertus", "bart", "bert", "bloom", "codegen", "cohere", "dbrx", "deepseek", "dots", "exaone", "falcon", "flint",
+    "gemma", "glm", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium",
+    "hunyuan", "image_text", "kolibri", "llama", "mixtral", "modernbert_decoder", "moshi", "mpt", "native", "olmo",
+    "openai_gpt", "opt", "persimmon", "phi", "phi3", "qwen", "qwen_moe", "stablelm", "starcoder2", "t5", "whisper",
+    "xglm",
 )  # fmt: skip
 _loaded = False
 _LOADING = threading.RLock()

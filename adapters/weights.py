@@ -23,7 +23,7 @@ from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
 from adapters.offloaded import held
 from adapters.paths import base_path, core_path, gone, has_module, join, module_at
-from adapters.views import Call, Heads, View
+from adapters.views import Affine, Call, Heads, View
 
 Get = Callable[[], Tensor]
 
@@ -115,7 +115,8 @@ class Weights:
         a = self.architecture
         at = "embed." if a.embeddings is not None else ""  # HookedTransformer's encoder has one part for all of them
         if a.token_embeddings:
-            self.getters[f"{at}embed.W_E"] = self._token_embedding(a.token_embeddings)
+            factor = a.embed_factor if a.embed else next(stack.embed_factor for stack in a.stacks if stack.embed)
+            self.getters[f"{at}embed.W_E"] = self._token_embedding(a.token_embeddings, factor)
         if a.pos_embed:
             self.getters[f"{at}pos_embed.W_pos"] = self._position_embedding(a.pos_embed)
         if a.token_types:
@@ -123,10 +124,10 @@ class Weights:
         if a.embed_norm:
             self.add_norm("embed.ln", "", a.embed_norm)
 
-    def _token_embedding(self, path: str) -> Get:
+    def _token_embedding(self, path: str, factor: float) -> Get:
         def get() -> Tensor:
             module = self.module(path)
-            scale = getattr(module, "scalar_embed_scale", 1.0) * self.architecture.embed_factor
+            scale = getattr(module, "scalar_embed_scale", 1.0) * factor
             weight = held(module, "weight")
             if not isinstance(weight, Tensor):
                 raise TypeError(f"{path} is a {type(module).__name__}, which has no table of embeddings")
@@ -169,13 +170,27 @@ class Weights:
             self._add_mlp(name, path, part, factor)
         elif isinstance(part, MoE):
             self._add_experts(name, path, part, factor)
+        if step.adjust and not step.post:
+            self._adjust(name, path, step.adjust)
+
+    def _adjust(self, name: str, path: str, adjust: Affine) -> None:
+        """What the block does to a part's result is a part of its last matrix and bias, as its factor is."""
+        for own in [own for own in self.getters if own.startswith(f"{name}.")]:
+            last = own.removeprefix(f"{name}.").partition(".")
+            if last[0] in ("W_O", "W_out") or last[2].endswith(("W_out.weight", "W_out.bias")):
+                self.getters[own] = self._adjusted(self.getters[own], path, adjust.linear)
+            elif last[0] in ("b_O", "b_out"):
+                self.getters[own] = self._adjusted(self.getters[own], path, adjust.of)
+
+    def _adjusted(self, get: Get, path: str, by: Callable[[Tensor, nn.Module], Tensor]) -> Get:
+        return lambda: by(get(), self.module(path))
 
     def add_norm(self, name: str, path: str, norm: Norm) -> None:
         """The weight and bias of a norm, as far as it has them; its path is relative to `path`."""
         if norm.kind.identity:
             return
         at = norm.path if norm.path.startswith(".") else join(path, norm.path)
-        module = self.module(at)
+        module, inner = norm.kind.normalizer(self.module(at)), join(at, norm.kind.inner)
 
         def weight() -> Tensor:
             found = norm.kind.weight(self.module(at))
@@ -185,7 +200,7 @@ class Weights:
         if getattr(module, "weight", None) is not None:
             self.getters[f"{name}.w"] = weight
         if getattr(module, "bias", None) is not None:
-            self.getters[f"{name}.b"] = self.parameter(at, "bias")
+            self.getters[f"{name}.b"] = self.parameter(inner, "bias")
 
     def _add_attention(self, name: str, path: str, part: Attention, factor: float) -> None:
         heads, at = part.n_heads or self.cfg.n_heads, join(path, part.path)

@@ -1,6 +1,6 @@
 """Makes docs/models.md: what a bridge offers of every text architecture of transformers, tried on a tiny instance.
 
-``python benchmarks/models.py [TYPE ...]``: without types, writes the page; with types, prints their rows.
+``python benchmarks/models.py [TASK:TYPE ... | CLASS ...]``: without these, writes the page; else prints their rows.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ import logging
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import cast
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedModel
 
 from adapters import UnsupportedModelError, verify
 from adapters.architecture import Opaque
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
+from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
 from bridge.native.model import NativeModel
-from tests.tiny_models import CANNOT_BE_BUILT, Task, model_class, tiny_model, types
+from tests.tiny_models import CANNOT_BE_BUILT, Task, config_for, model_class, tiny_model, tiny_of, types
 from weight_processing.check import ProcessingError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -35,7 +39,9 @@ TITLES: dict[Task, str] = {
     "masked": "Masked language models",
     "seq2seq": "Sequence-to-sequence models",
     "image_text": "The text of models of images and text",
+    "speech": "Text from sound",
 }
+_BESIDE = "Classes without text, or without a head"
 #: What is said of a type for which a class of another package needs to be there.
 _MISSING_PACKAGE = "its class needs a package that is not installed"
 
@@ -77,8 +83,18 @@ def row(model_type: str, task: Task) -> Row:
         return Row(model_type, "–", reason=_MISSING_PACKAGE)
     if model_type in CANNOT_BE_BUILT:
         return Row(model_type, name, reason=f"no tiny instance: {CANNOT_BE_BUILT[model_type]}")
+    return _tried(model_type, name, partial(tiny_model, model_type, task))
+
+
+def row_of_class(name: str) -> Row:
+    """Tries one class."""
+    cls: type[PreTrainedModel] = getattr(transformers, name)
+    return _tried(getattr(cls.config_class, "model_type", "–"), name, lambda: tiny_of(cls, config_for(cls)))
+
+
+def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> Row:
     try:
-        model = tiny_model(model_type, task)
+        model = build()
     except (
         ValueError,
         TypeError,
@@ -156,11 +172,36 @@ def _processed(bridge: TransformerBridge) -> str:
     return ", ".join(done) or "none"
 
 
-def rows(task: Task) -> list[Row]:
-    """The rows of a task, by type, made on all cores."""
+def rows(task: Task, known: Collection[str] = ()) -> list[Row]:
+    """The rows of a task, by type, made on all cores.
+
+    Args:
+        task: the task.
+        known: classes that have a row.
+    """
     ours = NativeModel.config_class.model_type  # none of transformers'
+    wanted = [each for each in types(task) if each != ours]
+    wanted = [each for each in wanted if not known or model_class(each, task).__name__ not in known]
     with ProcessPoolExecutor(initializer=quiet, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(partial(row, task=task), [each for each in types(task) if each != ours]))
+        return list(pool.map(partial(row, task=task), wanted))
+
+
+def named(found: Mapping[str, Row]) -> str:
+    """How many of the classes that TransformerLens names are offered, and why the others are not.
+
+    Args:
+        found: rows by class.
+    """
+    seen = [found[name] for name in NAMED]
+    offered = [each for each in seen if each.offered != "–"]
+    full = sum(each.offered == "full" and each.proved for each in seen)
+    parts = sum(each.offered in ("full", "parts") for each in seen)
+    missing = "; ".join(f"{each.cls} ({shortened(each.reason)})" for each in seen if each.offered == "–")
+    return (
+        f"Of the {len(NAMED)} classes that TransformerLens 4.3.0 names and transformers has, {len(offered)} are "
+        f"offered, {full} fully and proved, {parts} at least with the stream and its parts. The others: "
+        f"{missing or 'none'}."
+    )
 
 
 def table(found: list[Row]) -> str:
@@ -196,6 +237,8 @@ each kind, and noise is on every parameter.
 - **proved**: `adapters.verify` proves every claim that is declared or inferred.
 - **processed**: the transforms of `process_weights` that are done, with the log probabilities as before.
 
+{named}
+
 """
 
 
@@ -208,18 +251,26 @@ def quiet() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Writes the page, or prints the rows of some causal types."""
+    """Writes the page, or prints some rows."""
     quiet()
     if arguments:
-        for model_type in arguments:
-            print(row(model_type, "causal"), flush=True)
+        for each in arguments:
+            task, _, model_type = each.rpartition(":")
+            whole = not task and each in dir(transformers)
+            print(row_of_class(each) if whole else row(model_type, cast("Task", task or "causal")), flush=True)
         return
-    text = INTRODUCTION.format(version=transformers.__version__)
+    text, by_class = "", dict[str, Row]()
     for task, title in TITLES.items():
-        found = rows(task)
+        found = rows(task, by_class if task == "speech" else ())
+        by_class |= {each.cls: each for each in reversed(found)}
         text += f"## {title}\n\n{summary(found)}\n\n{table(found)}\n\n"
-        PAGE.write_text(text.rstrip() + "\n", encoding="utf-8")  # as far as it is: the next takes minutes, too
         print(task, summary(found), flush=True)
+    found = [row_of_class(name) for name in sorted({*NAMED} - by_class.keys())]
+    by_class |= {each.cls: each for each in found}
+    text += f"## {_BESIDE}\n\n{table(found)}\n"
+    introduction = INTRODUCTION.format(version=transformers.__version__, named=named(by_class))
+    PAGE.write_text(introduction + text, encoding="utf-8")
+    print(named(by_class), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,14 @@ def _sections(*sections: int) -> dict[str, Any]:
 _VOCABULARY = {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7}
 #: What a configuration class needs besides, by its model type.
 OWN: dict[str, dict[str, Any]] = {
+    "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 98},
+    "blip_vision_model": {"image_size": 64},
+    "blip_2_vision_model": {"image_size": 28},
+    "instructblip_vision_model": {"image_size": 28},
+    "instructblipvideo_vision_model": {"image_size": 28},
+    "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 32},
+    "vit": {"image_size": 64},
+    "deit": {"image_size": 64},
     "blip-2": {"image_token_index": 5, "num_query_tokens": 3},
     "chameleon": {"vocabulary_map": _VOCABULARY},
     "cosmos3_edge_text": _sections(1, 1, 2),
@@ -25,6 +33,8 @@ OWN: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_topk": 16, **_sections(1, 1, 2)},
     "instructblip": {"image_token_index": 5, "num_query_tokens": 3},
     "instructblipvideo": {"video_token_index": 5, "num_query_tokens": 3},
+    "hubert": {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
+    "wav2vec2": {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
     "inkling2_vision": {"text_hidden_size": 32},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "granite_docling_vision": {"out_hidden_size": 32},
@@ -33,7 +43,9 @@ OWN: dict[str, dict[str, Any]] = {
     "llava": {"image_token_index": 5},
     "mllama": {"image_token_index": 5},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
-    "mllama_vision_model": {"image_size": 28, "num_global_layers": 1, "intermediate_layers_indices": [0]},
+    "mllama_vision_model": {
+        "image_size": 28, "num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 64,
+    },
     "qwen2_audio": {"audio_token_index": 5},
     "qwen2_vl": {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
     "florence_vision": {"num_heads": [4, 4, 4, 4]},
@@ -46,7 +58,7 @@ OWN: dict[str, dict[str, Any]] = {
     "kosmos_2_5_text_model": {"layers": 2, "embed_dim": 32, "attention_heads": 4},
     "paddleocr_vl_text": _sections(1, 1, 2),
     "pix2struct_text_model": {"hidden_size": 32},
-    "pp_formulanet_vision": {"decoder_hidden_size": 32, "image_size": 64, "global_attn_indexes": [1]},
+    "pp_formulanet_vision": {"decoder_hidden_size": 32, "image_size": 160, "global_attn_indexes": [1]},
     "qwen2_vl_vision": {"embed_dim": 32, "depth": 2},
     "qwen2_vl_text": _sections(1, 1, 2),
     "qwen2_5_vl_text": _sections(1, 1, 2),

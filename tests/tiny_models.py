@@ -20,16 +20,18 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 
 from tests.tiny_images import OWN as OWN_OF_IMAGES
 
-Task = Literal["causal", "masked", "seq2seq", "image_text"]
+Task = Literal["causal", "masked", "seq2seq", "image_text", "speech"]
 MAPPINGS = {
     "causal": MODEL_FOR_CAUSAL_LM_MAPPING,
     "masked": MODEL_FOR_MASKED_LM_MAPPING,
     "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     "image_text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    "speech": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 }
 
 #: What a configuration class is given of these, as far as it has fields of the names.
@@ -74,7 +76,8 @@ SIZES: dict[str, Any] = {
 FACTORS = {
     "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "logits_scaling": 2.0,
     "attention_out_multiplier": 0.7, "ssm_out_multiplier": 0.6, "lm_head_multiplier": 0.8, "key_multiplier": 0.9,
-    "scale_depth": 0.8, "scale_emb": 2.0,
+    "scale_depth": 0.8, "scale_emb": 2.0, "full_attn_alpha_factor": 0.7, "full_attn_beta_factor": 0.9,
+    "linear_attn_alpha_factor": 0.8, "linear_attn_beta_factor": 1.1, "mlp_alpha_factor": 0.6, "mlp_beta_factor": 1.2,
 }  # fmt: skip
 _MIXED = ["linear_attention", "full_attention"]
 _COMPASS_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -93,6 +96,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {"num_key_value_heads": 4, "adapter_in_dim": 32},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "speech-encoder-decoder": {"decoder_start_token_id": 1, "pad_token_id": 0},
     "encoder-decoder": {"decoder_start_token_id": 1},
     "esmc": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 16},
@@ -163,8 +167,22 @@ def tiny_config(model_type: str, task: Task = "causal", **fields: Any) -> PreTra
         model_type, task: as for `model_class`.
         fields: what it is given besides.
     """
-    cls = model_class(model_type, task).config_class
-    return _configured(cls or CONFIG_MAPPING[model_type], fields)
+    return config_for(model_class(model_type, task), CONFIG_MAPPING[model_type], **fields)
+
+
+def config_for(
+    cls: type[PreTrainedModel], otherwise: type[PreTrainedConfig] | None = None, **fields: Any
+) -> PreTrainedConfig:
+    """A tiny configuration for a class of transformers.
+
+    Args:
+        cls: the class.
+        otherwise: the class of the configuration, where `cls` names none.
+        fields: what it is given besides.
+    """
+    config = cls.config_class or otherwise
+    assert config is not None
+    return _configured(config, fields)
 
 
 def tiny_model(
@@ -177,12 +195,26 @@ def tiny_model(
         attn_implementation: None: what transformers chooses.
         seed: of the parameters.
     """
-    config = tiny_config(model_type, task, **fields)
+    return tiny_of(
+        model_class(model_type, task), tiny_config(model_type, task, **fields), attn_implementation, seed=seed
+    )
+
+
+def tiny_of(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, attn_implementation: str | None = None, *, seed: int = 0
+) -> PreTrainedModel:
+    """An instance of a class with noise on every parameter, in evaluation mode.
+
+    Args:
+        cls: the class.
+        config: its configuration.
+        attn_implementation, seed: as for `tiny_model`.
+    """
     more = {"attn_implementation": attn_implementation} if attn_implementation else {}
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about options that a tiny model does not use
         torch.manual_seed(seed)
-        model = model_class(model_type, task)._from_config(config, **more)
+        model = cls._from_config(config, **more)
         add_noise(model)
     return model.eval()
 
@@ -220,7 +252,7 @@ def _configured(cls: type[PreTrainedConfig], fields: Mapping[str, Any]) -> PreTr
 def _dbrx(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
     from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
 
-    attention = DbrxAttentionConfig(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0)
+    attention = DbrxAttentionConfig(kv_n_heads=2, rope_theta=1e4, clip_qkv=2.0)
     mixture = DbrxFFNConfig(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)
     return cls(
         d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=99, attn_config=attention, ffn_config=mixture,

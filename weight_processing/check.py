@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from adapters.config import ModelConfig
+from adapters.inputs.arguments import accepted_arguments
+from adapters.inputs.made import with_the_rest
 
 _HALF = (torch.float16, torch.bfloat16)
 #: How much larger than before the rounding error of a model in half precision may be. Each transform rounds the weights
@@ -207,9 +209,12 @@ class Check:
     def _log_probs(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         shape = (2, min(16, self.cfg.n_ctx or 16))
-        tokens = torch.randint(self.cfg.d_vocab, shape, generator=generator, device="cpu").to(self.cfg.device)
+        most = max(self.cfg.d_vocab, 1)  # images and sound alone have no tokens
+        tokens = torch.randint(most, shape, generator=generator, device="cpu").to(self.cfg.device)
+        given = with_the_rest(self.core, tokens, bool(self.core.config.is_encoder_decoder))
+        cache = {"use_cache": False} if "use_cache" in accepted_arguments(type(self.core).forward) else {}
         with self.without_hooks(), evaluating(self.core):
-            output = self.core(tokens, use_cache=False)
+            output = self.core(**given, **cache)
         logits = getattr(output, "logits", None)
         value = output[0] if logits is None else logits
         value = value.to(torch.promote_types(value.dtype, torch.float32))

@@ -23,6 +23,11 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
             f"{type(core).__name__} is not one stack of blocks, each reading the residual stream through a norm; "
             "HookedTransformer has no processing for it either"
         )
+    if not architecture.streams_are_sums:
+        return "its blocks multiply the residual stream, or norm it as it enters: it is no sum of what was written"
+    steps = list(architecture.steps())
+    if any(step.adjust or step.reads is not None for step in steps):
+        return "its blocks change what a part puts out by parameters of their own, or add it later than it was made"
     if architecture.stack.shares_modules:
         return "its blocks are one module: what is folded into one would be folded into all of them"
     attentions = [part for block in architecture.stack.every_block for part in block.attentions]
@@ -102,6 +107,8 @@ class Limits:
             return "queries and keys read the norm's output with position embeddings added to it"
         if any(part.gate for block in self.a.stack.every_block for part in block.attentions):
             return "a gate behind its attention reads the norm, too, and HookedTransformer has no matrix for it"
+        if any(norm.kind.gate for block in self.a.stack.every_block for norm in block.norms):
+            return "a gate stands behind one of its norms, and reads what that makes with its weight"
         if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
             return "one of its norms is none that is known"
         if not self.parts.weights.has("." + self.a.unembed):
@@ -153,6 +160,8 @@ class Limits:
             return "its layers do not have one attention each, the same in all of them"
         if attn.sinks or attn.z_is == "sink":
             return "it has attention sinks: the rows of its pattern do not sum to one"
+        if attn.clip is not None:
+            return f"its values are clamped to {attn.clip:g}, biases included"
         if attn.z_is or attn.v_norm:
             between = "norm" if attn.v_norm or attn.z_is == "norm" else attn.z_is
             return f"a {between} stands between its values and its output projection"

@@ -131,6 +131,23 @@ class FoundAttention:
             else:
                 self.found[letter] = carrier
         self.biases = {letter: bias for letter in "qk" if (bias := self._bias_behind(letter))}
+        self.clip = self._clamped()
+
+    def _clamped(self) -> float | None:
+        """What queries and keys are clamped to before they are rotated: one of the attention's own numbers."""
+        numbers = [x for x in vars(self.owner.module).values() if isinstance(x, float) and x > 0]
+        for letter, factor in (("q", self.softmax.query), ("k", self.softmax.key)):
+            if letter not in self.found or factor is None or not numbers:
+                continue
+            before = self._by_head(self.found[letter][0].left[0].value, letter)
+            after = factor.detach()[:, :: max(1, factor.shape[1] // before.shape[2])].transpose(1, 2).norm(dim=-1)
+            if before.shape[:3] != after.shape:
+                continue
+            for clip in [None, *(x for x in numbers if float(before.abs().max()) > x)]:
+                given = before if clip is None else before.clamp(-clip, clip)
+                if bool(((after - given.norm(dim=-1)).abs() <= 10 * tolerance(before) * after.max()).all()):
+                    return clip
+        return None
 
     def _bias_behind(self, letter: str) -> tuple[str, Tensor] | None:
         """A parameter between a projection and the product, with its numbers ``[head, d_head]``."""
@@ -226,6 +243,7 @@ class FoundAttention:
             d_k=len(self.found["k"][1][0]),
             d_v=len(self.found["v"][1][0]),
             flat_heads=self.flat_heads,
+            clip=self.clip,
         )
         if len(self.found["v"][1]) != declared.n_kv_heads:
             raise NotFound(f"it has {declared.n_kv_heads} heads of keys, and {len(self.found['v'][1])} of values")
@@ -295,7 +313,7 @@ class FoundAttention:
             return False
         once = factor.detach()[:, :: factor.shape[1] // len(self.found[letter][1])]
         made = norm.left[0].value
-        return made.shape == once.shape and torch.equal(made, once)
+        return any(made.shape == each.shape and torch.equal(made, each) for each in (once, once.transpose(1, 2)))
 
     def _by_head(self, made: Tensor, letter: str) -> Tensor:
         """What a projection made, ``[batch, pos, head, d_head]``."""
@@ -323,6 +341,7 @@ class FoundAttention:
         norm = self._norm(letter)
         if norm is None or (self.normed_last and letter in "qk"):
             made = self._by_head(call.left[0].value, letter)
+            made = made if self.clip is None else made.clamp(-self.clip, self.clip)
             return made + self.biases[letter][1] if letter in self.biases else made
         rows = by_position(norm[1].left[0].value, self.recording.batch, self._positions(letter))
         assert rows is not None
@@ -332,7 +351,8 @@ class FoundAttention:
         """Queries (keys) behind their rotation, ``[batch, head, pos, d_head]``: before the norm that comes last."""
         norm = self._norm(letter)
         if self.normed_last and norm is not None and norm[1].entered is not None:
-            return norm[1].entered.value
+            entered = norm[1].entered.value
+            return entered if self._over(norm[1]) == "heads first" else entered.transpose(1, 2)
         factor = self.softmax.query if letter == "q" else self.softmax.key
         return None if factor is None else factor.detach()
 

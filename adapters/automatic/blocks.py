@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from adapters.automatic.norms import norm_kind
 from adapters.automatic.recording import ModuleCall, Recording, Seen
+from adapters.config import config_of
 from adapters.paths import join, members_of
 
 
@@ -25,6 +29,11 @@ class FoundStack:
         members: where each block stands in the list, if that is not its index: one that runs several times has all of
             them.
         ends: for blocks that are no modules, those that the stream enters first and leaves last, relative to `path`.
+        joined: of blocks that are not given what left the one before, by their index: the calls outside of the blocks
+            that what they are given is the sum of, each with its factor.
+        positions_first: what enters them is ``[pos, batch, d_model]``.
+        n_streams: how many streams it carries, where they are several.
+        rescaled: what the stream is multiplied with before a block, by the block's index, where that is not one.
     """
 
     path: str
@@ -34,6 +43,10 @@ class FoundStack:
     length: int
     members: tuple[str, ...] = ()
     ends: tuple[tuple[str, str], ...] = ()
+    rescaled: Mapping[int, float] = field(default_factory=dict)
+    joined: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    positions_first: bool = False
+    n_streams: int | None = None
 
     @property
     def stream(self) -> Seen:
@@ -44,7 +57,7 @@ class FoundStack:
 
     @property
     def d_model(self) -> int:
-        return self.stream.value.shape[-1]
+        return self.stream.value[0, 0].numel() // (self.n_streams or 1)
 
 
 def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack], str]:
@@ -79,7 +92,9 @@ def find_stacks(model: nn.Module, recording: Recording) -> tuple[list[FoundStack
         if any(block.entered is None or not block.left for block in blocks):
             continue
         stack, reason = _chained(path, blocks, recording, ran, len(calls))
-        if stack is not None:
+        if stack is not None and stack.positions_first and getattr(config_of(model), "is_encoder_decoder", False):
+            almost.append(f"the streams of an encoder and a decoder have the shape {tuple(stack.stream.value.shape)}")
+        elif stack is not None:
             found.append(stack)
         elif reason:
             almost.append(reason)
@@ -165,6 +180,7 @@ def _chained(
     path: str, blocks: tuple[ModuleCall, ...], recording: Recording, ran: list[int], length: int
 ) -> tuple[FoundStack | None, str]:
     outputs: list[Seen] = []
+    rescaled: dict[int, float] = {}
     for index, block in enumerate(blocks):
         assert block.entered is not None
         shape = block.entered.value.shape
@@ -173,6 +189,9 @@ def _chained(
             following = blocks[index + 1].entered
             assert following is not None
             passed = [seen for seen in alike if seen.mark == following.mark]
+            for seen in alike if not passed else ():
+                if factor := power_between(following.value, seen.value):
+                    rescaled[ran[index + 1]], passed = factor, [seen]
             if not passed:
                 return None, f"what leaves a block of {path} is not what enters the next" if alike else ""
         else:
@@ -181,10 +200,37 @@ def _chained(
                 return None, ""
         outputs.append(passed[0])
     stream = tuple(outputs[0].value.shape)
-    if len(stream) != 3 or stream[0] != recording.batch:
+    positions_first = len(stream) == 3 and stream[:2] == (recording.pos, recording.batch) and len(blocks) > 1
+    several = len(stream) == 4 and stream[:2] == (recording.batch, recording.pos) and len(blocks) > 1
+    if not several and (len(stream) != 3 or (stream[0] != recording.batch and not positions_first)):
         return None, f"the stream of {path} has the shape {stream}, not [batch, pos, d_model]" if len(
             blocks
         ) > 1 else ""
     if len({seen.key for seen in outputs}) > 1:
         return None, f"the blocks of {path} return the stream at different places"
-    return FoundStack(path, blocks, tuple(outputs), tuple(ran), length), ""
+    return FoundStack(
+        path, blocks, tuple(outputs), tuple(ran), length, rescaled=rescaled, positions_first=positions_first
+    ), ""
+
+
+def power_between(x: Tensor, y: Tensor) -> float | None:
+    """The power of two that makes one tensor of another; None where there is none."""
+    square = float(y.double().pow(2).sum())
+    factor = 0.0 if square == 0 or x.shape != y.shape else float((x.double() * y.double()).sum()) / square
+    near = 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
+    return near if near and torch.equal(x, y * near) else None
+
+
+def why_no_layers(found: FoundStack, two: bool, main: str | None) -> str:
+    """Why a run cannot start or stop at a layer."""
+    if two:
+        return "its decoder needs the encoder's output"
+    if main is not None:
+        return f"its first block reads what is made of {main}"
+    if found.n_streams is not None:
+        return f"its blocks carry {found.n_streams} streams"
+    if found.positions_first:
+        return "its blocks are given positions before the batch"
+    if found.ends:
+        return "its blocks are no modules of their own"
+    return "its blocks are one module" if any("@" in member for member in found.members) else ""

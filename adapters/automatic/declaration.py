@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,23 +14,25 @@ from torch import nn
 from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
-from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms
+from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
 from adapters.automatic.ends import FoundEmbedding, find_embedding, find_final_norm, find_head, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
-from adapters.automatic.norms import norm_kind
-from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions
-from adapters.automatic.recording import ModuleCall, NotFound, Recording, record
-from adapters.automatic.stream import Sum, Sums
+from adapters.automatic.norms import norm_kind, with_gated
+from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun, with_bias
+from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
+from adapters.automatic.several_streams.cycles import alike, find_cycles
+from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
+from adapters.automatic.stream import Found, Sums, Value
 from adapters.automatic.values import beside, with_values
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
 from adapters.inputs.arguments import takes
 from adapters.inputs.made import CannotBeMade, Given, sample_inputs
 from adapters.inputs.places import text_places
-from adapters.mixers.part import Mixer, axes_of, functions_of
+from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
@@ -103,21 +106,28 @@ class _Inference:
 
     def run(self) -> Inferred:
         stacks, reason = find_stacks(self.model, self.recording)
-        if self.main is None and any(x.is_floating_point() for x in self.given.values()):  # not towers of images
+        if not stacks and (cycles := find_cycles(self.model, self.recording)):
+            stacks = [cycles]
+        beside = any(x.is_floating_point() for x in self.given.values())
+        if beside and (self.main is None or ("decoder_input_ids" in self.given and len(stacks) != 2)):
+            # Not towers of images, nor an encoder of another kind than text's: the decoder alone.
             stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
         if not stacks:
             raise NotInferable(reason or "no list of blocks is run through by a stream of the tokens' positions")
-        if self.main is not None:
+        if self.main is not None and len(stacks) == 1 and stacks[0].stream.value.shape[1] in self.recording.lengths:
+            self.main = None
+        if self.recording.pos < 0:  # it was not given them as tokens
             self.recording.pos = stacks[0].stream.value.shape[1]
         two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
         if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
+        stacks = [with_streams(each, self.recording) for each in stacks]
         (found, *others) = stacks
         number_norms(stacks, self.recording)
         embedding = None
         if self.main is None:
             text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
-            embedding = find_embedding(self.model, self.recording, found.blocks[0], text=text)
+            embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
         if embedding is None and self.main is not None:
             embedding = FoundEmbedding("")
         if embedding is None:
@@ -140,12 +150,13 @@ class _Inference:
             embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
             embeddings=embedding.module and self.relative(embedding.module),
             embed_factor=embedding.factor,
+            embed_adjust=embedding.adjust,
             more_embeds=tuple(map(self.relative, embedding.more)),
             embed_project=embedding.project and self.relative(embedding.project),
             d_embed=embedding.width,
             changed_in_place=self._changed_before(found.blocks[0].start),
             heads=self._heads(stacks[-1], last_norm, unembed),
-            no_layer_runs=_why_no_layers(found, two, self.main),
+            no_layer_runs=why_no_layers(found, two, self.main),
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
@@ -155,11 +166,13 @@ class _Inference:
         self.facts.table = None
         for call in found.blocks:
             number_calls(call, self.recording)
-        blocks = all_rotated([self._block(found, index, name) for index in range(found.length)])
+        blocks = [self._block(found, index, name) for index in range(found.length)]
+        blocks = all_rotated(alike(blocks, found.members, self.not_offered, name))
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
         block = next(each for each in blocks if repr(each) == usual)
         layers = {i: each for i, each in enumerate(blocks) if each != block}
-        final = find_final_norm(self.recording, found.outputs[-1], found.blocks[-1].end)
+        last = collapse(self.recording, found)
+        final, factor = find_final_norm(self.recording, last, found.blocks[-1].end)
         if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
             what = "ln_final" if name == "blocks" else f"{name}_final_ln"
             self.not_offered[what] = "no norm that is known reads the last stream"
@@ -172,6 +185,12 @@ class _Inference:
             members=found.members,
             output_key=found.outputs[0].key,
             output_length=found.blocks[0].n_left,
+            positions_first=found.positions_first,
+            joined={i: tuple((self.relative(path), w) for path, w in each) for i, each in found.joined.items()},
+            n_streams=found.n_streams,
+            side_by_side=found.n_streams is not None and found.stream.value.ndim == 3,
+            collapse=(path := collapse_path(self.recording, found)) and self.relative(path),
+            rescaled=found.rescaled if factor == 1 else {**found.rescaled, found.length: factor},
         )
         return stack, final
 
@@ -204,7 +223,7 @@ class _Inference:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
         if unembed is None or unembed.entered is None:
             return ()
-        last = found.outputs[-1] if final is None else self.recording.of(final.path)[-1].left[0]
+        last = collapse(self.recording, found) if final is None else self.recording.of(final.path)[-1].left[0]
         if last.mark == unembed.entered.mark:
             return ()
         head = find_head(self.recording, found.blocks[-1].end, unembed)
@@ -228,30 +247,30 @@ class _Inference:
         if index not in stack.indices:
             self.not_offered[f"{name}.{index}"] = "it does not run with text alone"
             return Block(())
+        self.facts.at_layer(index)
         place = stack.indices.index(index)
         call = stack.blocks[place]
         inside = self.recording.between(call.start, call.end)
-        norms: Norms = {each: kind for each in inside if (kind := norm_kind(each)) is not None}
-        sums = Sums(call, stack.outputs[place], self.recording, list(norms))
-        found = sums.find()
+        norms = with_gated(inside, {each: kind for each in inside if (kind := norm_kind(each)) is not None})
+        sums, found = self._sums(stack, place, norms)
         prefix = f"{name}.{index}"
         if found is None:
             self.not_offered[f"{prefix}.hook_resid_mid"] = (
                 "what leaves the block is not what enters it and what its modules put out"
             )
             return Block(())
-        parts = Parts(call, self.recording, norms, sums.values)
+        parts = Parts(call, self.recording, norms, sums, found.sums)
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
-        for total in found:
+        for total in found.sums:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
                 try:
-                    declared = _with_bias(self._part(part, norms, call, note), term.bias)
+                    declared = with_bias(self._part(part, norms, call, note), term.bias)
                 except NotFound as unnamed:
                     self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
                     return Block(())
-                on_stream = self._norm_of(total, norms, call) if nth == len(total.terms) - 1 else None
+                on_stream = _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
                     Step(
                         declared,
@@ -260,11 +279,16 @@ class _Inference:
                         factor=term.factor,
                         stream_norm=on_stream,
                         parallel=nth > 0,
+                        adjust=term.adjust,
+                        carry=total.carry if nth == 0 else None,
+                        total=None if total.total is None else relative(total.total.path, call.path),
+                        reads=parts.reads(term, total),
+                        mix=None if total.mix is None else total.mix.of(call.path),
                     )
                 )
                 notes.append(note)
         entry, left = stack.ends[place] if stack.ends else ("", "")
-        block = Block(tuple(steps), _changed(call, inside), entry, left)
+        block = Block(tuple(steps), _changed(call, inside), entry, left, norm=_norm(found.norm, norms, call))
         for named, note in zip(block.named, notes, strict=True):
             for what, why in note.items():
                 if what == "entry":
@@ -275,14 +299,20 @@ class _Inference:
                     self.not_offered[f"{prefix}.{named.norm if what == 'pre' else named.name}"] = why
         return block
 
-    @staticmethod
-    def _norm_of(total: Sum, norms: Norms, block: ModuleCall) -> Norm | None:
-        return None if total.norm is None else Norm(relative(total.norm.path, block.path), norms[total.norm])
+    def _sums(self, stack: FoundStack, place: int, norms: Norms) -> tuple[Mapping[Mark, Value], Found | None]:
+        """What passes borders inside a block, and its sums."""
+        call, output = stack.blocks[place], stack.outputs[place]
+        if stack.n_streams is None:
+            plain = Sums(call, output, self.recording, list(norms))
+            return plain.values, plain.find()
+        mixed = Mixed(call, output, self.recording, stack.n_streams)
+        sums = mixed.find()
+        return mixed.values, None if sums is None else Found(tuple(sums))
 
     def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]) -> Part:
         """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
         attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
-        mixes = mixes_positions(part)
+        mixes = self._mixes(part)
         try:
             if attends and mixes is not False:
                 return self._attention(part, norms, block.path)
@@ -296,6 +326,12 @@ class _Inference:
             return self._opaque(part, block, Opaque, note, str(why), plays)
         except ValueError as why:  # a path outside of the module that it should be in
             return self._opaque(part, block, Opaque, note, str(why), "attn" if attends else "mlp")
+
+    def _mixes(self, part: FoundPart) -> bool | None:
+        """Whether a part mixes positions; None where it cannot be told."""
+        first = part.out[1].live.shape[:2] == (self.recording.pos, self.recording.batch)
+        positions = 0 if first else 1
+        return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
 
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
@@ -320,21 +356,6 @@ class _Inference:
         self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
-    def _modules_of(self, owner: ModuleCall) -> tuple[tuple[str, str], ...]:
-        """The modules in a mixer that run once, with the axes of what they return."""
-        found = []
-        for call in self.recording.calls:
-            once = owner.holds(call) and call is not owner and len(self.recording.of(call.path)) == 1
-            once = once and not isinstance(call.module, nn.Dropout)
-            if once and call.is_leaf and call.n_left == 1 and call.left and call.left[0].key is None:
-                path, shape = relative(call.path, owner.path), call.left[0].value.shape
-                if len(shape) > 1:
-                    name = path.rpartition(".")[2]
-                    found.append((path, axes_of(name, shape, self.recording.batch, self.recording.pos)))
-        direct = [each for each in found if "." not in each[0]]
-        names = [path.rpartition(".")[2] for path, _ in found]
-        return tuple(direct or (found if len(set(names)) == len(names) else []))
-
     def _opaque(
         self,
         part: FoundPart,
@@ -349,15 +370,18 @@ class _Inference:
         out, seen = part.out
         out_path = None if out is owner else relative(out.path, block.path)
         path = relative(owner.path, block.path)
+        entry = "" if "entry" in part.missing else None
+        if part.reader and not part.owner:
+            entry = relative(part.reader.path, block.path)
         if why:
             note["inside"] = why
         if kind is Mixer:
             functions = functions_of(owner.module)
-            modules = self._modules_of(owner)
+            modules = modules_of(owner, self.recording)
             if not (functions or modules) and any(True for _ in owner.module.parameters()):
                 note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
-            return Mixer(path, out_path, seen.key, modules, functions)
-        return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key)
+            return Mixer(path, out_path, seen.key, modules, functions, entry)
+        return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key, entry)
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
@@ -365,29 +389,8 @@ def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str
     return tuple((relative(call.path, block.path), which) for call in (block, *inside) for which in call.changed)
 
 
-def _with_bias(part: Part, bias: str | None) -> Part:
-    """A part with the parameter that is added behind it.
-
-    Raises:
-        NotFound: it is none of an attention's own.
-    """
-    if bias is None:
-        return part
-    holder, _, name = bias.rpartition(".")
-    if isinstance(part, Attention) and part.out is None and holder == part.path:
-        return replace(part, o_bias=name)
-    raise NotFound(f"{bias} is added behind a part that it does not belong to")
-
-
-def _why_no_layers(found: FoundStack, two: bool, main: str | None) -> str:
-    """Why a run cannot start or stop at a layer."""
-    if two:
-        return "its decoder needs the encoder's output"
-    if main is not None:
-        return f"its first block reads what is made of {main}"
-    if found.ends:
-        return "its blocks are no modules of their own"
-    return "its blocks are one module" if any("@" in member for member in found.members) else ""
+def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:
+    return None if norm is None else Norm(relative(norm.path, block.path), norms[norm])
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from adapters.automatic.blocks import power_between
 from adapters.automatic.norms import norm_kind, tolerance
 from adapters.automatic.recording import ModuleCall, Recording, Seen, mark
 from adapters.config import config_of
 from adapters.norms import Norm
-from adapters.paths import token_embedding
+from adapters.paths import base_path, token_embedding
+from adapters.views import Affine
 
 
 @dataclass
@@ -27,12 +29,14 @@ class FoundEmbedding:
         norm: the norm of the sum.
         module: the one around all of them, where there is a sum with a norm behind it.
         project: a linear layer behind the tokens, or behind all of it; it is `module` then.
+        adjust: what parameters of the base model do to it besides.
         width: of the tokens' embeddings, where that is not the stream's.
         missing: what could not be found, by hook name.
     """
 
     embed: str
     factor: float = 1.0
+    adjust: Affine | None = None
     pos_embed: str | None = None
     token_types: str | None = None
     norm: Norm | None = None
@@ -69,6 +73,7 @@ def find_embedding(
     if last and last[-1].entered is not None and last[-1].entered.value.shape[:2] == tokens.shape[:2]:
         found.project, target = last[-1].path, last[-1].entered
     norms = [call for call in before if call.left[0].mark == target.mark and norm_kind(call)]
+    norms = [call for call in norms if not called[0].holds(call)]  # what the embedding norms itself is its own
     if norms and norms[-1].entered is not None:
         kind = norm_kind(norms[-1])
         assert kind is not None
@@ -100,6 +105,9 @@ def find_embedding(
             again.setdefault(same[0], []).append(recording.numbered(call))
     where = 1 if text is None else text.unsqueeze(-1)
     weights = _weights(target.value * where, [tokens * where, *(x * where for _, x in others)])
+    if weights is None and tokens is called[0].left[0].value and (by := _adjusted(model, tokens, target.value)):
+        found.factor, found.adjust = by
+        return found
     if weights is None:
         found.missing["hook_embed"] = "the first stream is not the token embedding and what other modules put out"
         return found
@@ -139,6 +147,29 @@ def find_embedding(
         # With no module around them, the norm is what puts out the first stream.
         found.module = min(around, key=lambda call: call.end - call.start).path if around else found.norm.path
     return found
+
+
+def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> tuple[float, Affine] | None:
+    """A factor, and parameters of the base model, that make the first stream of the token embedding."""
+    base = model.get_submodule(base_path(model))
+    x, y = (each.double().flatten(0, -2) for each in (tokens, target))
+    around = x - x.mean(0)
+    weight = (around * y).sum(0) / around.pow(2).sum(0)
+    bias = y.mean(0) - weight * x.mean(0)
+    close = 3 * tolerance(target) * float(y.abs().max())
+    if bool(((weight * x + bias - y).abs() > close).any()):
+        return None
+    own = {name: p.detach().double().to(x.device) for name, p in base.named_parameters(recurse=False)}
+    own = {name: p for name, p in own.items() if p.shape == weight.shape}
+    factor = float(f"{float(weight.mean()):.5g}")
+    tried = [(factor, Affine(bias=name)) for name in own]
+    tried += [(1.0, Affine(weight=name)) for name in own]
+    tried += [(1.0, Affine(weight=name, bias=other)) for name in own for other in own]
+    for each, by in tried:
+        with torch.no_grad():
+            if bool(((by.of(x * each, base) - y).abs() <= close).all()):
+                return each, by
+    return None
 
 
 def _rows(call: ModuleCall, said: int | None) -> bool:
@@ -184,12 +215,17 @@ def _weights(target: Tensor, terms: list[Tensor]) -> list[float] | None:
     return None
 
 
-def find_final_norm(recording: Recording, last: Seen, after: int) -> Norm | None:
-    """The norm that reads the last stream."""
-    for call in recording.calls:
-        if call.start > after and call.entered and call.entered.mark == last.mark and (kind := norm_kind(call)):
-            return Norm(call.path, kind)
-    return None
+def find_final_norm(recording: Recording, last: Seen, after: int) -> tuple[Norm | None, float]:
+    """The norm that reads the last stream, and what that is multiplied with before."""
+    behind = [call for call in recording.calls if call.start > after and call.entered]
+    for call in behind:
+        if call.entered and call.entered.mark == last.mark and (kind := norm_kind(call)):
+            return Norm(call.path, kind), 1.0
+    for call in behind[:1]:
+        factor = call.entered and power_between(call.entered.value, last.value)
+        if factor and (kind := norm_kind(call)):
+            return Norm(call.path, kind), factor
+    return None, 1.0
 
 
 def find_unembedding(model: nn.Module, recording: Recording, after: int) -> ModuleCall | None:

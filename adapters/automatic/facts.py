@@ -49,6 +49,10 @@ class Facts:
         """Something that a layer says."""
         self.counts.setdefault(name, Counter())[value] += 1
 
+    def at_layer(self, index: int) -> None:
+        """A layer begins: those before it that have no attention have no window."""
+        self.windows += [None] * (index - len(self.windows))
+
     def add_attention(self, found: FoundAttention, declared: Attention) -> Attention:
         """What an attention says, and its declaration with how its scores are seen, and its position bias."""
         declared = replace(declared, scores=measured.scores_view(found), sinks=measured.sinks(found))
@@ -150,8 +154,11 @@ class Facts:
         told = None if getattr(whole, "is_heterogeneous", False) else first(whole, "sliding_window", "layer_types")
         # A text as long as this one shows whether it is the window that the configuration tells.
         other = isinstance(told, int) and seen and told not in seen and told < self.recording.pos
-        if len(seen) == 1 and n_layers == len(self.windows) and (told is None or other):
-            types = ["global" if window is None else "local" for window in self.windows]
+        self.at_layer(n_layers)
+        types = ["global" if window is None else "local" for window in self.windows]
+        kinds = first(config, "layer_types") or ()
+        unsaid = bool(kinds) and types != ["local" if "sliding" in kind else "global" for kind in kinds]
+        if len(seen) == 1 and n_layers == len(self.windows) and (told is None or other or unsaid):
             return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
         return {}
 

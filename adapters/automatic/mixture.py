@@ -15,7 +15,17 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart
 from adapters.automatic.recording import ModuleCall, NotFound, Recording
-from adapters.experts import Layers, are_modules, chosen_in_turn, first_projection, has_gate, layers_of, width
+from adapters.experts import (
+    Layers,
+    are_modules,
+    chosen_in_turn,
+    first_projection,
+    has_gate,
+    in_batches,
+    layers_of,
+    stacked,
+    width,
+)
 from adapters.feed_forward import MLP, MoE
 from adapters.offloaded import held
 from adapters.paths import members_of
@@ -29,6 +39,8 @@ def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
     inside = recording.between(part.start, part.producer.end)
     for call in inside:
         if are_modules(call.module) and any(True for _ in call.module.children()):
+            return call
+        if stacked(call.module):
             return call
         weights = [getattr(call.module, name, None) for name in (first_projection(call.module), "down_proj")]
         if all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
@@ -61,37 +73,65 @@ class FoundMixture:
     ) -> None:
         self.part, self.recording, self.block, self.experts, self.config = part, recording, block, experts, config
         self.layers: Layers | None = None
+        self.in_batches = False
         self.gated = has_gate(experts.module)
         self.d_expert: int | None = None
         self.act_fn: str | None = None
         if are_modules(experts.module):
             self.num_experts = len(members_of(experts.module))
             self._look_into_an_expert()
+        elif every := stacked(experts.module):
+            self.num_experts, self.d_expert = len(every["W_out"]), width(experts.module)
+            self.act_fn = self._activation()
         else:
             missing = [
                 name for name in ("is_transposed", "is_concatenated", "has_bias") if not hasattr(experts.module, name)
             ]
-            if missing:
+            entered = () if experts.entered is None else experts.entered.value.shape
+            everyone = len(held(experts.module, "down_proj")) * self._rows()
+            self.in_batches = in_batches(experts.module) and entered[:1] == (everyone,)
+            if missing and not self.in_batches:
                 raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
             self.num_experts, self.d_expert = len(held(experts.module, "down_proj")), width(experts.module)
             self.act_fn = self._activation()
         self.router = self._router()
-        self.experts_per_token = self.router.output(1).value.shape[-1]
+        #: The router returns logits alone, and what is chosen is seen where the experts are given it.
+        self.chosen = experts.given.get("top_k_index") if self.router.n_left == 1 else None
+        if self.in_batches:
+            self.experts_per_token = int((self.router.output(0).value != 0).sum(-1).max())
+        else:
+            chosen = self.router.output(1).value if self.chosen is None else self.chosen
+            self.experts_per_token = chosen.shape[-1]
         self.owner = self._owner()
         self.d_shared: int | None = None
         self.factors = (1.0, 1.0)
+
+    def _rows(self) -> int:
+        """How many tokens the part is given."""
+        return self.recording.batch * self.recording.pos
 
     def _router(self) -> ModuleCall:
         """What chooses: it returns logits, and weights and indices of the chosen ones."""
         for call in self.recording.between(self.part.start, self.part.producer.end):
             given = [tuple(seen.value.shape) for seen in call.left]
+            if self.in_batches and call.end <= self.experts.start and given == [(self._rows(), self.num_experts)] * 2:
+                return call
             if call.end <= self.experts.start and call.n_left == 3 and call.indices == [2] and len(given) == 2:
                 (rows, experts), (others, chosen) = given[0][-2:], given[1][-2:]
                 if rows == others and experts == self.num_experts and chosen <= experts:
                     return call
+            if given == [(self._rows(), self.num_experts)] and call.n_left == 1 and self._is_chosen_from(call):
+                return call
         raise NotFound(
             f"no module before {self.experts.path} returns logits, weights and indices of the chosen experts"
         )
+
+    def _is_chosen_from(self, call: ModuleCall) -> bool:
+        """Whether a softmax of what a call returned, behind it, is what the experts that are given were chosen by."""
+        logits = call.left[0].value
+        behind = [s.scores for s in self.recording.softmaxes if call.end < s.time < self.experts.start]
+        given = {"top_k_index", "top_k_weights"} <= self.experts.given.keys()
+        return given and any(torch.equal(scores.detach(), logits) for scores in behind)
 
     def _look_into_an_expert(self) -> None:
         """The layers of the expert that most tokens were sent to: which of two is the gate, a few rows say."""
@@ -133,9 +173,14 @@ class FoundMixture:
 
     def chosen_by(self) -> Literal["probabilities", "logits", "scores", "in turn"]:
         """What the router compares the experts by."""
+        if self.in_batches:
+            return "scores"
+        if self.chosen is not None:
+            return "probabilities"
         inside = [s for s in self.recording.softmaxes if self.router.start < s.time < self.router.end]
         choice = [time for time in self.recording.choices if self.router.start < time < self.router.end]
         if not inside:
+            self._are_sigmoids()
             return "scores"
         if len(inside) == self.experts_per_token and self._margin() is not None:
             return "in turn"
@@ -146,15 +191,23 @@ class FoundMixture:
             return "logits"
         raise NotFound(f"{self.router.path} computes softmaxes of {[tuple(s.scores.shape) for s in inside]}")
 
+    def _are_sigmoids(self) -> None:
+        """The weights of the chosen experts are in the ratios of their logits' sigmoids."""
+        logits, weights = (self.router.output(key).value.flatten(0, -2).double() for key in (0, 1))
+        scores = logits.sigmoid().gather(-1, self.router.indices_seen.flatten(0, -2).long())
+        shares = [x / x.sum(-1, keepdim=True) for x in (scores, weights)]
+        if bool(((shares[0] - shares[1]).abs() > 30 * tolerance(self.router.output(1).value)).any()):
+            raise NotFound(f"{self.router.path} weighs the experts by something else than a softmax or sigmoids")
+
     def _corrected(self) -> bool:
         """Whether the chosen experts are others than those of the largest logits."""
         if (
             self.chosen_by() == "scores"
         ):  # in groups, or with a term for each expert, which may not show in a few tokens
             return True
-        logits = self.router.output(0).value.flatten(0, -2)
+        logits = self.router.left[0].value.flatten(0, -2)
         best = logits.topk(self.experts_per_token).values
-        routed = self.router.indices_seen.flatten(0, -2)
+        routed = (self.router.indices_seen if self.chosen is None else self.chosen).flatten(0, -2)
         chosen = logits.gather(-1, routed.long()).sort(-1, descending=True).values
         return not torch.equal(best, chosen)
 
@@ -176,6 +229,7 @@ class FoundMixture:
             experts=relative(self.experts.path, owner),
             chosen_by=self.chosen_by(),
             margin=(self._margin() or 0.0) if self.chosen_by() == "in turn" else 0.0,
+            router_returns="choice" if self.chosen is None else "logits",
             router_matrix=relative(linear[0].path, self.router.path) if linear and linear[0] is not self.router else "",
             corrected=self._corrected(),
             factor=self.factors[0],
@@ -185,12 +239,15 @@ class FoundMixture:
             out=None if out is self.owner else relative(out.path, self.block),
             out_key=seen.key,
             layers=self.layers,
+            flat=seen.value.ndim == 2,
+            in_batches=self.in_batches,
         )
 
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:
         """The expert that every token is sent to, and the gate behind it."""
         total = self.part.out[1].value.double().flatten()
-        routed = self.experts.left[0].value.double().flatten()
+        put_out = self.experts.left[0].value.double()
+        routed = (put_out.unflatten(0, (self.num_experts, -1)).sum(0) if self.in_batches else put_out).flatten()
         if self._is_sum(total, [routed]):
             return None, None
         others = [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from adapters.automatic.layouts import relative
 from adapters.automatic.recording import ModuleCall
 from adapters.norms import NormKind, eps_of
 from adapters.proofs.recognised import RecognisedNorm, recognise_module, recognise_norm
@@ -28,6 +30,8 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
         call: of a module.
     """
     seen = call.entered
+    if isinstance(call.module, nn.Dropout):  # of small numbers, a norm with an epsilon of one
+        return None
     if seen is None or not call.is_leaf or call.is_linear or len(call.left) != 1 or call.left[0].key is not None:
         return None
     x, y = seen.value, call.left[0].value
@@ -51,6 +55,33 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
             return None
     if probed is None or (found := _kind(probed, said)) is None:
         return _of_numbers(x, y, weight, bias, said)
+    return found
+
+
+def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]) -> dict[ModuleCall, NormKind]:
+    """The norms, of which those that a gate stands behind are the modules around both.
+
+    Args:
+        calls: all of a block.
+        norms: those that are norms by themselves.
+    """
+    found = dict(norms)
+    for call in calls:
+        inside = [each for each in calls if call.holds(each) and each is not call]
+        if not inside or len(call.left) != 1 or call.entered is None:
+            continue
+        for norm in [each for each in inside if each in norms and each.entered and not norms[each].centered]:
+            assert norm.entered is not None
+            made, left = norm.left[0], call.left[0].value
+            for gate in [each for each in inside if each.entered and each.entered.mark == made.mark and each.left]:
+                close = 10 * tolerance(left) * float(left.abs().max())
+                if norm.entered.mark != call.entered.mark or gate.left[0].value.shape != left.shape:
+                    continue
+                if bool(((made.value * gate.left[0].value.sigmoid() - left).abs() <= close).all()):
+                    inner, behind = (relative(each.path, call.path) for each in (norm, gate))
+                    found[call] = replace(norms[norm], inner=inner, gate=behind)
+                    found.pop(norm, None)
+                    break
     return found
 
 

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from adapters.automatic.recording import ModuleCall, NotFound, Recording, Seen, Softmax, gradient_of
+import torch
+from torch import Tensor, nn
+
+from adapters.architecture import Part
+from adapters.attention import Attention
+from adapters.automatic.layouts import relative
+from adapters.automatic.norms import tolerance
+from adapters.automatic.recording import (
+    ModuleCall,
+    NotFound,
+    Recording,
+    Seen,
+    Softmax,
+    arguments_of,
+    elements_of,
+    gradient_of,
+)
 from adapters.automatic.stream import Sum, Term, Value
+from adapters.mixers.part import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
+from adapters.views import Args, Kwargs
 
 #: The calls of a block that are norms, with what they compute.
 Norms = Mapping[ModuleCall, NormKind]
@@ -27,6 +45,7 @@ class FoundPart:
         softmaxes: that ran inside.
         reads: the stream that it reads.
         start: the time from which it runs.
+        reader: the first module that is given what it reads.
         missing: what could not be found out, by what it is about.
     """
 
@@ -41,6 +60,7 @@ class FoundPart:
     start: int
     missing: dict[str, str] = field(default_factory=dict)
     inside: list[ModuleCall] = field(default_factory=list)
+    reader: ModuleCall | None = None
 
 
 class Parts:
@@ -51,22 +71,35 @@ class Parts:
         recording: the run.
         norms: its norms.
         values: what passes borders inside of it, by mark.
+        sums: its sums.
     """
 
     def __init__(
-        self, block: ModuleCall, recording: Recording, norms: Norms, values: Mapping[tuple[int, int], Value]
+        self,
+        block: ModuleCall,
+        recording: Recording,
+        norms: Norms,
+        values: Mapping[tuple[int, int], Value],
+        sums: Sequence[Sum],
     ) -> None:
-        self.block, self.recording, self.norms, self.values = block, recording, norms, values
+        self.block, self.recording, self.norms, self.values, self.sums = block, recording, norms, values, sums
         self.inside = recording.between(block.start, block.end)
 
     def of_sum(self, total: Sum) -> list[FoundPart]:
-        """The parts of a sum, in the order of the computation."""
-        found: list[FoundPart] = []
-        start = total.start
-        for term in total.terms:
-            found.append(self._part(term, total, start))
-            start = found[-1].producer.end
-        return found
+        """The parts of a sum, in its terms' order."""
+        return [self._part(term, *self._read_in(term, total)) for term in total.terms]
+
+    def _read_in(self, term: Term, total: Sum) -> tuple[Sum, int]:
+        """The sum in whose time a term is made, and the time from which on its part runs."""
+        made = term.value.made[0][0]
+        within = next((each for each in self.sums if each.start < made.end <= each.end), total)
+        terms = [each.value.made[0][0].end for other in self.sums for each in other.terms]
+        return within, max((end for end in terms if within.start < end < made.end), default=within.start)
+
+    def reads(self, term: Term, total: Sum) -> int | None:
+        """Which of the block's streams the part of a term reads, where it is made before the sum begins."""
+        within = self._read_in(term, total)[0]
+        return None if within is total else self.sums.index(within)
 
     def _part(self, term: Term, total: Sum, start: int) -> FoundPart:
         producer = term.value.made[0][0]
@@ -99,7 +132,7 @@ class Parts:
         """The calls that multiply with a matrix, from a time on until the producer ends."""
         return [
             call for call in self.inside if start <= call.start and call.end <= producer.end and call.is_linear
-            and call is not producer
+            and call is not producer and not any(norm.holds(call) for norm in self.norms)
         ]  # fmt: skip
 
     def _owner(
@@ -121,12 +154,19 @@ class Parts:
         given = {call.entered.mark for call in readers if call and call.entered}
         inner = {call.entered.mark for call in self.inside if part.owner and part.owner.holds(call) and call.entered}
         stream = total.before
+        early = [call for call in self.inside if part.start < call.start and call.end <= part.producer.end]
+        reads = [call for call in early if call.entered and call.entered.mark == stream.mark]
+        part.reader = next((call for call in reads if call not in self.norms), None)
         for call, kind in self.norms.items():
             before = call.entered and call.entered.mark == stream.mark and call.end <= part.producer.end
+            if before and not part.owner:  # what it norms is given to the first module that is given it
+                read = [c for c in early if c.entered and c.entered.mark == call.left[0].mark and c.start > call.end]
+                part.reader = read[0] if read else part.reader
+                given |= {call.left[0].mark} if read else set()
             if before and call.left[0].mark in given | inner:
                 part.pre = Norm(call.path, kind)
                 return
-        if stream.mark in given:
+        if stream.mark in given or (part.reader and not part.owner):
             return
         # Something stands between that is no norm that we know.
         for call in self.inside:
@@ -138,26 +178,109 @@ class Parts:
         part.missing["entry"] = "what it reads of the stream is not what enters any of its modules"
 
 
-def mixes_positions(part: FoundPart) -> bool | None:
+def mixes_positions(
+    part: FoundPart, positions: int, rerun: Callable[[ModuleCall, ModuleCall], Tensor | None]
+) -> bool | None:
     """Whether what a part puts out at a position depends on what it is given at others; None where it cannot be told.
 
     Softmaxes aside: their patterns are constants of the run.
 
+    Args:
+        part: the part.
+        positions: the axis of positions.
+        rerun: runs the model with another input of a module at all positions but the last, and gives what a module puts
+            out: where the model writes over what a gradient would be taken from.
+
     Raises:
-        NotFound: no gradient can be taken, which would tell, and it computes no softmax.
+        NotFound: no gradient can be taken, which would tell, it computes no softmax, and no other run can be made.
     """
     entry = part.owner.entered if part.owner else part.calls[0].entered if part.calls else None
     made = part.out[1].live
     if entry is None or made.ndim != 3:
         return None
-    last = made.shape[1] - 1
+    last = made.shape[positions] - 1
     try:
-        gradient = gradient_of(made[0, last].sum(), entry.live)
+        gradient = gradient_of(made.select(positions, last).select(0, 0).sum(), entry.live)
     except NotFound as no_gradient:
         if part.softmaxes:
             return None
+        again = rerun(part.owner, part.out[0]) if part.owner else None
+        if again is not None and again.shape == made.shape:
+            before = part.out[1].value.select(positions, last)
+            changed = (again.select(positions, last) - before).abs()
+            return bool((changed > tolerance(before) * before.abs().max()).any())
         path = part.owner.path if part.owner else part.producer.path
         raise NotFound(f"whether {path} mixes positions is not known: {no_gradient}") from None
     if gradient is None or gradient.ndim != 3:
         return None
-    return bool((gradient[0, :last] != 0).any())
+    return bool((gradient.select(1 - positions, 0)[:last] != 0).any())
+
+
+def rerun(
+    model: nn.Module, inputs: Mapping[str, Tensor], positions: int, entry: ModuleCall, left: ModuleCall
+) -> Tensor | None:
+    """What a module returns where another one is given something else at all positions but the last.
+
+    Args:
+        model, inputs: as for `record`.
+        positions: the axis of positions.
+        entry: a call of the module whose first argument is changed.
+        left: a call of the module that is looked at.
+
+    Returns:
+        The tensor that it returns first; None where the two do not run once each.
+    """
+    seen: list[Tensor] = []
+    name = next(iter(arguments_of(entry.module)), "")
+
+    def change(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        x = args[0] if args else kwargs[name]
+        n = x.shape[positions]
+        y = torch.cat([x.narrow(positions, 0, n - 1) * 1.5 + 0.1, x.narrow(positions, n - 1, 1)], dim=positions)
+        return ((y, *args[1:]), kwargs) if args else (args, {**kwargs, name: y})
+
+    def look(module: nn.Module, args: Args, output: object) -> None:
+        seen.extend(x for x in (output, *elements_of(output)) if isinstance(x, Tensor) and x.is_floating_point())
+
+    if entry.entered is None or entry.entered.value.ndim != 3 or "@" in entry.path + left.path:
+        return None
+    handles = [
+        entry.module.register_forward_pre_hook(change, with_kwargs=True), left.module.register_forward_hook(look),
+    ]  # fmt: skip
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen[0] if seen else None
+
+
+def modules_of(owner: ModuleCall, recording: Recording) -> tuple[tuple[str, str], ...]:
+    """The modules in a mixer that run once, with the axes of what they return."""
+    found = []
+    for call in recording.calls:
+        once = owner.holds(call) and call is not owner and len(recording.of(call.path)) == 1
+        once = once and not isinstance(call.module, nn.Dropout)
+        if once and call.is_leaf and call.n_left == 1 and call.left and call.left[0].key is None:
+            path, shape = relative(call.path, owner.path), call.left[0].value.shape
+            if len(shape) > 1:
+                name = path.rpartition(".")[2]
+                found.append((path, axes_of(name, shape, recording.batch, recording.pos)))
+    direct = [each for each in found if "." not in each[0]]
+    names = [path.rpartition(".")[2] for path, _ in found]
+    return tuple(direct or (found if len(set(names)) == len(names) else []))
+
+
+def with_bias(part: Part, bias: str | None) -> Part:
+    """A part with the parameter that is added behind it.
+
+    Raises:
+        NotFound: it is none of an attention's own.
+    """
+    if bias is None:
+        return part
+    holder, _, name = bias.rpartition(".")
+    if isinstance(part, Attention) and part.out is None and holder == part.path:
+        return replace(part, o_bias=name)
+    raise NotFound(f"{bias} is added behind a part that it does not belong to")

@@ -280,7 +280,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     """
     tokens = inputs.get("input_ids")
     recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
-    recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name.endswith("input_ids"))
+    recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name in ("input_ids", "decoder_input_ids"))
     watch = _Watch(recording)
     embedding = token_embedding(model)
     handles = []
@@ -311,7 +311,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
         if isinstance(output, Tensor) and output.requires_grad:
             given = output.clone()  # what the model writes over is not what is kept here
             watched.append((call, "output", given, given._version))
-        elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(_elements(output)))
+        elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(elements_of(output)))
         call.n_left = 1 if isinstance(output, Tensor) else len(elements)
         call.left = [seen for key, x in elements if (seen := _seen(key, x))]
         call.indices = [key or 0 for key, x in elements if isinstance(x, Tensor) and not x.is_floating_point()]
@@ -321,10 +321,10 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     try:
         for path, module in list(_modules(model)):
             modules.append(module)
-            handles.append(module.register_forward_pre_hook(enters(path, _arguments(module)), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(enters(path, arguments_of(module)), with_kwargs=True))
             handles.append(module.register_forward_hook(leaves))
         with torch.enable_grad(), watch:
-            output = _elements(model(**inputs))
+            output = elements_of(model(**inputs))
         if any(module is not before for (_, module), before in zip(_modules(model), modules, strict=False)):
             again = True  # it exchanged modules for others as it ran (BigBird), which are there from now on
         for call, which, x, version in watched:
@@ -337,7 +337,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     return record(model, inputs) if again else recording
 
 
-def _arguments(module: nn.Module) -> list[str]:
+def arguments_of(module: nn.Module) -> list[str]:
     """The names of what a module is given."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
@@ -356,7 +356,7 @@ def _modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
             pending += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
 
 
-def _elements(output: Any) -> list[Any]:
+def elements_of(output: Any) -> list[Any]:
     """The elements of what a module returned, by position."""
     if isinstance(output, tuple | list):
         return list(output)

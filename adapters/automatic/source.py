@@ -18,15 +18,15 @@ _KINDS = {
 }  # fmt: skip
 #: Where the names in a declaration come from.
 _MODULES = {
-    "adapters.architecture": ("Architecture", "Block", "Head", "Opaque", "Stack", "Step"),
+    "adapters.architecture": ("Architecture", "Block", "Head", "Mix", "Opaque", "Stack", "Step"),
     "adapters.attention": ("Attention", "Projection"),
     "adapters.feed_forward": ("MLP", "MoE"),
     "adapters.mixers.part": ("Mixer",),
     "adapters.norms": ("Norm", "NormKind", *_KINDS.values()),
     "adapters.registry": ("register",),
     "adapters.views": (
-        "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead", "columns",
-        "gathered", "interleaved",
+        "Affine", "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead",
+        "columns", "gathered", "interleaved",
     ),
 }  # fmt: skip
 _WIDTH = 110

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from adapters.automatic.layouts import parameter_of
+from adapters.architecture import Mix
+from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen
+from adapters.views import Affine
 
 
 @dataclass(eq=False)
@@ -35,11 +37,32 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What is added to the stream: a value, times a factor, and a parameter of the block beside it."""
+    """What is added to the stream: a value, times a factor, or changed by parameters of the block.
+
+    Attributes:
+        value, factor: what, and what it is multiplied with.
+        bias: a parameter that is added behind it.
+        adjust: what parameters of the block do to it in place of that.
+    """
 
     value: Value
-    factor: float
+    factor: float = 1.0
     bias: str | None = None
+    adjust: Affine | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FoundMix:
+    """A call that is given several streams, and which elements of its output are what: see `adapters.block.Mix`."""
+
+    call: ModuleCall
+    read: int
+    write: int
+    keep: int | None
+
+    def of(self, block: str) -> Mix:
+        """The declaration in a block at this path."""
+        return Mix(relative(self.call.path, block), self.read, self.write, self.keep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +72,12 @@ class Sum:
     Attributes:
         before: the stream that it is made from.
         after: the stream that it makes.
-        terms: what is added, in the order of the computation.
+        terms: what is added, in the order of the computation; what was made before `start`, last.
         norm: the norm on the stream behind it: its call. The next sum is made from what that puts out.
         start, end: the times between which its parts run.
+        carry: what happens to the stream before the terms are added.
+        total: the module that puts it out, where there is one.
+        mix: what stands between several streams and the part; `before` is then what the part reads.
     """
 
     before: Value
@@ -59,6 +85,17 @@ class Sum:
     terms: tuple[Term, ...]
     start: int
     end: int
+    norm: ModuleCall | None = None
+    carry: Affine | None = None
+    total: ModuleCall | None = None
+    mix: FoundMix | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The sums of a block, and the norm on the stream before the first."""
+
+    sums: tuple[Sum, ...]
     norm: ModuleCall | None = None
 
 
@@ -105,28 +142,39 @@ class Sums:
         self.values = values_in(block, recording, block.entered.value.shape)
         self.x = self.values[block.entered.mark]
         self.y = self.values.get(output.mark) or Value(output.value.double().flatten(), output.mark, seen=block.end)
+        self.width = block.entered.value.shape[-1]
+        #: What may be there beside sums: 1: factors on the stream, and terms that were made earlier; 2: a new stream.
+        self.freedom = 0
         self.close = tolerance(block.entered.value)
         self.outputs = [v for v in self.values.values() if v.made and bool(v.x.abs().max() > 0)]
 
-    def find(self) -> list[Sum] | None:
+    def find(self) -> Found | None:
         """The sums, in order, from what enters the block to what leaves it; None where they do not explain it."""
-        return self._plain() or self._normed()
+        first = [n for n in self.norms if n.entered and n.entered.mark == self.x.mark]
+        entries = [(self.x, self.block.start, None)] + [
+            (following, norm.end, norm) for norm in first if (following := self.values.get(norm.left[0].mark))
+        ]  # fmt: skip
+        for self.freedom in range(3):  # the plainest that explains it
+            for x, start, norm in entries:
+                if found := self._plain(x, start) or self._normed(x, start):
+                    return Found(tuple(found), norm)
+        return None
 
-    def _states(self) -> list[Value]:
+    def _states(self, x: Value) -> list[Value]:
         """What may be the stream between two steps: what some module is given that none put out as its own part."""
-        return sorted((v for v in self.values.values() if v.read and v not in (self.x, self.y)), key=lambda v: v.seen)
+        return sorted((v for v in self.values.values() if v.read and v not in (x, self.y)), key=lambda v: v.seen)
 
-    def _plain(self) -> list[Sum] | None:
+    def _plain(self, x: Value, start: int) -> list[Sum] | None:
         """No norm stands on the stream: the most sums that lead from the first to the last."""
-        best: dict[Mark, list[Sum]] = {self.x.mark: []}
-        reached: list[tuple[Value, int]] = [(self.x, self.block.start)]
-        for state in [*self._states(), self.y]:
+        best: dict[Mark, list[Sum]] = {x.mark: []}
+        reached: list[tuple[Value, int]] = [(x, start)]
+        for state in [*self._states(x), self.y]:
             end = self.block.end if state is self.y else state.seen
             paths = []
-            for before, start in reached:
-                terms = self.explain(state.x - before.x, start, end)
-                if terms is not None:
-                    paths.append([*best[before.mark], Sum(before, state, terms, start, end)])
+            for before, since in reached:
+                total = self._sum(before, state, since, end, best[before.mark])
+                if total is not None:
+                    paths.append([*best[before.mark], total])
                     if state is not self.y:
                         break  # the first that explains it has the fewest terms behind it
             if paths:
@@ -134,27 +182,74 @@ class Sums:
                 reached.insert(0, (state, state.seen))
         return best.get(self.y.mark) or None
 
-    def _normed(self) -> list[Sum] | None:
+    def _normed(self, x: Value, start: int) -> list[Sum] | None:
         """Norms stand on the stream."""
         sums: list[Sum] = []
-        before, start = self.x, self.block.start
+        before = x
         for norm in sorted(self.norms, key=lambda call: call.start):
             assert norm.entered is not None
             after = self.values.get(norm.entered.mark)
             following = self.values.get(norm.left[0].mark)
             if after is None or following is None or norm.start < start:
                 continue
-            terms = self.explain(after.x - before.x, start, norm.start)
-            if terms is None:
+            total = self._sum(before, after, start, norm.start, sums)
+            if total is None:
                 continue
-            sums.append(Sum(before, after, terms, start, norm.start, norm))
+            sums.append(replace(total, norm=norm))
             before, start = following, norm.end
+        if sums and before.mark != self.y.mark and self.freedom:
+            last = self._sum(before, self.y, start, self.block.end, sums)
+            return None if last is None else [*sums, last]
         return sums if sums and before.mark == self.y.mark else None
 
-    def explain(self, difference: Tensor, start: int, end: int) -> tuple[Term, ...] | None:
+    def _sum(self, before: Value, after: Value, start: int, end: int, earlier: Sequence[Sum]) -> Sum | None:
+        """The sum that makes one stream of another; None where there is none."""
+        known = [before, after]
+        terms = self.explain(after.x - before.x, start, end, known)
+        if terms is None and self.freedom:
+            used = [term.value for each in earlier for term in each.terms]
+            streams = [value for each in earlier for value in (each.before, each.after)]
+            terms = self.explain(after.x - before.x, self.block.start, end, [*known, *used, *streams])
+            late = [] if terms is None else [term for term in terms if term.value.made[0][0].end <= start]
+            if terms and len(late) < len(terms):
+                return Sum(before, after, (*(t for t in terms if t not in late), *late), start, end)
+            found = self._affine(before, after, start, end)
+            return found or (self._anew(before, after, start, end) if self.freedom > 1 else None)
+        return None if terms is None else Sum(before, after, terms, start, end)
+
+    def _affine(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
+        """The same, where the stream itself is multiplied, too, or parameters are."""
+        width = self.width
+        x, y = before.x.view(-1, width), after.x.view(-1, width)
+        for value in self._candidates(start, end, [before, after]):
+            v = value.x.view(-1, width)
+            fitted = fit(x, v, y, self.close)
+            carry, adjust = named(fitted, self.block.module) if fitted else (None, None)
+            if carry is None or adjust is None:
+                continue
+            block = self.block.module
+            with torch.no_grad():
+                left = carry.of(x, block) + adjust.of(v, block) - y
+            if bool((left.abs() <= 2 * self.close * y.abs().max()).all()):
+                plain = not adjust.parameters()
+                term = Term(value, adjust.factor) if plain else Term(value, adjust=adjust)
+                total = next((call for call, _ in after.made if call.entered and call.entered.mark == value.mark), None)
+                return Sum(before, after, (term,), start, end, None, None if carry == Affine() else carry, total)
+        return None
+
+    def _anew(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
+        """The same, where the stream before has no part in it."""
+        terms = self.explain(after.x, start, end, [before, after])
+        return None if terms is None else Sum(before, after, terms, start, end, carry=Affine(0.0))
+
+    def _candidates(self, start: int, end: int, known: Sequence[Value]) -> list[Value]:
+        """What modules put out between two times, but for what is known to be a stream."""
+        return [v for v in self.outputs if start < v.made[0][0].end <= end and v not in known]
+
+    def explain(self, difference: Tensor, start: int, end: int, known: Sequence[Value] = ()) -> tuple[Term, ...] | None:
         """What modules put out between two times whose sum, each with a factor, is a difference of streams."""
         square = float(difference @ difference)
-        candidates = [v for v in self.outputs if start < v.made[0][0].end <= end]
+        candidates = self._candidates(start, end, known)
         if square == 0 or not candidates:
             return None
         matrix = torch.stack([v.x for v in candidates])
@@ -208,6 +303,67 @@ class Sums:
         return None
 
 
+def fit(x: Tensor, v: Tensor, y: Tensor, close: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """For each column, the three numbers that make ``y = a * x + b * v + c``; None where there are none.
+
+    Args:
+        x, v, y: ``[row, d_model]``, of many rows.
+        close: what numbers may differ by, relative to the largest.
+    """
+    mx, mv, my = x.mean(0), v.mean(0), y.mean(0)
+    xc, vc, yc = x - mx, v - mv, y - my
+    xx, vv, xv, xy, vy = (xc * xc).sum(0), (vc * vc).sum(0), (xc * vc).sum(0), (xc * yc).sum(0), (vc * yc).sum(0)
+    det = xx * vv - xv * xv
+    if not bool((det > 1e-9 * xx * vv).all()):
+        return None
+    a, b = (xy * vv - vy * xv) / det, (vy * xx - xy * xv) / det
+    c = my - a * mx - b * mv
+    fits = bool(((a * x + b * v + c - y).abs() <= 2 * close * y.abs().max()).all())
+    return (a, b, c) if fits and bool((a.abs() > 1e-3).any() & (b.abs() > 1e-3).any()) else None
+
+
+def named(fitted: tuple[Tensor, Tensor, Tensor], block: nn.Module) -> tuple[Affine | None, Affine | None]:
+    """What the numbers of `fit` are, of the stream and of what is added: constants, or parameters of the block."""
+    a, b, c = fitted
+    parameters = {
+        name: p.detach().double().flatten().to(a.device)
+        for name, p in block.named_parameters()
+        if p.numel() in (1, a.numel()) and p.is_floating_point()
+    }
+    on_stream, on_added = _weight(a, parameters), _weight(b, parameters)
+    if on_stream is None or on_added is None or _alike(c, torch.zeros_like(c), max(1.0, float(a.abs().max()))):
+        return on_stream, on_added
+    for name, p in parameters.items():
+        if _alike(b * p, c):
+            return on_stream, replace(on_added, bias=name)
+        if _alike(p.expand_as(c), c):
+            return on_stream, replace(on_added, plus=name)
+    for (name, p), (other, q) in itertools.permutations(parameters.items(), 2):
+        if _alike(a * p + b * q, c):
+            return replace(on_stream, bias=name), replace(on_added, bias=other)
+    return next(((replace(on_stream, bias=name), on_added) for name, p in parameters.items() if _alike(a * p, c)), (
+        None, None,
+    ))  # fmt: skip
+
+
+def _weight(seen: Tensor, parameters: Mapping[str, Tensor]) -> Affine | None:
+    """What multiplies each column with these numbers."""
+    for name, p in parameters.items():
+        if _alike(seen, p.expand_as(seen)):
+            return Affine(weight=name)
+        if p.numel() == 1 and _alike(seen, p.tanh().expand_as(seen)):
+            return Affine(weight=name, squashed=True)
+    mean = seen.mean()
+    return Affine(_rounded(float(mean))) if _alike(seen, mean.expand_as(seen)) else None
+
+
+def _alike(x: Tensor, y: Tensor, size: float | None = None) -> bool:
+    """Whether numbers are the same, but for what a fit of a few rows leaves open."""
+    size = float(y.abs().max()) if size is None else size
+    return bool(((x - y).abs() <= 2e-3 * size).all())
+
+
 def _rounded(factor: float) -> float:
-    """A factor as it was written: six digits say as much as the run does."""
-    return float(f"{factor:.5g}")
+    """A factor as it was written, if that is in a few digits; else as far as the run says it."""
+    short = float(f"{factor:.5g}")
+    return short if abs(short - factor) <= 2e-6 * abs(factor) else float(f"{factor:.8g}")

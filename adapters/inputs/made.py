@@ -87,18 +87,20 @@ def with_the_rest(core: nn.Module, tokens: Tensor, decodes: bool, given: Given |
         rows = next(x for name in ("input_ids", taken.main) if name and (x := made.get(name)) is not None).shape[0]
         return repeated(made, -(-tokens.shape[0] // rows))
     if taken.main is not None:
-        made = made or _made(core, (taken.main,), tokens)
-        made = _rows_of(made, tokens.shape[0])
+        made, tokens = _with_rows(made or _made(core, (taken.main,), tokens), tokens)
         return made if taken.tokens is None else {**made, taken.tokens: tokens[:, :-4].contiguous()}
-    made = _rows_of(made, tokens.shape[0]) if made else _beside(core, tokens)
+    made, tokens = _with_rows(made, tokens) if made else (_beside(core, tokens), tokens)
     tokens = made.pop("input_ids", tokens)
     if decodes:
         made.setdefault("decoder_input_ids", tokens[:, :-4].contiguous())
     return {"input_ids": tokens, **made}
 
 
-def _rows_of(given: Given, rows: int) -> dict[str, Tensor]:
-    return repeated(given, -(-rows // next(iter(given.values())).shape[0]))
+def _with_rows(given: Given, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As many rows of what is given as there are of tokens, or of these a few more."""
+    rows = next(iter(given.values())).shape[0]
+    times = -(-tokens.shape[0] // rows)
+    return repeated(given, times), tokens.repeat(-(-rows * times // tokens.shape[0]), 1)[: rows * times]
 
 
 def _beside(core: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
@@ -151,6 +153,25 @@ def _images(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator
     return None if image is None else image.unsqueeze(1)
 
 
+def _tiles(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """``[batch, image, tile, channel, height, width]`` (Mllama), one image of all tiles in each row."""
+    count = config.vision_config.max_num_tiles
+    tiles = [x for _ in range(count) if (x := _image(config, tokens, generator)) is not None]
+    return torch.stack(tiles, 1).unsqueeze(1) if tiles else None
+
+
+def _one_for_each_row(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    return torch.ones(len(tokens), 1, dtype=torch.long)
+
+
+def _all_tiles(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    return torch.ones(len(tokens), 1, config.vision_config.max_num_tiles, dtype=torch.long)
+
+
+def _tiles_of_each_token(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    return torch.ones(*tokens.shape, 1, config.vision_config.max_num_tiles, dtype=torch.long)
+
+
 def _frames(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     """``[batch, frame, channel, height, width]``, four frames in each row."""
     image = _image(config, tokens, generator)
@@ -164,6 +185,12 @@ def _spectrogram(config: PreTrainedConfig, tokens: Tensor, generator: torch.Gene
         return torch.randn(tokens.shape[0], mels, 2 * frames, generator=generator)
     mels = first(config, "input_feat_per_channel", "feature_projection_input_dim")
     return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
+
+
+def _frames_of_each_token(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """``[batch, mel, frame]``, a few frames for each token (Voxtral Realtime, which adds them to it)."""
+    mels, frames = first(config.audio_config, "num_mel_bins"), 2 * config.downsample_factor * tokens.shape[1]
+    return None if mels is None else torch.randn(tokens.shape[0], mels, frames, generator=generator)
 
 
 def _of_frames_and_mels(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -229,14 +256,21 @@ _MAKERS: Mapping[str, Make] = {
 _OF_TYPE: Mapping[tuple[str, str], Make] = {
     ("audio-spectrogram-transformer", "input_values"): _patches_of_sound,
     ("speech_to_text", "input_features"): _of_frames_and_mels,
+    ("voxtral_realtime", "input_features"): _frames_of_each_token,
     ("idefics", "pixel_values"): _images,
+    ("mllama", "pixel_values"): _tiles,
+    ("mllama", "aspect_ratio_ids"): _one_for_each_row,
+    ("mllama", "aspect_ratio_mask"): _all_tiles,
+    ("mllama", "cross_attention_mask"): _tiles_of_each_token,
     ("instructblipvideo", "pixel_values"): _frames,
 }
 #: What else models need that their forward can be called without.
 _NEEDED_TOO: Mapping[str, tuple[str, ...]] = {
     "idefics": ("pixel_values", "image_attention_mask"),
     "kosmos-2": ("pixel_values", "image_embeds_position_mask"),
+    "mllama": ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
     "udop": ("bbox",),
+    "voxtral_realtime": ("input_features",),
 }
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.overrides import TorchFunctionMode
 
-from adapters.architecture import Opaque
+from adapters.architecture import Opaque, Part
 from adapters.attention import Attention
-from adapters.experts import are_modules, first_projection
+from adapters.experts import keeps_experts
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
-from adapters.paths import INFER, has_module, join
+from adapters.paths import INFER, has_module, join, module_path
 from adapters.proofs.evidence import Calls, Evidence, Place, add_numbered, recorded
 from adapters.proofs.recognised import recognise_norm
 from adapters.proofs.report import Check, Findings
@@ -117,10 +117,21 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
 
 
 def _biases(place: Place) -> list[str]:
-    part = place.named.step.part
+    """Modules whose parameters are claimed otherwise than by a hook point."""
+    part, step = place.named.step.part, place.named.step
+    kept = [path for affine in (step.adjust, step.carry) if affine for path in affine.parameters()]
+    # Only of a module inside of the block: what a part's own module keeps is seen in the sum.
+    return [join(place.path, path.rpartition(".")[0]) for path in kept] + _of_part(place, part)
+
+
+def _of_part(place: Place, part: Part) -> list[str]:
     if isinstance(part, MLP) and part.activation:
         return [join(place.module, part.activation)]
-    return [join(place.module, part.position_bias)] if isinstance(part, Attention) and part.position_bias else []
+    if not isinstance(part, Attention):
+        return []
+    # What stands beside is declared by name, also where its hook point is not offered.
+    beside = [module_path(path) for path, _ in part.beside]
+    return [join(place.module, path) for path in (*beside, part.position_bias) if path]
 
 
 def _roles(place: Place) -> Iterator[str]:
@@ -132,17 +143,20 @@ def _roles(place: Place) -> Iterator[str]:
     elif isinstance(part, MLP):
         paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln.path if part.ln else "")
         yield from (join(place.module, path) for path in paths if path)
-    yield from (join(place.path, norm.path) for norm in (step.pre, step.post, step.stream_norm) if norm)
+    on_stream = (step.pre, step.post, step.stream_norm, place.stack.block_at(place.layer).norm)
+    yield from (join(place.path, norm.path) for norm in on_stream if norm)
 
 
 def _opaque(place: Place) -> list[str]:
     """Modules whose insides are claimed by other means: experts by their own hook points, a mixer by its ends."""
-    part = place.named.step.part
+    part, mix = place.named.step.part, place.named.step.mix
+    mixing = [join(place.path, mix.path)] if mix else []
     if isinstance(part, Mixer | Opaque):
-        return [place.module]
+        entry = [join(place.path, part.entry)] if part.entry else []
+        return [place.module, *entry, *mixing]
     if not isinstance(part, MoE):
-        return []
-    return [join(place.module, path) for path in (part.experts, part.router) if path]
+        return mixing
+    return [join(place.module, path) for path in (part.experts, part.router) if path] + mixing
 
 
 def _before_latents(place: Place, calls: Calls) -> list[str]:
@@ -204,7 +218,7 @@ def prove_modules(model: nn.Module, places: Iterator[Place]) -> Check:
                 moved.setdefault(said, []).append(f"{place.prefix}{place.named.name}")
         part = place.named.step.part
         at = join(place.module, part.experts) if isinstance(part, MoE) else ""
-        if at and has_module(model, at) and not _keeps_experts(model.get_submodule(at)):
+        if at and has_module(model, at) and not keeps_experts(model.get_submodule(at)):
             kept = f"its experts in two parameters of {type(model.get_submodule(at)).__name__}, which has no such"
             moved.setdefault(kept, []).append(f"{place.prefix}{place.named.name}")
     if not moved:
@@ -244,10 +258,6 @@ def _of_mlp(part: MLP, inside: str) -> Iterator[tuple[str, str, str]]:
         yield "its gate made", inside, part.gate.path
     yield "its neurons made", inside, part.up.path
     yield "its output made", inside, part.down
-
-
-def _keeps_experts(experts: nn.Module) -> bool:
-    return are_modules(experts) or all(hasattr(experts, name) for name in (first_projection(experts), "down_proj"))
 
 
 def _instead(model: nn.Module, owner: str, path: str) -> str:

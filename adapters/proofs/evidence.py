@@ -155,7 +155,8 @@ class Evidence:
         tokens: what was run; images or sound, where the first blocks read these.
         more: what the model was given besides.
         activations: by the names of the hook points.
-        calls: by the paths of the modules.
+        calls: by the paths of the modules; what is given positions first is there with the batch first.
+        raw: the same as they were.
         output: what the model returned, its first tensor.
     """
 
@@ -164,12 +165,18 @@ class Evidence:
     more: dict[str, Tensor]
     activations: dict[str, Tensor] = field(default_factory=dict)
     calls: Calls = field(default_factory=dict)
+    raw: Calls = field(default_factory=dict)
     output: Tensor | None = None
 
     @property
     def arguments(self) -> dict[str, Tensor]:
         """What was run, by the names of the model's own arguments."""
         return arguments_of(self.bridge.core, self.tokens, self.more)
+
+    @property
+    def text(self) -> Tensor:
+        """The tokens: those of the decoder, where it runs on images or sound."""
+        return self.more["decoder_input_ids"] if self.tokens.is_floating_point() else self.tokens
 
     @property
     def base(self) -> str:
@@ -280,8 +287,25 @@ def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
     hooks: list[NamedHook] = [(names, look)]
     with torch.no_grad(), recorded(bridge.original_model) as calls:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
-    evidence.calls, evidence.output = add_numbered(calls, bridge), output if isinstance(output, Tensor) else None
+    evidence.raw, evidence.output = add_numbered(calls, bridge), output if isinstance(output, Tensor) else None
+    evidence.calls = _batch_first(evidence) if bridge.architecture.stack.positions_first else evidence.raw
     return evidence
+
+
+def _batch_first(evidence: Evidence) -> Calls:
+    """The calls with the batch before the positions."""
+    batch, pos = evidence.tokens.shape
+
+    def turned(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.shape[:2] == (pos, batch):
+            return x.transpose(0, 1)
+        return type(x)(turned(value) for value in x) if type(x) in (tuple, list) else x
+
+    def call(each: ModuleCall) -> ModuleCall:
+        kwargs = {name: turned(value) for name, value in each.kwargs.items()}
+        return ModuleCall(each.module, turned(each.args), kwargs, turned(each.output))
+
+    return {path: [call(each) for each in calls] for path, calls in evidence.raw.items()}
 
 
 def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Block
+from adapters.architecture import Architecture, Block, feeds_forward
 from adapters.attention import Attention
 from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE
+from adapters.inputs.arguments import takes
+from adapters.inputs.made import arguments_of
 from adapters.paths import has_module, join
-from adapters.proofs.evidence import Evidence
+from adapters.proofs.evidence import Evidence, recorded
 from adapters.proofs.report import Findings
 
 CLAIM = "the facts of cfg"
@@ -109,7 +111,7 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     attentions = [part for part in parts if isinstance(part, Attention)]
     if steps:
         yield "attn_only", len(attentions) == len(parts)
-        parallel = any(step.parallel and isinstance(step.part, MLP | MoE) for step in steps)
+        parallel = any(step.parallel and step.reads is None and feeds_forward(step.part) for step in steps)
         yield "parallel_attn_mlp", parallel
         mixed = any(isinstance(part, MoE) for part in parts) and not _ungated_experts(evidence)
         yield "gated_mlp", mixed or any(isinstance(part, MLP) and part.gate is not None for part in parts)
@@ -151,7 +153,9 @@ def _norm_type(evidence: Evidence) -> str | None:
 def _epsilon(evidence: Evidence, findings: Findings) -> None:
     cfg = evidence.bridge.cfg
     for place in evidence.places():
-        norm = next((n for n in (place.named.step.pre, place.named.step.post, place.named.step.stream_norm) if n), None)
+        step = place.named.step
+        norms = (place.stack.block_at(place.layer).norm, step.pre, step.post, step.stream_norm)
+        norm = next((n for n in norms if n), None)
         call = evidence.call(place.path, norm.path) if norm and norm.kind.name else None
         if norm is not None and call is not None:
             seen = norm.kind.epsilon(call.module)
@@ -191,6 +195,21 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
     start = cfg.decoder_start_token_id
     config = config_of(evidence.bridge.core)
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if start is not None and prepare is not None and config.is_encoder_decoder:
-        seen = int(prepare(labels=torch.ones(1, 2, dtype=torch.long, device=cfg.device))[0, 0])
-        findings.holds(CLAIM, "cfg.decoder_start_token_id", seen == start, f"it says {start}, and the model {seen}")
+    if start is None or not config.is_encoder_decoder:
+        return
+    labels = torch.ones(1, 2, dtype=torch.long, device=cfg.device)
+    if prepare is not None:
+        seen = int(prepare(labels=labels)[0, 0])
+    elif (
+        takes(evidence.bridge.core).main is not None
+        and architecture.token_embeddings
+        and getattr(config, "pad_token_id", None) is not None
+    ):  # see what its labels become
+        path = join(evidence.base, architecture.token_embeddings)
+        with torch.no_grad(), recorded(model, [path]) as calls:
+            evidence.bridge.core(**arguments_of(evidence.bridge.core, evidence.tokens[:1], {"labels": labels}))
+        given = calls[path][0].input
+        seen = -1 if given is None else int(given[0, 0])
+    else:
+        return
+    findings.holds(CLAIM, "cfg.decoder_start_token_id", seen == start, f"it says {start}, and the model {seen}")

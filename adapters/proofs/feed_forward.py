@@ -120,6 +120,8 @@ class _Mixture:
             self.get, ("router_logits", "expert_weights", "topk_weights", "expert_indices")
         )
         router = self.evidence.call(self.place.module, self.part.router)
+        if self.part.in_batches and weights is not None and chosen is not None:
+            top = weights.gather(-1, chosen.long())
         if logits is None or weights is None or top is None or chosen is None or router is None or router.input is None:
             self.findings.holds(CHOICE, at, False, "the router did not run")
             return
@@ -133,6 +135,9 @@ class _Mixture:
         else:
             self.findings.untold(CHOICE, f"{at}hook_router_logits: the router has no matrix")
         wide = logits.double()
+        if self.part.in_batches:
+            self._in_batches(wide, weights, chosen, router.input.flatten(0, -2))
+            return
         if self.part.chosen_by == "in turn":
             self._in_turn(wide, weights, top, chosen)
             return
@@ -165,6 +170,25 @@ class _Mixture:
             self.findings.untold(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
         self._total(top, chosen)
 
+    def _in_batches(self, logits: Tensor, weights: Tensor, chosen: Tensor, tokens: Tensor) -> None:
+        """Weights are the sigmoids of the largest logits; each expert is given the tokens times its own."""
+        at = self.place.part
+        by = self.part.chosen_by
+        self.findings.holds(
+            CHOICE, at, by == "scores", f"chosen_by={by!r}, and the weights are those of each logit alone"
+        )
+        best = logits.topk(chosen.shape[-1]).indices.sort(-1).values
+        same = bool((best == chosen.long().sort(-1).values).all())
+        self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
+        share = logits.sigmoid().gather(-1, chosen.long())
+        expected = torch.zeros_like(logits).scatter(-1, chosen.long(), share)
+        self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
+        for e in range(self.evidence.bridge.cfg.num_experts or 0):
+            entered = self.evidence.get(f"{at}experts.{e}.hook_in")
+            self.findings.equal(CHOICE, f"{at}experts.{e}.hook_in", entered, tokens * weights[:, e, None])
+        everyone = torch.arange(weights.shape[-1], device=weights.device).expand_as(weights)
+        self._total(torch.ones_like(weights), everyone)
+
     def _in_turn(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
         """One after the other, each weighted beside those that come close to it."""
         at = self.place.part
@@ -183,8 +207,9 @@ class _Mixture:
         at, module = self.place.part, self.place.module
         experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
         # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
-        name = f"{at}hook_out" if self.step.post else f"{self.place.prefix}hook_{self.place.named.name}_out"
-        added, factor = self.evidence.get(name), 1.0 if self.step.post else self.step.factor
+        later = self.step.post or self.step.adjust
+        name = f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out"
+        added, factor = self.evidence.get(name), 1.0 if later else self.step.factor
         if added is None:
             self.findings.untold(CHOICE, f"{at}: what it returns is not seen")
             return

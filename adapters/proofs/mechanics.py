@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from adapters.architecture import NamedStep
 from adapters.attention import HeadResults
 from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
 from adapters.paths import call_number, module_at
+from adapters.proofs.evidence import Place, places_of
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
 from adapters.proofs.report import WRONG, Check, said
 from adapters.views import Kwargs, SinkPattern
@@ -179,21 +180,26 @@ class Mechanics:
             kinds.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(name)
         return list(kinds.values())
 
-    def blocks(self) -> Iterator[tuple[str, tuple[NamedStep, ...]]]:
-        """Each block that is there: what its hook points begin with, and its steps."""
-        for stack in self.bridge.architecture.stacks:
-            index = 0
-            while f"{stack.name}.{index}.hook_resid_pre" in self.bridge.hook_dict:
-                yield f"{stack.name}.{index}.", stack.block_at(index).named
-                index += 1
+    def middles(self) -> Iterator[tuple[str, str, list[str], Callable[[Activations], Tensor]]]:
+        """Each stream between two steps that is written through: its name, the next, what is added, and the sum."""
+        for place in places_of(self.bridge):
+            first, prefix = place.named, place.prefix
+            if first.first and first.before.startswith("hook_resid_mid"):
+                steps = place.stack.block_at(place.layer).named
+                added = [f"{prefix}hook_{named.name}_out" for named in steps if named.after == first.after]
+                if first.step.mix:
+                    weights = (f"{prefix}hook_{first.name}_{what}" for what in ("write", "keep"))
+                    added += [name for name in weights if name in self.bridge.hook_dict]
+                yield prefix + first.before, prefix + first.after, added, partial(self._total, place, added)
 
-    def middles(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Each stream between two steps that is written through: its name, the next, what is added."""
-        for prefix, steps in self.blocks():
-            for first in (named for named in steps if named.first):
-                if first.before.startswith("hook_resid_mid"):
-                    added = [f"{prefix}hook_{named.name}_out" for named in steps if named.after == first.after]
-                    yield prefix + first.before, prefix + first.after, added
+    def _total(self, place: Place, added: Sequence[str], cache: Activations) -> Tensor:
+        """What a block makes of a stream and what is added to it."""
+        step, stream = place.named.step, cache[place.prefix + place.named.before]
+        if step.mix:
+            result, write, *keep = (cache[name] for name in added)
+            return step.mix.of(stream, result, write, keep[0] if keep else None)
+        carried = stream if step.carry is None else step.carry.of(stream, module_at(self.model, place.path))
+        return sum((cache[name] for name in added), carried)
 
     def pattern_rows(self) -> None:
         """Pattern rows sum to one."""
@@ -262,18 +268,18 @@ class Mechanics:
 
         # All at once: what a layer makes of halved streams is compared with itself.
         middles = list(self.middles())
-        names = [name for mid, after, added in middles for name in (mid, after, *added)]
+        names = [name for mid, after, added, _ in middles for name in (mid, after, *added)]
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
             if not middles:
                 return
-            with self.bridge.hooks(fwd_hooks=[([mid for mid, _, _ in middles], halve)]):
+            with self.bridge.hooks(fwd_hooks=[([mid for mid, *_ in middles], halve)]):
                 cache = self.cache(list(dict.fromkeys(names)))
-            for mid, after, added in middles:
+            for mid, after, _, summed in middles:
                 yield mid, cache[mid], seen[mid] * 0.5
                 # What leaves a step is halved in its turn, where that is another middle.
                 total = seen[after] if after in seen else cache[after]
-                yield mid, sum((cache[name] for name in added), cache[mid]), total
+                yield mid, summed(cache), total
 
         self.add_worst("halving resid_mid reaches both branches", pairs())
 

@@ -52,6 +52,10 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
         step = place.named.step
+        if (norm := place.stack.block_at(place.layer).norm) and place.named is place.stack.block_at(place.layer).named[
+            0
+        ]:
+            yield join(place.path, norm.path), norm
         yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
         if isinstance(step.part, Attention):
             yield from ((join(place.module, n.path), n) for n in (step.part.q_norm, step.part.k_norm) if n)
@@ -72,6 +76,19 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
     if call is None or call.input is None:
         findings.holds(CLAIM, name, False, f"{path} did not run")
         return
+    outer = call.module
+    if view.kind.gate:
+        inner, gate = evidence.call(path, view.kind.inner), evidence.call(path, view.kind.gate)
+        if inner is None or inner.input is None or inner.result is None or gate is None or gate.result is None:
+            findings.holds(CLAIM, name, False, f"{view.kind.inner} and {view.kind.gate} of {path} did not both run")
+            return
+        findings.equal(CLAIM, f"{name}.(norm)", inner.input, call.input)
+        findings.equal(CLAIM, f"{name}.(gate)", gate.input, inner.result)
+        by = evidence.get(f"{name}.hook_gate")
+        by = gate.result if by is None else by
+        findings.equal(CLAIM, f"{name}.hook_out", call.result, inner.result * by.sigmoid())
+        call = inner
+    assert call.input is not None
     module, width = call.module, call.input.shape[-1]
     held = {key: getattr(module, key, None) for key in ("weight", "bias")}
     parameters = {key: value if isinstance(value, Tensor) else None for key, value in held.items()}
@@ -86,7 +103,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
         return
     # The epsilon of the hook point: what it makes of a row that is nearly zero.
     rows = probe(width, torch.zeros((), dtype=torch.float64, device=call.input.device), sizes=(1e-3, 1e-3))
-    scale = view.scale(Call(module, (rows,), {}, ((module, rows),)))
+    scale = view.scale(Call(outer, (rows,), {}, ((outer, rows),)))
     square = rows.var(-1, correction=0) if declared.centered else rows.pow(2).mean(-1)
     eps = float((scale.squeeze(-1).double() ** 2 - square).mean())
     if found.eps is None:

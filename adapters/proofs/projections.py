@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from adapters.attention import Attention
+from adapters.paths import module_path
 from adapters.proofs.evidence import Evidence, ModuleCall, Place
 from adapters.proofs.gradients import by_position, gradients_of_scores, gradients_of_z
 from adapters.proofs.report import Findings
@@ -22,6 +23,11 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
         findings: what is found is added to it.
     """
     findings.claim(CLAIM)
+    graphs = {
+        module_path(place.module)
+        for place in evidence.places()
+        if (scores := evidence.get(f"{place.part}hook_attn_scores")) is not None and scores.requires_grad
+    }
     for place in evidence.places():
         part = place.named.step.part
         if not isinstance(part, Attention):
@@ -32,6 +38,8 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
             findings.untold(CLAIM, f"{place.part}: its scores cannot be seen")
         elif output is None or output.input is None:
             findings.holds(CLAIM, place.part, False, f"{part.o} did not run")
+        elif not scores.requires_grad and module_path(place.module) in graphs:
+            findings.untold(CLAIM, f"{place.part}: it runs without gradients; another call of its module has them")
         else:
             z = _before_norm(evidence, place, output.input) if part.z_is == "norm" else output.input
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()
@@ -177,3 +185,23 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Pla
         same = read.input.numel() == made.result.numel()
         entered = read.input.reshape(made.result.shape) if same else None
         findings.equal(claim, f"{place.part}({path}, read by {reader})", made.result, entered)
+
+
+def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
+    """Queries, keys or values behind the clamp that their attention has."""
+    return made if made is None or part.clip is None else made.clamp(-part.clip, part.clip)
+
+
+def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Tensor | None:
+    """Queries or keys behind their norm, where they have one."""
+    made = clipped(evidence.get(f"{place.part}hook_{letter}"), part)
+    norm = part.q_norm if letter == "q" else part.k_norm
+    if norm is None or made is None or part.qk_norm_last:
+        return made
+    call = evidence.call(place.module, norm.path)
+    if call is None or call.result is None:
+        return None
+    result = call.result
+    if part.qk_norm_over == "heads first":
+        result = result.transpose(1, 2)
+    return result.reshape(made.shape) if result.numel() == made.numel() else None

@@ -11,7 +11,7 @@ from adapters.config import config_of
 from adapters.inputs.made import repeated, split
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
-from adapters.proofs.projections import prove_latents
+from adapters.proofs.projections import clipped, normed, prove_latents
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation, relative_buckets
@@ -61,21 +61,6 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
             findings.holds(SCORES, f"{stack}, rotary", turned, "queries and keys are rotated in no layer")
 
 
-def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Heads | None:
-    """Queries or keys behind their norm, where they have one."""
-    made = evidence.get(f"{place.part}hook_{letter}")
-    norm = part.q_norm if letter == "q" else part.k_norm
-    if norm is None or made is None or part.qk_norm_last:
-        return made
-    call = evidence.call(place.module, norm.path)
-    if call is None or call.result is None:
-        return None
-    result = call.result
-    if part.qk_norm_over == "heads first":
-        result = result.transpose(1, 2)
-    return result.reshape(made.shape) if result.numel() == made.numel() else None
-
-
 class _Attention:
     def __init__(self, evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
         self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
@@ -95,6 +80,7 @@ class _Attention:
             self._norm_reads(letter)
         prove_latents(self.evidence, self.findings, SCORES, self.place, self.part)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
+        v = clipped(v, self.part)
         if q is None or k is None or scores is None or pattern is None or v is None or z is None:
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
             return False
@@ -111,7 +97,9 @@ class _Attention:
                 own = self.part.rotary_dim, self.part.rotary_base
                 rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
             q, k = turned_q, turned_k
-        assert q is not None and k is not None
+        if q is None or k is None:
+            self.findings.holds(SCORES, at, False, "queries or keys after their rotation are not shown")
+            return rotated
         n_heads = pattern.shape[1]
         if q.shape[2] != n_heads or n_heads % k.shape[2] or n_heads % v.shape[2]:
             self.findings.holds(SCORES, at, False, f"{q.shape[2]} and {k.shape[2]} heads for {n_heads} patterns")
@@ -131,8 +119,10 @@ class _Attention:
             if call is None or call.input is None or call.result is None:
                 given.append(seen)
                 continue
-            self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, call.result.transpose(1, 2))
-            given.append(call.input.transpose(1, 2))
+            first = self.part.qk_norm_over == "heads first"
+            made, entered = (x.transpose(1, 2) if first else x for x in (call.result, call.input))
+            self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, made)
+            given.append(entered)
         return given[0], given[1]
 
     def _latent(self, q: Heads, k: Heads, turned_q: Heads | None, turned_k: Heads | None) -> bool:
@@ -382,10 +372,13 @@ class _Attention:
             allowed = allowed & (back < window) & (back > -window)
             if window > queries:
                 self.findings.untold(MASK, f"a window of {window} is longer than the text of {queries} tokens")
-        at = f"{self.place.part}hook_pattern"
+        at, sees = f"{self.place.part}hook_pattern", (pattern > 0).any(1)
         more, less = (seen & ~allowed).nonzero().tolist(), (allowed & ~seen).nonzero().tolist()
         if more:
             self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
+        elif less and bool((sees != sees[:1]).any()) and {q - k for q, k in less} <= set(back[seen].tolist()):
+            # Keys are chosen by what they are (an indexer), and others as far away have been.
+            self.findings.untold(MASK, f"{at}: whether token {less[0][0]} may attend to token {less[0][1]}")
         elif less:
             self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
         else:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Stack
+from adapters.architecture import Opaque, Stack
 from adapters.attention import Attention
-from adapters.builder import more_embed_name
 from adapters.feed_forward import MLP, MoE
-from adapters.inputs.places import others_of, unchanged
-from adapters.paths import join, module_at
+from adapters.mixers.part import Mixer
+from adapters.paths import call_number, join, module_at, module_path
+from adapters.proofs.ends.embeddings import CHAIN, ENDS, prove_beginning, zeroed
 from adapters.proofs.evidence import Evidence, ModuleCall, Place, recorded
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
 
-CHAIN = "what leaves a block as the stream enters the next"
 READS = "each part reads the stream that it is declared to read, through its norm"
 RETURNS = "what is added is what the part's last layer makes, through its norm, with its factor"
-ENDS = "the stream begins with the embeddings and ends in the final norm"
 
 
 def prove_streams(evidence: Evidence, findings: Findings) -> None:
@@ -40,15 +38,17 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
         _returns(evidence, findings, place)
     for stack in evidence.stacks():
         _chain(evidence, findings, stack)
-    _begins(evidence, findings)
+    prove_beginning(evidence, findings)
     _ends(evidence, findings)
 
 
 def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
     """Each stream is the one before it and what the steps between them add; the sum is the claim's name."""
     steps = place.stack.block_at(place.layer).named
-    names = [place.named.before, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
+    names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
+    carry = place.named.step.carry
+    left = left if carry is None else f"({', '.join(carry.parameters()) or f'{carry.factor:g}'}) * {left}"
     claim = f"{left} = {place.named.after.removeprefix('hook_')}"
     at = place.prefix + place.named.after
     terms = [evidence.get(place.prefix + name) for name in names]
@@ -57,10 +57,28 @@ def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
     if len(there) < len(terms) or total is None:
         findings.holds(claim, at, False, "a term of it has no hook point that ran")
         return
+    if place.named.step.mix:
+        _mixed(evidence, findings, place, there)
+        return
     added = there[0].double()
+    if carry is not None:
+        added = carry.of(added, module_at(evidence.bridge.original_model, place.path))
     for term in there[1:]:
         added = added + term.double()
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
+
+
+def _mixed(evidence: Evidence, findings: Findings, place: Place, there: list[Tensor]) -> None:
+    """The same of several streams."""
+    mix, total = place.named.step.mix, evidence.get(place.prefix + place.named.after)
+    call = evidence.call(place.path, mix.path) if mix else None
+    claim = f"streams + {place.named.name}_out, with weights = {place.named.after.removeprefix('hook_')}"
+    if mix is None or call is None or total is None or not isinstance(call.output, tuple | list) or len(there) != 2:
+        findings.holds(claim, place.prefix, False, "what mixes the streams did not run, or returns no weights")
+        return
+    keep = None if mix.keep is None else call.output[mix.keep]
+    after = mix.of(there[0].double(), there[1].double(), call.output[mix.write], keep)
+    findings.equal(claim, place.prefix + place.named.after, total, after.to(total.dtype))
 
 
 def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
@@ -73,6 +91,12 @@ def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
 def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:
     step, part = place.named.step, place.named.step.part
     read = evidence.get(place.prefix + place.named.before)
+    if step.mix:
+        mixing = evidence.call(place.path, step.mix.path)
+        entered = like(mixing.input if mixing else None, read)
+        findings.equal(READS, f"{place.prefix}{step.mix.path}", entered, read)
+        out = mixing.output if mixing else None
+        read = out[step.mix.read] if isinstance(out, tuple | list) else None
     if step.pre:
         calls = evidence.calls.get(join(place.path, step.pre.path), ())
         if not calls:
@@ -82,7 +106,10 @@ def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:
         call = next((c for c in calls if _same(c.input, read, findings.tolerance)), calls[0])
         findings.equal(READS, f"{place.prefix}{place.named.norm}", like(call.input, read), read)
         read = call.result
-    for entry in _entries(place):
+    entries = _entries(place)
+    if not entries:
+        findings.untold(READS, f"what {place.part.removesuffix('.')} reads")
+    for entry in entries:
         call_of_part = evidence.call(place.path, entry)
         seen = None if call_of_part is None else like(call_of_part.input, read)
         findings.equal(READS, f"{place.part}({entry})", seen, like(read, seen))
@@ -103,6 +130,8 @@ def _entries(place: Place) -> list[str]:
     if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms what it is given
         inside = [p.path for letter, p in zip("qkv", (part.q, part.k, part.v), strict=True) if not part.latent(letter)]
         return [join(part.path, path) for path in dict.fromkeys(inside)]
+    if isinstance(part, Opaque | Mixer) and part.entry is not None:
+        return [part.entry] if part.entry else []
     if part.path:
         return [part.path]
     assert isinstance(part, MLP)
@@ -158,20 +187,32 @@ def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
         made = behind(evidence, place, last.result) if last and last.result is not None else None
-        raw = evidence.get(f"{place.part}hook_out") if step.post else added
-        if made is not None and not step.post:
+        raw = evidence.get(f"{place.part}hook_out") if step.post or step.adjust else added
+        if made is not None and not (step.post or step.adjust):
             made = made * step.factor
         findings.equal(RETURNS, at, raw, like(made, raw))
     if step.post:
         call = evidence.call(place.path, step.post.path)
         findings.equal(RETURNS, at, call.input if call else None, evidence.get(f"{place.part}hook_out"))
-        made = call.result if call else None
-        findings.equal(RETURNS, at, added, None if made is None else made * step.factor)
+        made = None if call is None or call.result is None else call.result * step.factor
+        if not step.adjust:
+            findings.equal(RETURNS, at, added, made)
+    if step.adjust:
+        block = module_at(evidence.bridge.original_model, place.path)
+        raw = evidence.get(f"{place.part}hook_out") if not step.post else made
+        made = None if raw is None else step.adjust.of(raw * (1 if step.post else step.factor), block)
+        findings.equal(RETURNS, at, like(added, made), made)
     if step.stream_norm:
         call = evidence.call(place.path, step.stream_norm.path)
         total = evidence.get(place.prefix + place.named.after)
         findings.equal(RETURNS, at, call.input if call else None, total)
-    if isinstance(part, MoE) and added is not None and part.out_key is None and not step.post and step.factor == 1:
+    if (
+        isinstance(part, MoE)
+        and added is not None
+        and part.out_key is None
+        and not (step.post or step.adjust)
+        and step.factor == 1
+    ):
         call = evidence.call(place.module)
         findings.equal(RETURNS, at, added, like(call.output if call else None, added))
 
@@ -197,11 +238,14 @@ def streams_of(
 def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     """What leaves a block enters the next, as the declared element of what it returns."""
     before: Tensor | None = None
-    for prefix, entered, left, call in streams_of(evidence, stack):
+    for index, (prefix, entered, left, call) in enumerate(streams_of(evidence, stack)):
         if before is not None and stack.every_block[0].exit:
-            before = _zeroed(findings, before, entered)
+            before = zeroed(findings, before, entered)
+        if index in stack.joined:
+            before = _joined(evidence, stack.joined[index])
+            findings.holds(CHAIN, f"{prefix}hook_resid_pre", before is not None, "what it is the sum of did not run")
         if before is not None:
-            findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before)
+            findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before * stack.rescaled.get(index, 1))
         before = left
         if stack.every_block[0].exit:
             continue  # no module returns it
@@ -216,130 +260,29 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
         )
 
 
-def _zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
-    """A stream with zeros at the positions where the model has set it to zero, between blocks that are no modules."""
-    if y is None or y.shape != x.shape or not bool((zero := (y == 0).all(-1)).any()):
-        return x
-    findings.untold(CHAIN, "the model sets the stream to zero where it sees padding")
-    return x.masked_fill(zero[..., None], 0)
-
-
-def _begins(evidence: Evidence, findings: Findings) -> None:
-    architecture = evidence.bridge.architecture
-    for stack in evidence.stacks():
-        if stack.embed:
-            _own_embeddings(evidence, findings, stack)
-    if not architecture.embed:
-        return  # it begins with images or sound
-    tokens = evidence.call(evidence.base, architecture.embed)
-    findings.holds(
-        ENDS,
-        "embed",
-        tokens is not None and tokens.input is not None and tokens.input.equal(evidence.tokens),
-        "it is not given the tokens",
-    )
-    first = f"{architecture.stack.name}.0.hook_resid_pre"
-    stream = evidence.get(first)
-    if architecture.embeddings is not None:
-        full = evidence.get("hook_full_embed")
-        if full is not None and architecture.stack.every_block[0].exit:
-            full = _zeroed(findings, full, stream)
-        findings.equal(ENDS, first, stream, full)
-        _sum_of_embeddings(evidence, findings, architecture)
-        return
-    embed = evidence.get("hook_embed")
-    text = _text_places(evidence, first, stream)
-    # Shortformer's positions are added to what queries and keys read.
-    shifts = {part.qk_shift for block in architecture.stack.every_block for part in block.attentions}
-    positions = evidence.get("hook_pos_embed") if architecture.pos_embed not in shifts else None
-    if architecture.embed_norm:
-        norm = evidence.call(evidence.base, architecture.embed_norm.path)
-        findings.equal(ENDS, "embed norm", norm.input if norm else None, tokens.result if tokens else None)
-    if stream is None or embed is None:
-        findings.holds(ENDS, first, False, "the embedding or the first block did not run")
-        return
-    rest = stream if positions is None else stream - positions.to(stream)
-    types = evidence.get("embed.hook_token_type_embed") if architecture.token_types else None
-    rest = rest if types is None else rest - types.to(stream)
-    for name in map(more_embed_name, architecture.more_embeds):
-        more = evidence.get(name)
-        rest = rest if more is None else rest - more.to(stream)
-    if text is not None:  # images have the other places
-        findings.untold(ENDS, "what is not made of tokens: images have its place")
-        rest, embed = rest[text], embed[text]
-    findings.equal(ENDS, first, rest, embed.to(rest.dtype), float(stream.abs().max()))
-
-
-def _text_places(evidence: Evidence, first: str, stream: Tensor | None) -> Tensor | None:
-    """Where the first stream stays the same with other images, ``[batch, pos]``; None: everywhere."""
-    others, seen = others_of(evidence.more), list[Tensor]()
-    if stream is None or not others:
-        return None
-
-    def look(x: Tensor, hook: Hook) -> None:
-        seen.append(x.detach().clone())
-
-    with torch.no_grad():
-        evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, look)], **{**evidence.more, **others})
-    return unchanged(stream, seen[0])
-
-
-def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> None:
-    """The first stream of a stack with tokens of its own."""
-    total, positions = evidence.get(f"{stack.name}_embed.hook_out"), evidence.get(f"{stack.name}_pos_embed.hook_out")
-    begun = evidence.get(f"{stack.name}.0.hook_resid_pre")
-    if total is None or begun is None or (positions is None) != (stack.pos_embed is None):
-        findings.holds(ENDS, stack.name, False, "its embeddings or its first block did not run")
-        return
-    norm = evidence.call(evidence.base, stack.embed_norm.path) if stack.embed_norm else None
-    entered = norm.input if norm else None
-    if norm is not None and entered is not None and positions is not None and torch.equal(entered, total):
-        total = norm.result if norm.result is not None else total  # of the tokens alone
-        norm = None
-    types = evidence.get(f"{stack.name}_token_type_embed.hook_out")
-    total = total if positions is None else total + positions.to(total)
-    total = total if types is None else total + types.to(total)
-    if norm is not None:
-        findings.equal(ENDS, f"{stack.name}_embed.ln", entered, total)
-        total = norm.result if norm.result is not None else total
-    findings.equal(ENDS, stack.name, begun, total, float(begun.abs().max()))
-
-
-def _sum_of_embeddings(evidence: Evidence, findings: Findings, architecture: Architecture) -> None:
-    """What the module of all embeddings makes is their sum, or the norm of it."""
-    more = map(more_embed_name, architecture.more_embeds)
-    project = architecture.embed_project
-    first = "embed.hook_projected" if project and project != architecture.embeddings else "embed.hook_embed"
-    names = (first, "embed.hook_pos_embed", "embed.hook_token_type_embed", *more)
-    norm = architecture.embed_norm
-    parts = [part for part in map(evidence.get, names) if part is not None]
-    total: Tensor | None = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
-    full = evidence.get("hook_full_embed")
-    if norm is not None:
-        call = evidence.call(evidence.base, norm.path)
-        findings.equal(ENDS, "embed", call.input if call else None, total)
-        total = call.result if call else None
-    linear = evidence.call(evidence.base, project) if project else None
-    if project:
-        weight = getattr(linear.module, "weight", None) if linear else None
-        is_linear = isinstance(weight, Tensor) and weight.ndim == 2
-        findings.holds(ENDS, "embed_project", is_linear, f"{project} is no linear layer that ran")
-    if linear is not None and project == architecture.embeddings:
-        findings.equal(ENDS, "embed_project", linear.input, total)
-        total = linear.result
-    elif linear is not None:
-        tokens, read = evidence.get("embed.hook_embed"), linear.input
-        there = tokens is not None and read is not None and read[..., : tokens.shape[-1]].equal(tokens)
-        findings.holds(ENDS, "embed_project", there, f"{project} does not read embed.hook_embed")
-    findings.equal(ENDS, "hook_full_embed", full, total)
+def _joined(evidence: Evidence, sources: Sequence[tuple[str, float]]) -> Tensor | None:
+    """The sum of what calls outside of the blocks put out."""
+    total: Tensor | None = None
+    for path, factor in sources:
+        calls = evidence.calls.get(join(evidence.base, module_path(path)), ())
+        number = call_number(path) or 0
+        made = calls[number].result if number < len(calls) else None
+        if made is None:
+            return None
+        total = made * factor if total is None else total + made * factor
+    return total
 
 
 def _ends(evidence: Evidence, findings: Findings) -> None:
     architecture = evidence.bridge.architecture
     stream: Tensor | None = None
     for stack in evidence.stacks():
-        for _, _, left, _ in streams_of(evidence, stack):
-            stream = left
+        for index, (_, _, left, _) in enumerate(streams_of(evidence, stack), 1):
+            stream = left if left is None else left * stack.rescaled.get(index, 1)
+        if stack.collapse:
+            call = evidence.call(evidence.base, stack.collapse)
+            findings.equal(ENDS, stack.collapse, like(call.input if call else None, stream), stream)
+            stream = call.result if call else None
         if stack.final_norm:
             norm = evidence.call(evidence.base, stack.final_norm.path)
             findings.equal(ENDS, f"{stack.final_norm.path}", norm.input if norm else None, stream)
@@ -367,7 +310,7 @@ def _ends(evidence: Evidence, findings: Findings) -> None:
         findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
     if architecture.stack.every_block[0].exit:
-        stream = _zeroed(findings, stream, last)
+        stream = zeroed(findings, stream, last)
     factor = float((last.double() * stream.double()).sum() / stream.double().pow(2).sum())
     findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))
     findings.holds(ENDS, "unembed", factor > 0, f"it reads what the final norm makes, times {factor:.3g}")

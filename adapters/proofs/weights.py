@@ -66,12 +66,13 @@ class _Layer:
         call = self.evidence.call(hook.point.site.path)
         if call is None or call.input is None or not isinstance(call.output, Tensor):
             return None
+        raw = self.evidence.raw[hook.point.site.path][0]
         sources = tuple(
             (found.module, found.input)
             for found in map(self.evidence.call, (site.path for site in hook.point.sources))
             if found is not None and found.input is not None
         )
-        return call.input, hook.view.get(call.output, Call(call.module, call.args, call.kwargs, sources))
+        return call.input, hook.view.get(raw.output, Call(raw.module, raw.args, raw.kwargs, sources))
 
     def projection(self, letter: str) -> None:
         """Queries, keys or values of each head."""
@@ -96,6 +97,9 @@ class _Layer:
         own = step.part.shared_factor if isinstance(step.part, MoE) and "shared" in matrix_name else 1.0
         made = behind(self.evidence, self.place, call.result) if matrix_name == "W_O" else call.result
         made = made * (own * step.last_factor)
+        if step.adjust and not step.post:
+            block = module_at(self.evidence.bridge.original_model, self.place.path)
+            made = step.adjust.of(made, block) if own == 1 else step.adjust.linear(made, block)
         self.findings.equal(CLAIM, f"{self.place.part}{matrix_name}", like(expected.to(made.dtype), made), made)
 
     def mlp(self, part: MLP, inside: str) -> None:

@@ -17,9 +17,22 @@ from adapters.views.heads import (
     interleaved,
 )
 from adapters.views.scores import AlibiScores, FilledScores, MaskedScores, SinkPattern, SinkScores
-from adapters.views.stream import Composed, Copied, FlatRows, Scaled, WithBatchAxis, WithParameter
+from adapters.views.stream import (
+    Adjusted,
+    Affine,
+    Composed,
+    Copied,
+    FlatRows,
+    PositionsFirst,
+    Scaled,
+    Streams,
+    WithBatchAxis,
+    WithParameter,
+)
 
 __all__ = [
+    "Adjusted",
+    "Affine",
     "AlibiScores",
     "Args",
     "Biased",
@@ -37,10 +50,12 @@ __all__ = [
     "Kwargs",
     "MaskedScores",
     "OneHead",
+    "PositionsFirst",
     "Scaled",
     "Selected",
     "SinkPattern",
     "SinkScores",
+    "Streams",
     "View",
     "WithBatchAxis",
     "WithParameter",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from adapters.views.base import Call, Derived, View
+from adapters.views.base import Call, Derived, View, split
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,6 +22,69 @@ class Scaled(View):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new / self.factor
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``(x + bias) * weight * factor + plus``: what a block does to a tensor before it adds it to another.
+
+    Attributes:
+        factor: a constant.
+        weight, bias, plus: parameters of the block, by their paths in it: ``[d_model]``, or one number.
+        squashed: it is the weight's `tanh` that is multiplied with (a gate).
+    """
+
+    factor: float = 1.0
+    weight: str | None = None
+    bias: str | None = None
+    squashed: bool = False
+    plus: str | None = None
+
+    def of(self, x: Tensor, block: nn.Module) -> Tensor:
+        """What it makes of a tensor ``[..., d_model]``."""
+        bias = self._bias(block)
+        y = self.linear(x if bias is None else x + bias, block)
+        return y if self.plus is None else y + block.get_parameter(self.plus)
+
+    def linear(self, x: Tensor, block: nn.Module) -> Tensor:
+        """The same without its bias: what it makes of one of several terms of a sum, or of a matrix that writes it."""
+        weight = self._weight(block)
+        return x * (self.factor if weight is None else weight)
+
+    def undone(self, y: Tensor, block: nn.Module) -> Tensor:
+        """The tensor that it makes this one of."""
+        bias, weight = self._bias(block), self._weight(block)
+        y = y if self.plus is None else y - block.get_parameter(self.plus)
+        x = y / (self.factor if weight is None else weight)
+        return x if bias is None else x - bias
+
+    def parameters(self) -> tuple[str, ...]:
+        """The paths of its parameters."""
+        return tuple(path for path in (self.weight, self.bias, self.plus) if path)
+
+    def _bias(self, block: nn.Module) -> Tensor | None:
+        return None if self.bias is None else block.get_parameter(self.bias)
+
+    def _weight(self, block: nn.Module) -> Tensor | None:
+        if self.weight is None:
+            return None
+        weight = block.get_parameter(self.weight)
+        return (torch.tanh(weight) if self.squashed else weight) * self.factor
+
+
+@dataclass(frozen=True, repr=False)
+class Adjusted(View):
+    """What a module returns, after the block has scaled and shifted it; the block is the module of the last source."""
+
+    by: Affine
+    identity = False
+    contextual = True
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return self.by.of(x, call.sources[-1][0])
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return self.by.undone(new, call.sources[-1][0])
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,6 +129,32 @@ class WithBatchAxis(Derived):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new
+
+
+class PositionsFirst(View):
+    """``pos batch ... -> batch pos ...`` (XLNet)."""
+
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x.transpose(0, 1)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new.transpose(0, 1)
+
+
+@dataclass(frozen=True, repr=False)
+class Streams(View):
+    """``batch pos (n_streams d_model) -> batch pos n_streams d_model``."""
+
+    n_streams: int
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return split(x, self.n_streams)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new.flatten(-2)
 
 
 class FlatRows(View):

@@ -60,6 +60,11 @@ class _Walk:
         #: It is the text of a model that is given images or sound, too.
         self.sees = is_language_part(self.model.original_model)
         stack = self.model.architecture.stack
+        if not stack.keeps_its_stream or self.model.architecture.embed_adjust:
+            raise ValueError(
+                f"{self.model.cfg.model_name} multiplies its residual stream, or norms it as it enters a block: it is "
+                "no sum of what was written. The hook points show each stream and each part"
+            )
         for layer in range(self.model.cfg.n_layers):
             steps = stack.block_at(layer).named
             names = [named.name for named in steps]

@@ -56,7 +56,7 @@ def results_of_heads(
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
     with gradients_of(z):
         results = head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
-    factor = cache.model.architecture.step_at(layer, "attn").last_factor
+    factor = _factor(cache.model, layer, "attn")
     return results if factor == 1 else results * factor
 
 
@@ -96,7 +96,7 @@ def results_of_neurons(
     with gradients_of(post):
         weight = _rows_of(module, post, neuron_slice).to(post.device)
         results = pick(post, neuron_slice, -1)[..., None] * weight
-    factor = cache.model.architecture.step_at(layer, "mlp").last_factor
+    factor = _factor(cache.model, layer, "mlp")
     return results if factor == 1 else results * factor
 
 
@@ -138,7 +138,22 @@ def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"])
     step = model.architecture.step_at(layer, part)
     if isinstance(step.part, Attention) and step.part.o_bias:
         return bias
-    return bias_of(module, like)[0, 0].to(bias.device) * step.last_factor
+    return bias_of(module, like)[0, 0].to(bias.device) * _factor(model, layer, part)
+
+
+def _factor(model: AnalysedModel, layer: int, part: str) -> float:
+    """What the result of a part's last matrix is multiplied with.
+
+    Raises:
+        ValueError: it goes through parameters of the block besides.
+    """
+    step = model.architecture.step_at(layer, part)
+    if step.adjust:
+        raise ValueError(
+            f"block {layer} of {model.cfg.model_name} multiplies what its {part} puts out with parameters of its own, "
+            f"or adds them: it cannot be taken apart into heads or neurons. hook_{part}_out is what is added, whole"
+        )
+    return step.last_factor
 
 
 def neuron_labels(model: AnalysedModel, layer: int, neuron_slice: Index = None) -> list[str]:

@@ -206,6 +206,7 @@ def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -
             f"{model.cfg.model_name} has no single list of blocks: decompositions are for models with one residual "
             "stream; an encoder-decoder's activations can be read by name"
         )
+    model.architecture.refuse_several_streams(model.cfg.model_name)
     layer = n if layer is None or layer == -1 else layer
     if not 0 <= layer <= n:
         raise ValueError(f"layer is {layer}; it must be from 0 to {n}, or -1 or None for the end of the stream")

@@ -48,7 +48,7 @@ class StreamNorm:
     @property
     def bias(self) -> Tensor | None:
         """What it adds, ``[d_model]``, or None."""
-        return getattr(self.module, "bias", None)
+        return getattr(self.kind.normalizer(self.module), "bias", None)
 
     def scaled(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """A term of the norm's input, centred (by a layer norm) and divided by a scale that is given."""
@@ -56,7 +56,15 @@ class StreamNorm:
         return (x - x.mean(-1, keepdim=True) if self.kind.centered else x) / scale
 
     def linear(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """What the norm makes of a term of its input: `scaled`, times its weight. Its bias is of no term."""
+        """What the norm makes of a term of its input: `scaled`, times its weight. Its bias is of no term.
+
+        Raises:
+            ValueError: a gate stands behind it, which makes of a sum no sum.
+        """
+        if self.kind.gate:
+            raise ValueError(
+                f"a gate stands behind {self.name}: what it makes of a sum is no sum of what it makes of the terms"
+            )
         x, weight = self.scaled(x, scale), self.weight
         return x if weight is None else x * weight.to(x.device)
 

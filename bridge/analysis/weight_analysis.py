@@ -36,6 +36,11 @@ def accumulated_bias(
         torch.Size([128])
     """
     layer = layer_of(model, layer, mlp_input)
+    if not model.architecture.stack.keeps_its_stream:
+        raise ValueError(
+            f"{model.cfg.model_name} multiplies its residual stream, or norms it as it enters a block: what was added "
+            "before a layer is no part of it as it was"
+        )
     total = torch.zeros(model.cfg.d_model, device=model.cfg.device, dtype=model.cfg.dtype)
     for index in range(layer + mlp_input):
         parts: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp") if index < layer else ("attn",)

@@ -142,6 +142,8 @@ class Graph:
             raise ValueError(
                 f"{name} has norms on the residual stream itself, which is then no sum of what was written"
             )
+        if not bridge.architecture.streams_are_sums:
+            raise ValueError(f"blocks of {name} multiply the residual stream: it is no sum of what was written")
         return cls([_shape_of(bridge, index) for index in range(bridge.cfg.n_layers)])
 
     @cached_property

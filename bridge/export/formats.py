@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 from transformers.exporters import HfExporter
 from transformers.exporters.auto import get_exporter_class
 
@@ -36,8 +39,24 @@ class Format:
                 f"format={self.name!r} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
                 f"installed: pip install 'transformer-bridge[{self.extra}]'"
             )
+        _list_torch_functions()
         made: HfExporter = get_exporter_class(self.name)()
         return made
+
+
+@functools.cache
+def _list_torch_functions() -> None:
+    """Lets torch's compiler list torch's functions and the methods of tensors, once, while they are torch's own.
+
+    transformers' exporters put others in their place as they trace. From lists that are made then, torch's own are
+    missing for the rest of the process, and no program that watches them could be compiled.
+    """
+
+    def look(x: Tensor) -> Tensor:
+        with BaseTorchFunctionMode():
+            return x.view(-1)
+
+    torch.compile(look, backend="eager")(torch.ones(1))
 
 
 FORMATS = {

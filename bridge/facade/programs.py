@@ -47,8 +47,8 @@ class ProgramMethods(HookMethods, TokenMethods):
 
         Raises:
             UnknownHookError: a name that no hook point has.
-            ValueError: a hook point that no program can have; an input that no function takes; a filter that matches
-                nothing.
+            ValueError: a hook point that no program can have; a model that reads images or sound before text; an input
+                that no function takes; a filter that matches nothing.
             TypeError: a function that asks for an input which is not declared.
 
         Example:

@@ -188,7 +188,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         if first_n_layers is not None and hf_model is not None:
             raise ValueError("first_n_layers is for a model that is loaded, and hf_model is loaded already")
         steps = (fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases)
-        own = own_format(get_official_model_name(model_name), cls._asked_of_hub(from_pretrained_kwargs))
+        own = own_format(get_official_model_name(model_name), from_pretrained_kwargs)
         if own is not None and hf_model is None:
             config = loading.get_pretrained_model_config(
                 model_name, device=device, dtype=as_type(dtype), first_n_layers=first_n_layers,

@@ -124,6 +124,12 @@ class CallsParts(TransformerBridge):
         """
         if past_kv_cache_entry is not None or additive_attention_mask is not None:
             raise TypeError(f"{name} by itself takes no cache and no additive mask: run the model with past_kv_cache")
+        for given in (query_input, key_input, value_input):
+            if given is not None and given.ndim != 3:
+                raise TypeError(
+                    f"{name} by itself reads [batch, pos, d_model], not {list(given.shape)}: in the model, hooks on "
+                    "hook_q_input, hook_k_input and hook_v_input change what each head reads"
+                )
         value = query_input if value_input is None else value_input
         fixed: list[tuple[HookPoint, Tensor]] = []
         for letter, given in (("q", query_input), ("k", query_input if key_input is None else key_input)):

@@ -27,7 +27,7 @@ class CanBeUsedAsMLP(Part):
     at, fields = "blocks.0.mlp", {"attn_only": False}
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute == "W_gate" and not self.cfg.gated_mlp and "W_gate" not in self._modules:
+        if attribute == "W_gate" and not self.host.cfg.gated_mlp and "W_gate" not in self._modules:
             return None
         return super().__getattr__(attribute)
 
@@ -72,7 +72,7 @@ class AbstractAttention(Part):
     @property
     def attn_type(self) -> str:
         """``"global"`` or ``"local"``."""
-        types = self.cfg.attn_types
+        types = self.host.cfg.attn_types
         return "global" if types is None else types[self.layer_id]
 
     @property

@@ -15,7 +15,7 @@ from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
 from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, HUB, get_official_model_name
+from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
 from bridge.legacy.utilities.devices import get_device
 from bridge.loading.boot import text_model
 from bridge.run.tokenization import TokenError
@@ -74,10 +74,6 @@ class LoadedAsBefore(TransformerBridge):
         bridge.intended_device = torch.device(device or get_device()) if n_devices == 1 else None
         bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
         return bridge
-
-    @classmethod
-    def _asked_of_hub(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: given[name] for name in HUB if name in given}
 
     @classmethod
     def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any, torch.device | None]:

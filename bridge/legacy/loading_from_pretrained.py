@@ -29,8 +29,6 @@ __all__ = [
     "get_pretrained_model_config", "get_pretrained_state_dict", "make_model_alias_map",
 ]  # fmt: skip
 
-#: How the hub is asked.
-HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 #: Models that HookedTransformer runs without BOS.
 _WITHOUT_BOS = ("BloomForCausalLM", "QWenLMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PYTHIA_CHECKPOINTS = list(PYTHIA_STEPS)
@@ -57,7 +55,7 @@ def get_pretrained_model_config(
 ) -> HookedTransformerConfig:
     """The configuration of a model, without loading its weights."""
     name = get_official_model_name(model_name)
-    own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
+    own = own_format(name, kwargs)
     if own is not None:
         changes = {"n_layers": first_n_layers, "n_ctx": n_ctx, "device": str(device or get_device()), "dtype": dtype}
         made = own.config(checkpoint_index, checkpoint_value, **{k: v for k, v in changes.items() if v is not None})
@@ -104,7 +102,7 @@ def cap_context(cfg: ModelConfig) -> None:
 def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], str]:
     """The training checkpoints that were published with a model."""
     name = get_official_model_name(model_name)
-    own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
+    own = own_format(name, kwargs)
     return (list(checkpoint_steps(name)), "step") if own is None else own.checkpoints()
 
 
@@ -113,7 +111,7 @@ def get_pretrained_state_dict(
 ) -> dict[str, Tensor]:
     """A model's weights as they are stored, without processing, by HookedTransformer's names."""
     name = get_official_model_name(official_model_name)
-    own = own_format(name, {key: kwargs[key] for key in HUB if key in kwargs})
+    own = own_format(name, kwargs)
     if own is not None:
         config = own.config() if cfg is None else copy.copy(HookedTransformerConfig.unwrap(cfg))
         config.dtype = dtype

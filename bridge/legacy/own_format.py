@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 
 _OWNERS = ("NeelNanda/", "ArthurConmy/redwood_attn_2l", "Baidicoot/Othello-GPT-Transformer-Lens")
+#: How the hub is asked.
+_HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 #: What such configurations call fields otherwise.
 _CALLED = {"normalization": "normalization_type", "architecture": "original_architecture"}
 _CHECKPOINT = re.compile(r"checkpoints/.*_(\d+)\.pth")
@@ -128,14 +131,15 @@ def _as_now(weights: dict[str, Tensor], n_layers: int) -> dict[str, Tensor]:
     return made
 
 
-def own_format(name: str, hub: dict[str, Any]) -> OwnFormat | None:
+def own_format(name: str, given: Mapping[str, Any]) -> OwnFormat | None:
     """Where a model is, if it is in HookedTransformer's own format.
 
     Args:
         name: a hub name or a folder.
-        hub: how the hub is asked.
+        given: arguments for loading; those in `_HUB` say how the hub is asked.
     """
     if not os.path.isdir(name):
+        hub = {key: given[key] for key in _HUB if key in given}
         return OwnFormat(name, hub) if name.startswith(_OWNERS) else None
     config = Path(name, "config.json")
     if not config.is_file() or not any(Path(name).glob("*.pth")):

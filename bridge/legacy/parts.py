@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adapters.config import ModelConfig
 from adapters.paths import join
+from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.point import CALLS, HookPoint
 from bridge.weights.component_tree import Component, Tree
 
@@ -83,8 +84,9 @@ class Part(nn.Module):
         super().__init__()
         if not self.at:
             raise TypeError(f"{type(self).__name__} is a part of loaded models; none is made from a configuration")
-        host = Part.makes_host(cfg, self.fields, *more, **kwargs)
-        self.__dict__.update(host=host, name=self.at)
+        given = HookedTransformerConfig.unwrap(cfg)
+        host = Part.makes_host(given, self.fields, *more, **kwargs)
+        self.__dict__.update(host=host, name=self.at, given=given)
         host.adopt_part(self)
 
     @classmethod
@@ -100,7 +102,7 @@ class Part(nn.Module):
                 f"{self.name}.forward is a function of yours, which a copy of the model would share with this one: "
                 "put a module in its place, which is copied"
             )
-        return {"host": self.host, "name": self.name}
+        return {key: self.__dict__[key] for key in ("host", "name", "given") if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
@@ -117,12 +119,15 @@ class Part(nn.Module):
         shared: dict[int, Any] = {id(x): x for x in (*tensors, getattr(self.host, "tokenizer", None))}
         copied = copy.deepcopy(self.host, {key: x for key, x in shared.items() if key not in mine})
         memo[id(self)] = new = copied.parts[self.name]
+        if "given" in self.__dict__:
+            new.__dict__["given"] = copy.deepcopy(self.__dict__["given"], memo)
         return new
 
     @property
-    def cfg(self) -> ModelConfig:
-        """The model's configuration."""
-        return self.host.cfg
+    def cfg(self) -> ModelConfig | HookedTransformerConfig:
+        """The model's configuration, or what the part was made from."""
+        found: ModelConfig | HookedTransformerConfig = self.__dict__.get("given") or self.host.cfg
+        return found
 
     @property
     def module(self) -> nn.Module:

@@ -49,7 +49,7 @@ def lens(
         A reading, which computes logits when asked.
 
     Raises:
-        ValueError: an unknown kind or layer; a lens for another model.
+        ValueError: an unknown kind or layer; a lens for another model; a model with several residual streams.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -62,6 +62,7 @@ def lens(
         >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, :, 0, 0]]
         [' Paris', ' Rome']
     """
+    bridge.architecture.refuse_several_streams(bridge.cfg.model_name)
     n = bridge.cfg.n_layers
     chosen = tuple(range(n + 1)) if layers is None else tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
     if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):

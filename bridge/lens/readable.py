@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from adapters.architecture import Architecture
 from adapters.config import ModelConfig
 from bridge.hooks.hook_point import HookPoint
 from bridge.run.positions import PosSlice
@@ -20,9 +21,11 @@ class Readable(Protocol):
     Attributes:
         core: the Hugging Face model.
         cfg: the facts about it.
+        architecture: what its adapter declares.
     """
 
     core: PreTrainedModel
+    architecture: Architecture
     cfg: ModelConfig
 
     @property

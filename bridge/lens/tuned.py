@@ -175,6 +175,7 @@ class TunedLens(nn.Module):
         every = [_tokens_and_mask(bridge, batch) for batch in batches]
         if not every or epochs < 1:
             raise ValueError(f"there are {len(every)} batches and {epochs} epochs; a lens needs one of each, or more")
+        bridge.architecture.refuse_several_streams(bridge.cfg.model_name)
         n = bridge.cfg.n_layers
         names = [f"blocks.{layer}.hook_resid_pre" for layer in range(n)]
         lens = cls(n, bridge.cfg.d_model).to(bridge.cfg.device)

@@ -105,7 +105,8 @@ def lower(
         module = _module_at(model, site, prefix, by_site.get(site, ()))
         if site.kind not in (*_TAPS, "input", "output"):
             raise ValueError(
-                f"{by_site[site][0].hook.name} is inside a mixer, where a program cannot stand: use run_with_hooks"
+                f"{by_site[site][0].hook.name} is inside a mixer, or experts that are computed in batches, where a "
+                "program cannot stand: use run_with_hooks"
             )
         if site.kind in _TAPS:
             _check_tap(module, by_site[site])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.experts import first_projection, gate_and_up, has_gate, joined
+from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked
 from adapters.views import Call
 from bridge.programs.one_pass import current
 from bridge.programs.taps import LoweredTap
@@ -19,6 +19,17 @@ class LoweredExperts(LoweredTap):
     transformers' own loop over the experts leaves out those that no token was sent to, which is a question to the
     values; here these have no rows.
     """
+
+    def stand(self) -> None:
+        """Takes the place of the module's forward.
+
+        Raises:
+            ValueError: the experts are kept in another way than in one parameter for each projection and expert.
+        """
+        if stacked(self.module):
+            name = next(iter(self.steps.values()))[0].hook.name
+            raise ValueError(f"{name} is inside experts whose matrices are stacked, where a program cannot stand")
+        super().stand()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's forward."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.exporters import ExportedModel
 
-from adapters.inputs.arguments import accepted_arguments
+from adapters.inputs.arguments import accepted_arguments, takes
 from adapters.paths import core_path
 from adapters.views import Kwargs
 from bridge.export.export import export_for_generation, export_program
@@ -58,6 +58,8 @@ class Program(nn.Module):
         interventions: Sequence[tuple[HookPoint, AnyFunction]],
         inputs: Mapping[str, object],
     ) -> None:
+        if (main := takes(bridge.core).main) is not None:
+            raise ValueError(f"a program takes tokens, and {type(bridge.core).__name__} reads {main} before any")
         super().__init__()
         known = accepted_arguments(type(bridge.core).forward)
         self.inputs = declared_inputs(inputs, known)

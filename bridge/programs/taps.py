@@ -197,11 +197,12 @@ class LoweredRouter(LoweredTap):
         one_pass = current(self.here)
         call = Call(self.module, args, kwargs)
         with _ChoiceWatch(self, call, one_pass):
-            logits, chosen, indices = self.original(*args, **kwargs)
-        if "weights" in self.steps:
-            everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
-            chosen = self.show("weights", everyone, call, one_pass).gather(-1, indices)
-        return logits, chosen, indices
+            output: Any = self.original(*args, **kwargs)
+        if "weights" not in self.steps:
+            return output
+        logits, chosen, indices = output
+        everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
+        return logits, self.show("weights", everyone, call, one_pass).gather(-1, indices), indices
 
 
 class _ChoiceWatch(_Watch):
@@ -218,4 +219,9 @@ class _ChoiceWatch(_Watch):
             return func(*args, **kwargs)
         self.done = True
         logits, *others = args
-        return func(self.show("logits", logits), *others, **kwargs)
+        logits = self.show("logits", logits)
+        best: Any = func(logits, *others, **kwargs)
+        if "indices" not in self.tap.steps:
+            return best
+        indices = self.show("indices", best.indices)
+        return torch.return_types.topk((logits.gather(-1, indices), indices))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.experts import first_projection, gate_and_up, has_gate, joined, width
+from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.views import Call, Kwargs
 from bridge.taps.tap import Tap, Watch
 
@@ -58,7 +58,8 @@ class _ExpertsWatch(Watch):
         super().__init__()
         self._tap, self._call = tap, call
         self._ran: set[int] = set()
-        self._first = first_projection(tap.module)
+        self._first, self._stacked = first_projection(tap.module), stacked(tap.module)
+        self._given: dict[int, Tensor] = {}
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the projections."""
@@ -66,6 +67,8 @@ class _ExpertsWatch(Watch):
             return func(*args, **kwargs)
         x, other = _operands(args, kwargs)
         module: Any = self._tap.module
+        if self._stacked:
+            return self._of_stacked(func, x, other, args, kwargs)
         if func in LINEAR_PRODUCTS:
             for weight, channel in ((getattr(module, self._first), "in"), (module.down_proj, "post")):
                 expert = _which(other, weight)
@@ -89,6 +92,25 @@ class _ExpertsWatch(Watch):
         gate, pre = gate_and_up(module, made)
         return joined(module, self._show(expert, "gate", gate), self._show(expert, "pre", pre))
 
+    def _of_stacked(
+        self, func: Callable[..., Any], x: Any, other: Any, args: tuple[object, ...], kwargs: Kwargs
+    ) -> Any:
+        """Shows what enters and leaves projections that are apart: gate and up are given the same."""
+        if func in LINEAR_PRODUCTS:
+            for part, channel in (("W_gate", "gate"), ("W_in", "pre"), ("W_out", "out")):
+                expert = _which(other, self._stacked[part], turned=part != "W_out")
+                if expert is None:
+                    continue
+                self._ran.add(expert)
+                if part == "W_out":
+                    x = self._show(expert, "post", x)
+                elif expert not in self._given:
+                    x = self._given[expert] = self._show(expert, "in", x)
+                else:
+                    x = self._given[expert]
+                return self._show(expert, channel, func(x, *args[1:], **kwargs))
+        return func(*args, **kwargs)
+
     def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
         return self._tap.show(f"{expert}.{channel}", x, self._call)
 
@@ -103,25 +125,71 @@ class _ExpertsWatch(Watch):
             expert, part = channel.split(".")
             if int(expert) not in self._ran:
                 size = self._call.input.shape[-1] if part in ("in", "out") else width(module)
-                self._tap.show(channel, module.down_proj.new_empty(0, size), self._call)
+                self._tap.show(channel, self._call.input.new_empty(0, size), self._call)
+
+
+class BatchedExpertsTap(Tap):
+    """For modules whose forward multiplies the tokens of all experts in one product, ``[expert, row, d]``.
+
+    Its channels are those of `ExpertsTap`. Every expert has a row for every token: what it is given is the token times
+    its weight, which is zero where it is not chosen.
+    """
+
+    def watched(self, *args: object, **kwargs: object) -> Any:
+        """The module's forward when somebody listens."""
+        with _BatchesWatch(self, Call(self.module, args, kwargs)):
+            return self.original(*args, **kwargs)
+
+
+class _BatchesWatch(Watch):
+    """Shows what enters and leaves the two products of all experts while it is active."""
+
+    def __init__(self, tap: BatchedExpertsTap, call: Call) -> None:
+        super().__init__()
+        self._tap, self._call = tap, call
+
+    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
+        """Shows what enters and leaves the products."""
+        module: Any = self._tap.module
+        if func not in _BATCHED_PRODUCTS or not any(
+            args[1] is each for each in (module.gate_up_proj, module.down_proj)
+        ):
+            return func(*args, **kwargs)
+        x, weight = args
+        if weight is module.down_proj:
+            return self._each("out", func(self._each("post", x), weight, **kwargs))
+        gate, up = gate_and_up(module, func(self._each("in", x), weight, **kwargs))
+        return joined(module, self._each("gate", gate), self._each("pre", up))
+
+    def _each(self, part: str, x: Any) -> Tensor:
+        """Shows the rows of each expert that somebody listens to."""
+        heard = [e for e in range(len(x)) if self._tap.heard((f"{e}.{part}",))]
+        if not heard:
+            return x
+        rows = list(x.unbind(0))
+        for e in heard:
+            rows[e] = self._tap.show(f"{e}.{part}", rows[e], self._call)
+        return torch.stack(rows)
 
 
 class RouterTap(Tap):
     """For routers that choose experts by their logits, and return these, and weights and indices of the chosen ones.
 
     Its channels are ``product``, what its matrix makes of its input, ``logits``, what the experts are chosen by, and
-    ``weights``, what their outputs are multiplied with (zero for those that are not chosen): all ``[row, n_experts]``.
+    ``weights``, what their outputs are multiplied with (zero for those that are not chosen): all ``[row, n_experts]``;
+    and ``indices``, those of the chosen ones, for routers that do not return them.
     """
 
     def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
         call = Call(self.module, args, kwargs)
         with _Choice(self, call):
-            logits, chosen, indices = self.original(*args, **kwargs)
-        if self.heard(("weights",)):
-            everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
-            chosen = self.show("weights", everyone, call).gather(-1, indices)
-        return logits, chosen, indices
+            output = self.original(*args, **kwargs)
+        if not self.heard(("weights",)):
+            return output
+        logits, chosen, indices = output
+        everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
+        return logits, self.show("weights", everyone, call).gather(-1, indices), indices
 
 
 class _Choice(Watch):
@@ -141,10 +209,14 @@ class _Choice(Watch):
         self._done = True
         logits, *others = args
         assert isinstance(logits, Tensor)
-        return func(self._tap.show("logits", logits, self._call), *others, **kwargs)
+        logits = self._tap.show("logits", logits, self._call)
+        best = func(logits, *others, **kwargs)
+        indices = self._tap.show("indices", best.indices, self._call)
+        return best if indices is best.indices else torch.return_types.topk((logits.gather(-1, indices), indices))
 
 
 LINEAR_PRODUCTS = {torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+_BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__}
 CHOICES = {torch.topk, Tensor.topk}
 
@@ -156,9 +228,10 @@ def _operands(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Any, Any]:
     return first, args[1] if len(args) > 1 else next((kwargs[name] for name in names if name in kwargs), None)
 
 
-def _which(weight: Any, everyone: Tensor) -> int | None:
-    """Which expert's part of a parameter this is, or None where it is none."""
-    if not isinstance(weight, Tensor) or weight.shape != everyone.shape[1:]:
+def _which(weight: Any, everyone: Tensor, *, turned: bool = False) -> int | None:
+    """Which expert's part of a parameter, or of its transpose (``turned``), this is; None where it is none."""
+    shape = everyone.shape[:0:-1] if turned else everyone.shape[1:]
+    if not isinstance(weight, Tensor) or weight.shape != shape:
         return None
     start = weight.data_ptr() - everyone.data_ptr()
     expert = start // (everyone.stride(0) * everyone.element_size())

@@ -80,10 +80,22 @@ class Tap:
     def _leave(self) -> None:
         """Takes the tap away, if nobody needs it."""
         if not (self.points or self.opened):
+            if (above := self._above()) is not None:
+                above.own, above.original = self.own, self.original
+                return
             if self.own is None:
                 del self.module.__dict__["forward"]
             else:
                 self.module.__dict__["forward"] = self.own
+
+    def _above(self) -> Tap | None:
+        """The tap of another kind that has come to stand before this one."""
+        found = self.module.__dict__.get("forward")
+        while isinstance(found, Tap) and found is not self:
+            if found.own is self:
+                return found
+            found = found.own
+        return None
 
     def heard(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from bridge.taps.attention import AttentionTap
-from bridge.taps.experts import ExpertsTap, RouterTap
+from bridge.taps.experts import BatchedExpertsTap, ExpertsTap, RouterTap
 from bridge.taps.recurrence import RecurrenceTap
 from bridge.taps.tap import Tap
 
@@ -14,6 +14,7 @@ TAPS: dict[str, type[Tap]] = {
     "attention": AttentionTap,
     "softmax": AttentionTap,
     "experts": ExpertsTap,
+    "batched experts": BatchedExpertsTap,
     "router": RouterTap,
     "recurrence": RecurrenceTap,
 }

@@ -112,7 +112,7 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
 @contextmanager
 def _experts_in_batches(modules: list[nn.Module]) -> Iterator[None]:
     """Experts computed in the one way whose shapes depend on no value and that takes every type."""
-    before = [(module, module.__dict__["config"]) for module in modules]
+    before = [(module, module.__dict__["config"]) for module in modules if "config" in module.__dict__]
     try:
         for module, config in before:
             module.__dict__["config"] = copy.copy(config)

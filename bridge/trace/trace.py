@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.inputs.arguments import takes
 from adapters.paths import module_at
 from bridge.hooks.context import CURRENT, Scope, context_of_the_next_run
 from bridge.run.forward import ReadyPass, checked_layers, ready
@@ -239,6 +240,9 @@ class Trace(InStep, Access):
         if self._pass is None or self._tokens is not None or self._shape != (0, 0):
             return
         inputs = self._pass.inputs
+        if (main := takes(self._pass.bridge.core).main) in inputs.kwargs:  # images or sound, which have no padding
+            self._tokens, self._shape = inputs.tokens, (int(inputs.kwargs[main].shape[0]), 0)
+            return
         given = inputs.kwargs.get("input_ids")
         given = inputs.kwargs["inputs_embeds"] if given is None else given
         self._tokens = inputs.kwargs.get("input_ids")

@@ -34,7 +34,9 @@ from adapters import (
     verify,
 )
 from adapters.config import ModelConfig
+from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
+from adapters.paths import module_path
 from adapters.proofs.evidence import recorded
 from adapters.proofs.report import Report
 from adapters.views import AlibiScores, Call, Heads, MaskedScores, View
@@ -109,12 +111,16 @@ class Facts:
 
     def of_a_tensor(self, path: str) -> str:
         """Why another element of what a module in a block returns is the same: it returns a tensor."""
-        tensor = any(found.endswith(f".{path}") for found in self.tensors)
+        tensor = any(found.endswith(f".{module_path(path)}") for found in self.tensors)
         return "it returns a tensor, of which no element is taken" if tensor else ""
 
     def behind_a_dropout(self, path: str) -> str:
         """Why what a module in a block returns is what entered it."""
-        return "a dropout stands between" if any(found.endswith(f".{path}") for found in self.dropouts) else ""
+        return (
+            "a dropout stands between"
+            if any(found.endswith(f".{module_path(path)}") for found in self.dropouts)
+            else ""
+        )
 
 
 def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
@@ -122,6 +128,8 @@ def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
     for name, kind in kinds.items():
         if kind != norm.kind:
             yield f"{norm.path} is {name}", replace(norm, kind=kind)
+    if norm.kind.gate:
+        yield f"{norm.path} without its gate", Norm(f"{norm.path}.{norm.kind.inner}", RMS_NORM)
 
 
 def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
@@ -198,6 +206,9 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
     if part.v_norm:
         yield "v_norm left out", replace(part, v_norm=None), ""
+    if part.clip:
+        yield "clamp left out", replace(part, clip=None), ""
+        yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
     if part.o_bias:
         yield "o_bias left out", replace(part, o_bias=None), ""
     for letter in ("q", "kv"):
@@ -257,6 +268,10 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
         replace(part, corrected=not part.corrected),
         "it says how the choice is proved, not what it is",
     )
+    yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
+    returns = "choice" if part.router_returns == "logits" else "logits"
+    yield f"router returns {returns}", replace(part, router_returns=returns), ""
+    yield "in batches or not", replace(part, in_batches=not part.in_batches), ""
     if part.router_matrix:
         yield "router's own matrix", replace(part, router_matrix=""), ""
     if part.shared:
@@ -293,8 +308,22 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
         yield "norms exchanged", replace(step, pre=step.post, post=step.pre), ""
     for factor in (0.5, 2.0, -1.0):
         yield f"factor times {factor}", replace(step, factor=step.factor * factor), ""
+    for which in ("carry", "adjust"):
+        if affine := getattr(step, which):
+            yield f"{which} left out", replace(step, **{which: None}), ""
+            yield f"{which} times 2", replace(step, **{which: replace(affine, factor=affine.factor * 2)}), ""
+            for part in ("bias", "plus"):
+                if getattr(affine, part):
+                    yield f"{which} without its {part}", replace(step, **{which: replace(affine, **{part: None})}), ""
+    if step.mix:
+        yield "mix left out", replace(step, mix=None), ""
+        if step.mix.keep is not None:
+            yield "streams not mixed", replace(step, mix=replace(step.mix, keep=None)), ""
+    if step.reads is not None:
+        yield "reads what the others read", replace(step, reads=None), ""
     if index:
-        yield "sequential for parallel" if step.parallel else "parallel", replace(step, parallel=not step.parallel), ""
+        other = replace(step, parallel=not step.parallel, carry=None, reads=None)
+        yield "sequential for parallel" if step.parallel else "parallel", other, ""
 
 
 def block_changes(block: Block, facts: Facts) -> Iterator[Change]:
@@ -302,17 +331,19 @@ def block_changes(block: Block, facts: Facts) -> Iterator[Change]:
     for index, step in enumerate(block.steps):
         for text, changed, same in step_changes(step, index, facts):
             steps = (*block.steps[:index], changed, *block.steps[index + 1 :])
-            yield f"{type(step.part).__name__}: {text}", Block(steps), same
+            yield f"{type(step.part).__name__}: {text}", replace(block, steps=steps), same
     if len(block.steps) > 1:
         first, second, *rest = block.steps
         if not second.parallel:
-            yield "steps in another order", Block((second, first, *rest)), ""
+            yield "steps in another order", replace(block, steps=(second, first, *rest)), ""
             if first.pre and second.pre:
                 exchanged = (replace(first, pre=second.pre), replace(second, pre=first.pre), *rest)
-                yield "norms of two steps exchanged", Block(exchanged), ""
+                yield "norms of two steps exchanged", replace(block, steps=exchanged), ""
         for index in range(1, len(block.steps)):
             left = block.steps[:index] + block.steps[index + 1 :]
-            yield f"step {index} left out", Block(left), ""
+            yield f"step {index} left out", replace(block, steps=left), ""
+    if block.norm:
+        yield "norm before the first step left out", replace(block, norm=None), ""
 
 
 def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
@@ -333,6 +364,16 @@ def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
     if stack.layers:
         yield "all layers alike", replace(stack, layers={}), ""
         yield "other layers", replace(stack, layers={n - 1 - i: block for i, block in stack.layers.items()}), ""
+    for which, without in (
+        ("rescaled", {}), ("joined", {}), ("positions_first", False), ("n_streams", None), ("collapse", None),
+        ("side_by_side", False),
+    ):  # fmt: skip
+        if getattr(stack, which):
+            yield f"{which} left out", replace(stack, **{which: without}), ""
+    if stack.joined:
+        last, (one, other) = max(stack.joined.items())
+        exchanged = {**stack.joined, last: ((other[0], one[1]), other)}
+        yield "joined with another", replace(stack, joined=exchanged), ""
     if stack.final_norm:
         yield "final norm left out", replace(stack, final_norm=None), ""
         for text, norm in _norm_changes(stack.final_norm):
@@ -348,14 +389,15 @@ def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutat
         for text, changed, same in stack_changes(stack, facts):
             stacks = (*declared.stacks[:index], changed, *declared.stacks[index + 1 :])
             yield Mutation(f"{stack.name}: {text}", replace(declared, stacks=stacks), same)
-    for name in ("pos_embed", "token_types", "embed_norm"):
+    for name in ("pos_embed", "token_types", "embed_norm", "embed_adjust"):
         if getattr(declared, name):
             yield Mutation(f"{name} left out", replace(declared, **{name: None}))
     if declared.embed_norm:
         for text, norm in _norm_changes(declared.embed_norm):
             yield Mutation(f"embedding: {text}", replace(declared, embed_norm=norm))
     factor = declared.embed_factor
-    yield Mutation("embedding times 2", replace(declared, embed_factor=factor * 2))
+    if declared.embed:  # else the first blocks read no tokens
+        yield Mutation("embedding times 2", replace(declared, embed_factor=factor * 2))
     if declared.pos_embed:
         yield Mutation("embeddings exchanged", replace(declared, embed=declared.pos_embed, pos_embed=declared.embed))
     if declared.embeddings is not None:
@@ -464,17 +506,19 @@ def same_fact(facts: Facts, name: str, other: object) -> str:
 
 
 def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
-    """The changed declarations of a model: of what is inferred, where its class has none."""
+    """The changed declarations of a model; of one without an adapter, of what is inferred for it."""
     bridge = TransformerBridge(model)
     declared, cfg = bridge.architecture, bridge.cfg
-    tokens = torch.arange(3, 9)[None]
-    more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
     with torch.no_grad(), recorded(model) as calls:
-        model(tokens, **more)
+        model(**sample_inputs(model))
     tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
     norms = [path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)]
-    bare = all(m.weight is None for path, m in model.named_modules() if any(path.endswith(f".{n}") for n in norms))
+    bare = all(
+        getattr(m, "weight", m) is None
+        for path, m in model.named_modules()
+        if any(path.endswith(f".{n}") for n in norms)
+    )
     facts = Facts(cfg, tensors, dropouts, bare)
     yield from architecture_changes(declared, facts)
     yield from fact_changes(declared, facts)

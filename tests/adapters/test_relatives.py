@@ -24,7 +24,7 @@ SAMPLE = (
 )  # fmt: skip
 #: Their relatives, and what else is declared.
 OTHERS = (
-    "arcee", "aria_text", "biogpt", "codegen", "cohere", "cohere2", "cohere_compass_text", "cwm", "deepseek_v2",
+    "arcee", "aria_text", "biogpt", "codegen", "cohere", "cohere2", "cohere_compass_text", "cwm", "dbrx", "deepseek_v2",
     "deepseek_v3", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo",
     "flint", "fuyu", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite", "granitemoe",
     "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense", "hy_v3", "jais2", "kolibri1", "laguna",

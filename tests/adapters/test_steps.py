@@ -29,7 +29,7 @@ from adapters import (
 from adapters.config import rotary_values
 from adapters.families.llama import ATTENTION, FEED_FORWARD, llama_like
 from adapters.norms import LAYER_NORM, RMS_NORM
-from adapters.proofs.stream import ENDS
+from adapters.proofs.ends.embeddings import ENDS
 from bridge import TransformerBridge
 from tests.adapters.hybrid import FACTOR, HALF, HEADS, WIDTH, hybrid, tiny_hybrid
 from tests.adapters.test_verify_all import GQA, SIZES

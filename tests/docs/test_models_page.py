@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
+import transformers
 
-from benchmarks.models import row
+from benchmarks.models import Row, named, row, row_of_class
+from benchmarks.named_by_transformer_lens import NAMED
 from tests.tiny_models import Task
 
 
@@ -17,7 +19,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "offered", "proved"),
-    [("granite", "full", True), ("llama", "full", True), ("diffllama", "parts", True), ("hrm_text", "–", False)],
+    [("granite", "full", True), ("llama", "full", True), ("diffllama", "parts", True), ("gemma3n_text", "–", False)],
 )
 def test_rows_say_what_is_found(model_type: str, offered: str, proved: bool) -> None:
     found = row(model_type, "causal")
@@ -43,3 +45,27 @@ def test_the_text_of_a_model_of_images_has_a_row() -> None:
 def test_rows_of_encoders_and_encoder_decoders(model_type: str, task: Task, offered: str) -> None:
     found = row(model_type, task)
     assert (found.offered, found.proved) == (offered, offered == "full"), str(found)
+
+
+def test_classes_without_text_have_a_row() -> None:
+    found = row_of_class("ViTModel")
+    assert (found.type, found.how, found.offered, found.proved, found.reason) == ("vit", "inferred", "full", True, "")
+
+
+def test_sound_that_becomes_text_has_a_row() -> None:
+    found = row("whisper", "speech")
+    assert (found.how, found.offered, found.proved, found.reason) == ("declared", "full", True, "")
+
+
+def test_the_classes_that_another_library_names_are_counted() -> None:
+    assert len(NAMED) == len({*NAMED}) == 134
+    assert all(hasattr(transformers, name) for name in NAMED)
+    rows = {name: Row("t", name, offered="full", proved=True) for name in NAMED}
+    assert "134 are offered, 134 fully and proved, 134 at least" in named(rows)
+    assert named(rows).endswith("The others: none.")
+    rows |= {NAMED[0]: Row("t", NAMED[0], reason="because"), NAMED[1]: Row("t", NAMED[1], offered="stream")}
+    assert (
+        f"133 are offered, 132 fully and proved, 132 at least with the stream and its parts. The others: {NAMED[0]}"
+        in (named(rows))
+    )
+    assert "(because)" in named(rows)

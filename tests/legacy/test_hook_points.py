@@ -64,6 +64,7 @@ def test_setup_names_modules_and_hook_points(toy):
 
 def test_hook_points_of_bridges_are_instances(model):
     assert isinstance(model.hook_dict["hook_embed"], HookPoint)
+    assert list(model.hook_points()) == list(model.hook_dict.values())
     assert isinstance(HookPoint(), HookPoint)
     assert not isinstance(nn.Identity(), HookPoint)
     assert not isinstance(model.hook_dict["hook_embed"], type("Mine", (HookPoint,), {}))

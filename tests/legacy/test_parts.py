@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.legacy import HookedTransformer, components
+from bridge.legacy import HookedTransformer, HookedTransformerConfig, components
 from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from tests.reference import DATA, entries, reference, wrong_effects, wrong_values
 
@@ -185,8 +185,11 @@ def test_components_from_configurations():
     x = torch.randn(2, 5, 16)
     attn = components.Attention(cfg)
     assert attn.W_Q.shape == (4, 16, 4)
+    assert attn.cfg == copy.deepcopy(attn).cfg == HookedTransformerConfig(**cfg)  # of two layers, which it is told
     assert attn(x, x, x).shape == (2, 5, 16)
     assert set(attn.state_dict()) == {f"{w}_{p}" for w in "Wb" for p in "QKVO"}
+    with pytest.raises(TypeError, match=r"reads \[batch, pos, d_model\], not \[2, 5, 4, 16\]: .*hook_q_input"):
+        attn(x[:, :, None].expand(-1, -1, 4, -1), x, x)
     seen = []
     attn.hook_pattern.add_hook(lambda pattern, hook: seen.append(pattern))
     attn(x)
@@ -205,7 +208,8 @@ def test_components_from_configurations():
     tokens = torch.tensor([[1, 2, 3]])
     embed = components.Embed(cfg)
     assert torch.equal(embed(tokens), embed.W_E[tokens])
-    assert torch.equal(components.PosEmbed(cfg)(tokens)[0].shape and torch.ones(1), torch.ones(1))
+    positions = components.PosEmbed(cfg)
+    assert torch.equal(positions(tokens)[0], positions.W_pos[:3])
     unembed = components.Unembed(cfg)
     assert torch.allclose(unembed(x), x @ unembed.W_U + unembed.b_U, atol=1e-6)
     block = components.TransformerBlock(cfg)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,24 @@ def test_the_page():
     compiled = [block for block in blocks if "MyAttention" not in block and '"onnx"' not in block]
     assert any("compile(" in block for block in compiled) and len(compiled) == 3
     exec("\n".join(compiled), {})
+
+
+AFTERWARDS = """
+import torch
+from bridge import TransformerBridge
+from tests.adapters.test_verify_all import tiny
+
+program = TransformerBridge(tiny("llama-gqa")).program(capture=["blocks.1.attn.hook_pattern"])
+tokens = torch.tensor([[5, 6, 7, 8]])
+program.export({"input_ids": tokens}, "executorch", dynamic=False)
+compiled = program.compile(backend="eager")
+assert torch.equal(compiled(tokens)["logits"], program(tokens)["logits"])
+"""
+
+
+@needs("executorch")
+def test_a_program_compiles_after_an_export():
+    subprocess.run([sys.executable, "-c", AFTERWARDS], check=True, cwd=Path(__file__).parents[2])
 
 
 @needs("onnx")

@@ -12,6 +12,9 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
+from bridge.hooks.context import Scope
+from bridge.taps.attention import AttentionTap
+from bridge.taps.experts import RouterTap
 from bridge.taps.stand_ins import StandIn
 from tests.adapters.by_hand.families import tiny
 from tests.adapters.test_reference import bridge_of
@@ -91,3 +94,15 @@ def test_nothing_stands_in_for_functions_when_a_model_with_hooks_is_dropped(kind
     del bridge
     gc.collect()
     assert standing() == before
+
+
+def test_taps_of_two_kinds_on_one_module_leave_in_any_order() -> None:
+    model = tiny("mixtral-gqa")
+    router = model.model.layers[0].mlp.gate
+    scope, first, second = Scope(), RouterTap(router), AttentionTap(router)
+    for leaves in ((first, second), (second, first)):
+        for tap in (first, second):
+            tap.open(scope)
+        for tap in leaves:
+            tap.close(scope)
+        assert "forward" not in router.__dict__

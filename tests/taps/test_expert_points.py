@@ -99,6 +99,62 @@ def test_experts_without_a_gate():
     torch.testing.assert_close(tripled, bridge(TOKENS))
 
 
+def test_experts_that_are_computed_in_one_product():
+    """Llama 4: each expert has a row for every token, times its weight; what is shown, and edits, by hand."""
+    bridge = TransformerBridge(tiny_model("llama4_text"))
+    mixture: Any = bridge.core.model.layers[1].feed_forward
+    at, experts, own = "blocks.1.mlp", mixture.experts, bridge(TOKENS)
+    names = [name for name in bridge.hook_dict if name.startswith(at) and "shared" not in name]
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=["blocks.1.ln2.hook_out", *names])
+    tokens, weights = (cache[name].flatten(0, 1) for name in ("blocks.1.ln2.hook_out", f"{at}.hook_expert_weights"))
+    logits, indices = (cache[f"{at}.hook_{name}"].flatten(0, 1) for name in ("router_logits", "expert_indices"))
+    torch.testing.assert_close(logits, tokens @ mixture.router.weight.T)
+    assert torch.equal(indices, logits.topk(2).indices)
+    torch.testing.assert_close(weights.gather(-1, indices), logits.sigmoid().gather(-1, indices))
+    for e in range(4):
+        act = {part: cache[f"{at}.experts.{e}.hook_{part}"] for part in PARTS}
+        torch.testing.assert_close(act["in"], tokens * weights[:, e, None])
+        gate, up = (act["in"] @ experts.gate_up_proj[e]).chunk(2, -1)
+        for part, made in (("gate", gate), ("pre", up), ("post", up * torch.nn.functional.silu(gate))):
+            torch.testing.assert_close(act[part], made)
+        torch.testing.assert_close(act["out"], act["post"] @ experts.down_proj[e])
+    edited = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{at}.experts.2.hook_pre", lambda act, hook: act * 3)])
+    others = (logits.argsort(-1)[:, :2]).view(*TOKENS.shape, 2)
+    sent = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{at}.hook_expert_indices", lambda act, hook: others)])
+    with torch.no_grad():
+        experts.gate_up_proj[2, :, experts.expert_dim :] *= 3
+        torch.testing.assert_close(edited, bridge(TOKENS))
+        experts.gate_up_proj[2, :, experts.expert_dim :] /= 3
+    assert not torch.allclose(sent, own)
+
+
+def test_experts_whose_matrices_are_stacked():
+    """DBRX: three parameters for all experts; gate and up are given what is put in place of the expert's input."""
+    bridge = TransformerBridge(tiny_model("dbrx"))
+    mixture: Any = bridge.core.transformer.blocks[1].ffn
+    at, E = "blocks.1.mlp", mixture.experts.num_experts
+    w1, v1, w2 = (p.detach().view(E, -1, 32) for p in (getattr(mixture.experts.mlp, n) for n in ("w1", "v1", "w2")))
+    names = [name for name in bridge.hook_dict if name.startswith(f"{at}.")]
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=[f"{at}.hook_topk_weights", *names, "blocks.1.hook_mlp_out"])
+    weights, chosen = (cache[f"{at}.hook_{name}"].flatten(0, 1) for name in ("topk_weights", "expert_indices"))
+    total = torch.zeros(TOKENS.numel(), 32)
+    for e in range(E):
+        act = {part: cache[f"{at}.experts.{e}.hook_{part}"] for part in PARTS}
+        gate, up = act["in"] @ w1[e].T, act["in"] @ v1[e].T
+        for part, made in (("gate", gate), ("pre", up), ("post", torch.nn.functional.silu(gate) * up)):
+            torch.testing.assert_close(act[part], made)
+        torch.testing.assert_close(act["out"], act["post"] @ w2[e])
+        rank, token = torch.where((chosen == e).T)
+        total.index_add_(0, token, act["out"] * weights[token, rank, None])
+    torch.testing.assert_close(total, cache["blocks.1.hook_mlp_out"].flatten(0, 1))
+    e = int(chosen.flatten().mode().values)
+    halved = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{at}.experts.{e}.hook_in", lambda act, hook: act * 0.5)])
+    with torch.no_grad():
+        for p in (mixture.experts.mlp.w1, mixture.experts.mlp.v1):
+            p.view(E, -1, 32)[e] *= 0.5
+    torch.testing.assert_close(halved, bridge(TOKENS))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_expert_that_is_changed(case: str):
     """Its output set to zero is its weight set to zero; its input doubled is other tokens."""

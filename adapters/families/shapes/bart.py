@@ -49,7 +49,7 @@ def bart_like(
         pos_embed=None if hears else f"{names[0]}.embed_positions",
         embed_norm=of_embeddings[0],
         embeddings=f"{names[0]}.layernorm_embedding" if embed_norm else None,
-        embed_factor=factor,
+        embed_factor=1.0 if hears else factor,
         unembed="lm_head",
         no_layer_runs="" if alone else "its decoder needs the encoder's output",
         config_values={"d_mlp": width, "attention_dir": "causal" if alone else "bidirectional", **start},

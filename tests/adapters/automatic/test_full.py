@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from adapters import verify
 from adapters.proofs.feed_forward import CHOICE, GATED
 from adapters.proofs.norms import CLAIM as NORMS
 from adapters.proofs.scores import SCORES, VALUES
+from adapters.proofs.stream import READS
 from benchmarks.models import how_much
 from bridge import TransformerBridge
 from tests.adapters.mutations import mutations, tried
@@ -17,17 +20,22 @@ from tests.tiny_models import tiny_model
 
 #: Types, and the options with which a tiny one shows what it does.
 FULL: dict[str, dict[str, Any]] = {
-    "bitnet": {}, "gemma4_text": {}, "gpt_neox_japanese": {}, "kimi_linear": {}, "mimo_v2_flash": {},
-    "minimax_m3_vl_text": {"swiglu_limit": 1.0}, "nemotron_h": {}, "phimoe": {},
+    "axk2": {}, "bitnet": {}, "dbrx": {}, "gemma4_text": {}, "gpt_neox_japanese": {}, "kimi_linear": {},
+    "llama4_text": {}, "mimo_v2_flash": {}, "minimax_m3_vl_text": {"swiglu_limit": 1.0}, "nemotron_h": {}, "phimoe": {},
 }  # fmt: skip
 #: Of what only they claim, changes, and the claim that each breaks.
 CHANGED = {
+    ("axk2", "blocks: Attention: pre: input_layernorm without its gate"): READS,
     ("bitnet", "blocks: MLP: norm left out"): GATED,
     ("bitnet", "blocks: MLP: norm: ffn_sub_norm is LN"): NORMS,
     ("bitnet", "blocks: Attention: no norm of z"): VALUES,
+    ("dbrx", "blocks: Attention: clamp left out"): SCORES,
+    ("dbrx", "blocks: MoE: router returns choice"): "every hook point fires once, with its declared shape",
     ("gemma4_text", "blocks: MLP: what it is multiplied with left out"): GATED,
     ("gpt_neox_japanese", "blocks: layer 1: Attention: o_bias left out"): "resid_pre + attn_out = resid_mid",
     ("kimi_linear", "blocks: layer 1: Attention: not rotary is"): SCORES,
+    ("llama4_text", "blocks: MoE: in batches or not"): "every hook point fires once, with its declared shape",
+    ("llama4_text", "blocks: MoE: chosen by probabilities"): CHOICE,
     ("minimax_m3_vl_text", "cfg.act_fn = 'silu'"): GATED,
     ("phimoe", "blocks: MoE: margin times 2"): CHOICE,
     ("phimoe", "blocks: MoE: chosen by probabilities"): CHOICE,
@@ -47,3 +55,22 @@ def test_a_wrong_declaration_of_it_is_refused(model_type: str, name: str) -> Non
     report = tried(model, next(each for each in mutations(model) if each.name == name))
     assert not isinstance(report, Exception)
     assert CHANGED[model_type, name] in {check.name for check in report.failed}, str(report)
+
+
+def test_an_edit_of_a_norm_goes_through_the_gate_behind_it() -> None:
+    """A.X K2: twice the scale is half the norm, of which the gate makes something else; by plain torch hooks."""
+    model = tiny_model("axk2")
+    bridge, tokens = TransformerBridge(model), torch.arange(3, 12)[None]
+    norm: Any = model.model.layers[1].input_layernorm
+
+    def halved(module: nn.Module, args: tuple[Tensor, ...], made: Tensor) -> Tensor:
+        half = norm.norm(args[0]) / 2
+        return half * norm.mlp(half).sigmoid()
+
+    handle = norm.register_forward_hook(halved)
+    expected = model(tokens).logits
+    handle.remove()
+    for name, factor in (("hook_scale", 2.0), ("hook_normalized", 0.5)):
+        hooks = [(f"blocks.1.ln1.{name}", lambda x, hook, factor=factor: x * factor)]
+        torch.testing.assert_close(bridge.run_with_hooks(tokens, fwd_hooks=hooks), expected)
+    assert not torch.allclose(expected, bridge(tokens))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adapters import verify
+from adapters.inputs.made import sample_inputs
 from bridge import TransformerBridge
 from tests.tiny_images import image_inputs
 from tests.tiny_models import Task, tiny_model, types
@@ -175,10 +176,32 @@ def test_padding_before_images_is_left_to_the_model() -> None:
 
 
 def test_blocks_that_look_at_images_alone_are_left_out_by_name() -> None:
-    """Mllama skips them where there is no image."""
-    bridge = TransformerBridge(tiny_model("mllama", "image_text"))
+    """Mllama's text model skips them."""
+    bridge = TransformerBridge(tiny_model("mllama"))
     assert bridge.offered().not_offered == {"blocks.1": "it does not run with text alone"}
     assert "blocks.2.attn.hook_z" in bridge.hook_dict and not any(n.startswith("blocks.1.") for n in bridge.hook_dict)
+
+
+def test_blocks_that_look_at_images_alone_run_with_these() -> None:
+    """With an image to be looked at, they are found; without one, a run does not have their points."""
+    bridge = TransformerBridge(tiny_model("mllama", "image_text"))
+    report = verify(bridge)
+    assert report.passed, str(report)
+    arguments = sample_inputs(bridge.core)
+    tokens = arguments.pop("input_ids")
+    with torch.no_grad():
+        own = bridge.original_model(tokens, **arguments, output_hidden_states=True)
+        logits, cache = bridge.run_with_cache(tokens, **arguments)
+        _, text = bridge.run_with_cache(TOKENS)
+        assert torch.equal(bridge(TOKENS), bridge.original_model(TOKENS).logits)
+    torch.testing.assert_close(logits, own.logits)
+    torch.testing.assert_close(cache["blocks.2.hook_resid_pre"], own.hidden_states[2])
+    torch.testing.assert_close(
+        cache["blocks.1.hook_resid_pre"] + cache["blocks.1.hook_attn_out"], cache["blocks.1.hook_resid_mid"]
+    )
+    assert "blocks.2.hook_resid_pre" in text and not any(name.startswith("blocks.1.") for name in text)
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.hook_attn_out"):
+        bridge.run_with_cache(TOKENS, names_filter="blocks.1.hook_attn_out")
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
