@@ -15,6 +15,12 @@ from adapters.views import Composed, Copied, PositionsFirst, Scaled, WithBatchAx
 
 
 def embedding_points(architecture: Architecture, base: str) -> list[Point]:
+    """The hook points of the embeddings, in the order in which they are computed.
+
+    Args:
+        architecture: what the adapter declares.
+        base: the path of the model without its head.
+    """
     tokens = Site(join(base, architecture.embed), "output")
     points = PointList("", -1, "")
     together = architecture.embeddings is not None  # HookedTransformer's encoder has one part for all of them
@@ -97,6 +103,14 @@ def add_collapse(points: PointList, base: str, path: str) -> None:
 
 
 def add_final_norm(points: PointList, stack: Stack, base: str, norm: Norm) -> None:
+    """Adds the hook points of the norm behind a stack's last block.
+
+    Args:
+        points: they are added to it.
+        stack: the stack.
+        base: the path of the model without its head.
+        norm: its norm.
+    """
     site = Site(join(base, norm.path), "output")
     name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
     aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
@@ -105,6 +119,13 @@ def add_final_norm(points: PointList, stack: Stack, base: str, norm: Norm) -> No
 
 
 def add_head(points: PointList, head: Head, model: nn.Module) -> None:
+    """Adds the hook points of a layer between the last norm and the unembedding, if this class of models has it.
+
+    Args:
+        points: they are added to it.
+        head: the layer.
+        model: the model.
+    """
     path = path_from(model, head.path)
     if not has_module(model, path):
         return
@@ -118,6 +139,13 @@ def add_head(points: PointList, head: Head, model: nn.Module) -> None:
 
 
 def add_unembedding(points: PointList, architecture: Architecture, model: nn.Module) -> None:
+    """Adds the hook points of the unembedding, if this class of models has one.
+
+    Args:
+        points: they are added to it.
+        architecture: what the adapter declares.
+        model: the model.
+    """
     path = path_from(model, "." + architecture.unembed)
     if architecture.unembed and has_module(model, path):
         width = next((head.width for head in architecture.heads if head.unembeds and head.width), None)

@@ -26,6 +26,12 @@ def zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
 
 
 def prove_beginning(evidence: Evidence, findings: Findings) -> None:
+    """What enters the first block is the sum of the embeddings, as it is declared.
+
+    Args:
+        evidence: a driven run.
+        findings: what is found is added to it.
+    """
     architecture = evidence.bridge.architecture
     for stack in evidence.stacks():
         if stack.embed:
