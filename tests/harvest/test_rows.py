@@ -1,5 +1,7 @@
 """The rows that are written, against plain Hugging Face and plain torch."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -223,6 +225,16 @@ def test_special_tokens_can_be_left_out(embedded, tmp_path):
     harvest(embedded, TEXTS, out=tmp_path / "without", keep_special=False, **kw)
     rows = [row for row in read(tmp_path / "with").to_pylist() if row["position"] >= 0]
     assert read(tmp_path / "without").to_pylist() == rows
+
+
+def test_long_documents_are_nothing_to_warn_of(embedded, tmp_path, monkeypatch, caplog):
+    """A document may be longer than the model's context: it is cut into several inputs."""
+    monkeypatch.setattr(embedded.tokenizer, "model_max_length", 4)
+    monkeypatch.setattr(embedded.tokenizer, "deprecation_warnings", {})  # those that were given before
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
+    harvest(embedded, TEXTS, out=tmp_path / "acts", context_size=16, hook_points=[RESID])
+    assert not [record for record in caplog.records if "longer than" in record.getMessage()]
 
 
 def test_float16_that_cannot_hold_a_value_is_an_error(embedded, tmp_path):
