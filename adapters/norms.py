@@ -50,10 +50,10 @@ class NormKind:
         return module.get_submodule(self.inner) if self.inner else module
 
     def gated(self, module: nn.Module, made: Tensor) -> Tensor:
-        """What the norm's module makes of what the norm itself made."""
+        """What the norm's module makes of what the norm itself made. The gate is called, so that hooks on it hold."""
         if not self.gate:
             return made
-        return (made * module.get_submodule(self.gate).forward(made).float().sigmoid()).to(made.dtype)
+        return (made * module.get_submodule(self.gate)(made).float().sigmoid()).to(made.dtype)
 
     @property
     def name(self) -> str | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from adapters.views.base import Call, Derived, View, split
 
@@ -52,8 +53,20 @@ class Affine:
         return x * (self.factor if weight is None else weight)
 
     def undone(self, y: Tensor, block: nn.Module) -> Tensor:
-        """The tensor that it makes this one of."""
+        """The tensor that it makes this one of.
+
+        Raises:
+            ValueError: its weight has zeros: no tensor would become this one.
+        """
         bias, weight = self._bias(block), self._weight(block)
+        if weight is not None and not (torch.compiler.is_compiling() or weight.is_meta or is_fake(weight)):
+            zeros = int((weight == 0).sum())
+            if zeros:
+                raise ValueError(
+                    f"{self.weight} of {type(block).__name__}, which the model multiplies with, has {zeros} zeros of "
+                    f"{weight.numel()}: what is added to the stream cannot be changed behind it, nor has it a gradient "
+                    "there. Use what the part puts out before it, its own hook_out"
+                )
         y = y if self.plus is None else y - block.get_parameter(self.plus)
         x = y / (self.factor if weight is None else weight)
         return x if bias is None else x - bias

@@ -117,9 +117,17 @@ class AddsHooks:
 
         Returns:
             The dictionary, the forward hooks and the backward hooks.
+
+        Raises:
+            ValueError: positions of hook points in a module of the user's, of which nobody says which axis counts them.
         """
         cache = {} if cache is None else cache
         points = self.select_hooks(names_filter)
+        if pos_slice is not None and (unsaid := [point.name for point in points if point.point.axes == "..."]):
+            raise ValueError(
+                f"pos_slice is {pos_slice!r}, and nothing says which axis of {', '.join(unsaid[:3])} counts positions: "
+                "index what is kept"
+            )
         forward, backward = caching_functions(cache, device, remove_batch_dim, pos_slice)
         return (
             cache,

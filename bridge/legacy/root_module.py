@@ -64,9 +64,16 @@ class HookedRootModule(nn.Module, AddsHooks):
         return self.hook_dict.values()
 
     def select_hooks(self, names: NamesFilter | AnyHookPoint) -> Sequence[AnyHookPoint]:
-        """The hook points that a filter chooses."""
+        """The hook points that a filter chooses.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: a filter that matches nothing, or a hook point of another module.
+        """
         if isinstance(names, AnyHookPoint):
-            names = names.name
+            if not any(names is each for each in self.hook_dict.values()):
+                raise ValueError(f"{names!r} belongs to another module")
+            return [names]
         return Names({**self.hook_dict}).select(names, bool)
 
     def remove_all_hook_fns(self, *args: Any, **kwargs: Any) -> None:

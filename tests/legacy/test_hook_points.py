@@ -198,3 +198,18 @@ def test_unknown_names_are_errors(toy, x):
     with pytest.raises(ValueError, match="dir is 'sideways'"):
         toy.hook_in.remove_hooks("sideways")
     assert counts(toy) == {}
+
+
+def test_positions_of_hook_points_whose_axes_nobody_knows_are_refused(toy):
+    """As in `run_with_cache`: they would be kept whole."""
+    for caching in (toy.get_caching_hooks, toy.add_caching_hooks):
+        with pytest.raises(ValueError, match=r"which axis of hook_in, blocks\.0\.hook_q"):
+            caching(pos_slice=-1)
+    assert counts(toy) == {}
+
+
+def test_a_hook_point_of_another_module_is_refused(toy):
+    with pytest.raises(ValueError, match="another module"):
+        toy.add_hook(Toy().hook_in, double)
+    toy.add_hook(toy.hook_in, double)
+    assert counts(toy) == {"hook_in": (1, 0)}

@@ -74,3 +74,26 @@ def test_an_edit_of_a_norm_goes_through_the_gate_behind_it() -> None:
         hooks = [(f"blocks.1.ln1.{name}", lambda x, hook, factor=factor: x * factor)]
         torch.testing.assert_close(bridge.run_with_hooks(tokens, fwd_hooks=hooks), expected)
     assert not torch.allclose(expected, bridge(tokens))
+
+
+@torch.no_grad()
+def test_edits_of_a_norm_and_of_the_gate_behind_it_hold_together() -> None:
+    model = tiny_model("axk2")
+    bridge, tokens = TransformerBridge(model), torch.arange(3, 12)[None]
+    norm: Any = model.model.layers[1].input_layernorm
+
+    def both(module: nn.Module, args: tuple[Tensor, ...], made: Tensor) -> Tensor:
+        twice = norm.norm(args[0]) * 2
+        return twice * (norm.mlp(twice) * 0.5).sigmoid()
+
+    handle = norm.register_forward_hook(both)
+    expected = model(tokens).logits
+    handle.remove()
+    gate, normalized = "blocks.1.ln1.hook_gate", "blocks.1.ln1.hook_normalized"
+    edits = [(gate, lambda x, hook: x * 0.5), (normalized, lambda x, hook: x * 2)]
+    with bridge.hooks(fwd_hooks=edits):
+        logits, cache = bridge.run_with_cache(tokens, names_filter=gate)
+    torch.testing.assert_close(logits, expected)
+    weight = norm.norm.weight
+    seen = norm.mlp(bridge.run_with_cache(tokens)[1][normalized] * 2 * weight) * 0.5
+    torch.testing.assert_close(cache[gate], seen)  # what the model computes from, of the two

@@ -220,3 +220,16 @@ PART = MLP("mlp", Projection("up"), "down")
 def test_declarations_that_say_nothing_are_refused(make: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make()
+
+
+def test_an_edit_behind_a_scale_of_zeros_is_refused() -> None:
+    """What is added there is nothing, whatever is made of it: there is no tensor that would become the edit."""
+    model, bridge = of("zaya")
+    with torch.no_grad():
+        model.model.layers[1].post_attention_residual_scale.hidden_states_scale[0] = 0
+    name = "blocks.1.hook_attn_out"
+    assert torch.equal(bridge.run_with_cache(TOKENS, names_filter=name)[0], model(TOKENS).logits)
+    with pytest.raises(ValueError, match="has 1 zeros of 32"):
+        bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, half)])
+    with pytest.raises(ValueError, match="nor has it a gradient"):
+        bridge.run_with_hooks(TOKENS, bwd_hooks=[(name, half)])
