@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -228,6 +228,10 @@ def add_noise(model: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.1)
             if not bool(torch.isfinite(parameter).all()):  # a parameter that nobody initialised
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
+    for module in model.modules():  # a router's table of tokens, which is all zeros until a checkpoint is read
+        if isinstance(table := getattr(module, "tid2eid", None), Tensor):
+            rows = torch.rand(len(table), module.num_experts)  # of each token other experts
+            table.copy_(rows.argsort(-1)[:, : table.shape[1]])
 
 
 def _configured(cls: type[PreTrainedConfig], fields: Mapping[str, Any]) -> PreTrainedConfig:

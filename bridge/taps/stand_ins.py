@@ -54,8 +54,8 @@ class StandIn:
             there = namespace[name]
             if not isinstance(there, cls):
                 there = cls(namespace, name)
-                namespace[name] = there
             there.users += 1
+            namespace[name] = there  # also when a model that was freed meanwhile has just taken it away
             return there
 
     def leave(self) -> None:
