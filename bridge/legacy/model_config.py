@@ -18,8 +18,8 @@ _READ = ("device", "dtype", "n_params")
 class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[misc]  # the facts come first
     """`ModelConfig` as a `HookedTransformerConfig`: what only that has keeps its default until it is set.
 
-    `device` and `dtype` are the model's. Setting them says what they are said to be, until the model is moved: it does
-    not move.
+    `device` and `dtype` are the model's until they are set. Setting them moves nothing: they then say what was set,
+    also after the model is moved.
     """
 
     @classmethod
