@@ -151,14 +151,14 @@ class _BatchesWatch(Watch):
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
         """Shows what enters and leaves the products."""
         module: Any = self._tap.module
-        if func not in _BATCHED_PRODUCTS or not any(
-            args[1] is each for each in (module.gate_up_proj, module.down_proj)
-        ):
+        if func not in _BATCHED_PRODUCTS:
             return func(*args, **kwargs)
-        x, weight = args
+        x, weight = _operands(args, kwargs)
         if weight is module.down_proj:
-            return self._each("out", func(self._each("post", x), weight, **kwargs))
-        gate, up = gate_and_up(module, func(self._each("in", x), weight, **kwargs))
+            return self._each("out", func(self._each("post", x), *args[1:], **kwargs))
+        if weight is not module.gate_up_proj:
+            return func(*args, **kwargs)
+        gate, up = gate_and_up(module, func(self._each("in", x), *args[1:], **kwargs))
         return joined(module, self._each("gate", gate), self._each("pre", up))
 
     def _each(self, part: str, x: Any) -> Tensor:
