@@ -16,7 +16,7 @@ from adapters.offloaded import input_device
 from bridge.analysis.requirements import AnalysedModel
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
-from bridge.run.checks import as_tokens, check_embeddings, check_ids, check_texts
+from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
 from bridge.run.model_inputs import check_zero_or_one
 from bridge.run.protocol import Input
 from bridge.run.tokenization import HasTokenizer, batch_of
@@ -93,11 +93,10 @@ def prompt_of(
         embeddings = {"inputs_embeds": (input if input.ndim == 3 else input[None]).to(where)}
         mask_too = {} if mask is None else {"attention_mask": mask.to(where)}
         return Prompt(embeddings | mask_too, None, [0] * input.shape[0], False, "tokens")
-    if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
+    texts = texts_in(input)
+    if texts is not None:
         kind = "str" if isinstance(input, str) else "list"
-        if not isinstance(input, str):
-            check_texts(input)
-        batch = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, "left")
+        batch = batch_of(bridge, texts, prepend_bos, "left")
         tokens, mask = batch.tokens, batch.mask
         if mask is None and len(tokens):
             # Without it transformers would take a padding token for one that is not meant.
@@ -127,10 +126,9 @@ def _behind_images_or_sound(bridge: Generates, input: Input, prepend_bos: bool |
         return Prompt({taken.main or "": input.to(where), **given}, None, [0] * len(input), False, "tokens")
     if isinstance(input, str) and not input:  # the images or the sound alone, by their name
         return Prompt(given, None, [0], False, "str")
-    if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
-        if not isinstance(input, str):
-            check_texts(input)
-        batch = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, "left")
+    texts = texts_in(input)
+    if texts is not None:
+        batch = batch_of(bridge, texts, prepend_bos, "left")
         tokens, kind = batch.tokens, "str" if isinstance(input, str) else "list"
         if batch.mask is not None:
             given["decoder_attention_mask"] = batch.mask.to(where)

@@ -22,7 +22,7 @@ from bridge.legacy.tokens import (
     get_offset_position_ids,
     position_embeddings,
 )
-from bridge.run.checks import as_tokens
+from bridge.run.checks import as_tokens, texts_in
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import check_layers
 from bridge.run.protocol import Input
@@ -156,8 +156,9 @@ class RunsAsBefore(TransformerBridge):
         self, input: Any, prepend_bos: bool | None, side: str | None, mask: Tensor | None, masked: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """An input as tokens, and the mask of their padding, which is looked for in tokens where `masked` says so."""
-        if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
-            batch = self.batch_of([input] if isinstance(input, str) else input, prepend_bos, side)
+        texts = texts_in(input)
+        if texts is not None:
+            batch = self.batch_of(texts, prepend_bos, side)
             tokens, mask = batch.tokens, batch.mask if mask is None else mask
         else:
             tokens = as_tokens(input)

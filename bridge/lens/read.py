@@ -13,6 +13,7 @@ from bridge.hooks.arguments import refuse_wrong_types
 from bridge.lens.readable import Readable
 from bridge.lens.reading import Reading
 from bridge.lens.tuned import TunedLens
+from bridge.run.checks import texts_in
 from bridge.run.positions import PosSlice
 from bridge.run.protocol import Input
 
@@ -68,10 +69,11 @@ def lens(
     if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):
         raise ValueError(f"layers are {list(layers or ())}; they must be different ones from 0 to {n}, the end")
     decode = _decoder(bridge, kind)
-    if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
+    texts = texts_in(input)
+    if texts is not None:
         if attention_mask is not None:
             raise ValueError("attention_mask is for tokens; for texts it is worked out")
-        batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, "left")
+        batch = bridge.batch_of(texts, prepend_bos, "left")
         input, attention_mask = batch.tokens, batch.mask
     last = last_stream(bridge.hook_dict, n)
     names = {layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last for layer in chosen}

@@ -92,6 +92,16 @@ def check_texts(texts: Any) -> None:
             raise TypeError(f"text {index} is {text!r}, which is no string")
 
 
+def texts_in(input: Any) -> Sequence[str] | None:
+    """The texts that an input is: one, or a list of them. None where it is something else.
+
+    What stands behind the first of a list is looked at where the texts become tokens.
+    """
+    if isinstance(input, str):
+        return [input]
+    return input if isinstance(input, list | tuple) and input and isinstance(input[0], str) else None
+
+
 def as_ids(tokens: Any) -> Tensor:
     """Token ids of any number of axes, from a tensor, an id, or lists of ids.
 

@@ -15,7 +15,7 @@ from adapters.offloaded import input_device
 from adapters.paths import learns_prompt
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import suggestion
-from bridge.run.checks import as_tokens, check_embeddings, check_ids, check_texts
+from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
 from bridge.run.protocol import Input, Runs
 
 
@@ -84,12 +84,11 @@ def prepare(
         return _images_or_sound(bridge, taken, input, prepend_bos, padding_side, attention_mask, kwargs)
     tokens: Tensor | None = None
     mask = attention_mask
-    if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
+    texts = texts_in(input)
+    if texts is not None:
         if "position_ids" in extra:
             raise ValueError("position_ids are worked out for text; give tokens to set them yourself")
-        if not isinstance(input, str):
-            check_texts(input)
-        batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side)
+        batch = bridge.batch_of(texts, prepend_bos, padding_side)
         check_ids(bridge.wiring.embedding, bridge.cfg, batch.tokens)
         tokens = batch.tokens.to(device)
         mask = batch.mask if mask is None else mask
@@ -171,10 +170,9 @@ def _images_or_sound(
     elif taken.tokens in kwargs:
         raise ValueError(f"{taken.tokens} is given twice: as the input, and by its name")
     else:
-        if isinstance(input, str) or (isinstance(input, list | tuple) and input and isinstance(input[0], str)):
-            if not isinstance(input, str):
-                check_texts(input)
-            batch = bridge.batch_of([input] if isinstance(input, str) else input, prepend_bos, padding_side)
+        texts = texts_in(input)
+        if texts is not None:
+            batch = bridge.batch_of(texts, prepend_bos, padding_side)
             tokens = batch.tokens
             if batch.mask is not None:
                 kwargs.setdefault("decoder_attention_mask", batch.mask.to(device))

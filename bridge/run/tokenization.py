@@ -141,8 +141,8 @@ def batch_of(
 
     See `TransformerBridge.batch_of`.
     """
-    facts = bridge.tokenizer_facts
     check_texts(texts)
+    facts = bridge.tokenizer_facts
     if not texts:
         raise ValueError("there are no texts: the list is empty")
     if prepend_bos is None:
