@@ -24,7 +24,7 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Adjusted, Branch, Composed, FlatRows, Scaled, Streams, View, WithParameter, WriteThrough
+from adapters.views import Adjusted, Branch, Composed, FlatRows, Heads, Scaled, View, WithParameter, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -139,7 +139,7 @@ class BlockBuilder:
         if self.stack.n_streams is not None:
             axes = f"batch {self.stack.pos} n_streams d_model"
         if self.stack.n_streams is not None and self.stack.side_by_side:
-            apart = Streams(self.stack.n_streams)
+            apart = Heads(self.stack.n_streams)  # they lie beside each other as heads do
             view = Composed(view, apart) if view else apart
         self.points.add(name, site, view, axes, aliases=aliases, other_names=other_names)
 

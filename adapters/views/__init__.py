@@ -25,7 +25,6 @@ from adapters.views.stream import (
     FlatRows,
     PositionsFirst,
     Scaled,
-    Streams,
     WithBatchAxis,
     WithParameter,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "Selected",
     "SinkPattern",
     "SinkScores",
-    "Streams",
     "View",
     "WithBatchAxis",
     "WithParameter",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from adapters.views.base import Call, Derived, View, split
+from adapters.views.base import Call, Derived, View
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,20 +154,6 @@ class PositionsFirst(View):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new.transpose(0, 1)
-
-
-@dataclass(frozen=True, repr=False)
-class Streams(View):
-    """``batch pos (n_streams d_model) -> batch pos n_streams d_model``."""
-
-    n_streams: int
-    identity = False
-
-    def get(self, x: Tensor, call: Call) -> Tensor:
-        return split(x, self.n_streams)
-
-    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return new.flatten(-2)
 
 
 class FlatRows(View):

@@ -10,6 +10,11 @@ from torch import nn
 
 from adapters.paths import join
 
+_ADAPTERS = {
+    "none": "no adapter", "there": "an adapter, which was not asked",
+    "other options": "an adapter for other options than these",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, repr=False)
 class Offered:
@@ -39,11 +44,9 @@ class Offered:
         if not self.inferred:
             return f"{self.model}: {len(self.names)} hook points, as its adapter declares"
         left_out = f"; {len(self.not_offered)} things are not offered: print(bridge.offered())"
-        said = {"none": "no adapter", "there": "an adapter, which was not asked"}
-        why = f" has {said.get(self.adapter, 'an adapter for other options than these')}"
         return (
-            f"{self.model}{why}. One was inferred and proved on it, with {len(self.names)} hook points"
-            f"{left_out if self.not_offered else ''}"
+            f"{self.model} has {_ADAPTERS[self.adapter]}. One was inferred and proved on it, with "
+            f"{len(self.names)} hook points{left_out if self.not_offered else ''}"
         )
 
     def __repr__(self) -> str:

@@ -116,7 +116,6 @@ class ChunkScan:
     Args:
         given: what `mamba2_chunk_scan` was called with.
         one: `mamba2_selective_state_update`.
-
     """
 
     def __init__(self, given: Arguments, one: Function) -> None:
