@@ -21,7 +21,7 @@ from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind, with_gated
-from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun, with_bias
+from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
 from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
@@ -265,11 +265,7 @@ class _Inference:
         for total in found.sums:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
-                try:
-                    declared = with_bias(self._part(part, norms, call, note), term.bias)
-                except NotFound as unnamed:
-                    self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
-                    return Block(())
+                declared = self._part(part, norms, call, note)
                 on_stream = _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
                     Step(

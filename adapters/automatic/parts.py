@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Part
-from adapters.attention import Attention
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.recording import (
@@ -270,17 +268,3 @@ def modules_of(owner: ModuleCall, recording: Recording) -> tuple[tuple[str, str]
     direct = [each for each in found if "." not in each[0]]
     names = [path.rpartition(".")[2] for path, _ in found]
     return tuple(direct or (found if len(set(names)) == len(names) else []))
-
-
-def with_bias(part: Part, bias: str | None) -> Part:
-    """A part with the parameter that is added behind it.
-
-    Raises:
-        NotFound: it is none of an attention's own.
-    """
-    if bias is None:
-        return part
-    holder, _, name = bias.rpartition(".")
-    if isinstance(part, Attention) and part.out is None and holder == part.path:
-        return replace(part, o_bias=name)
-    raise NotFound(f"{bias} is added behind a part that it does not belong to")

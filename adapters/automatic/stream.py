@@ -41,13 +41,11 @@ class Term:
 
     Attributes:
         value, factor: what, and what it is multiplied with.
-        bias: a parameter that is added behind it.
         adjust: what parameters of the block do to it in place of that.
     """
 
     value: Value
     factor: float = 1.0
-    bias: str | None = None
     adjust: Affine | None = None
 
 
@@ -299,7 +297,7 @@ class Sums:
             if bool(((rows - rows[0]).abs() <= close).all()):
                 name = parameter_of(self.block.module, rows.mean(0), close)
                 if name is not None:
-                    return (Term(value, 1.0, name),)
+                    return (Term(value, adjust=Affine(plus=name)),)
         return None
 
 

@@ -16,7 +16,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
-from adapters.proofs.stream import like
+from adapters.proofs.stream import like, written
 
 GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
 CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"
@@ -207,9 +207,8 @@ class _Mixture:
         at, module = self.place.part, self.place.module
         experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
         # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
-        later = self.step.post or self.step.adjust
-        name = f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out"
-        added, factor = self.evidence.get(name), 1.0 if later else self.step.factor
+        later = self.step.changes_its_result
+        added = self.evidence.get(f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out")
         if added is None:
             self.findings.untold(CHOICE, f"{at}: what it returns is not seen")
             return
@@ -231,8 +230,8 @@ class _Mixture:
                 gate = self.evidence.get(f"{at}shared_expert_gate.hook_out")
                 shared = shared * (gate.flatten(0, 1).double().sigmoid() if gate is not None else 0)
             total = total + shared * self.part.shared_factor
-        expected = like((total * factor).to(added.dtype), added)
-        self.findings.equal(CHOICE, f"{at}(sum)", added, expected)
+        total = total if later else written(self.evidence, self.place, total)
+        self.findings.equal(CHOICE, f"{at}(sum)", added, like(total.to(added.dtype), added))
 
 
 def has_matrix(module: nn.Module) -> bool:

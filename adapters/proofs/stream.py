@@ -152,13 +152,11 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: A
         findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
-def behind(evidence: Evidence, place: Place, made: Tensor) -> Tensor:
-    """What a part's last layer made, with the parameter that is added behind the part."""
-    part = place.named.step.part
-    if not isinstance(part, Attention) or part.o_bias is None:
-        return made
-    bias = module_at(evidence.bridge.original_model, place.module).get_parameter(part.o_bias)
-    return made + bias.detach()
+def written(evidence: Evidence, place: Place, result: Tensor) -> Tensor:
+    """What is added to the stream where a part puts out this, and no norm stands between."""
+    step = place.named.step
+    made = result * step.factor
+    return step.adjust.of(made, module_at(evidence.bridge.original_model, place.path)) if step.adjust else made
 
 
 def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
@@ -184,23 +182,20 @@ def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     step, part = place.named.step, place.named.step.part
     at = f"{place.prefix}hook_{place.named.name}_out"
     added = evidence.get(at)
+    raw = evidence.get(f"{place.part}hook_out") if step.changes_its_result else None
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
-        made = behind(evidence, place, last.result) if last and last.result is not None else None
-        raw = evidence.get(f"{place.part}hook_out") if step.post or step.adjust else added
-        if made is not None and not (step.post or step.adjust):
-            made = made * step.factor
-        findings.equal(RETURNS, at, raw, like(made, raw))
+        made = last.result if last else None
+        if step.changes_its_result:
+            findings.equal(RETURNS, at, raw, like(made, raw))
+        else:
+            findings.equal(RETURNS, at, added, like(None if made is None else written(evidence, place, made), added))
     if step.post:
         call = evidence.call(place.path, step.post.path)
-        findings.equal(RETURNS, at, call.input if call else None, evidence.get(f"{place.part}hook_out"))
-        made = None if call is None or call.result is None else call.result * step.factor
-        if not step.adjust:
-            findings.equal(RETURNS, at, added, made)
-    if step.adjust:
-        block = module_at(evidence.bridge.original_model, place.path)
-        raw = evidence.get(f"{place.part}hook_out") if not step.post else made
-        made = None if raw is None else step.adjust.of(raw * (1 if step.post else step.factor), block)
+        findings.equal(RETURNS, at, call.input if call else None, raw)
+        raw = call.result if call else None
+    if step.changes_its_result:
+        made = None if raw is None else written(evidence, place, raw)
         findings.equal(RETURNS, at, like(added, made), made)
     if step.stream_norm:
         call = evidence.call(place.path, step.stream_norm.path)
