@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
@@ -134,6 +134,16 @@ class Step:
         if self.adjust is None or self.post:
             return self.last_factor
         return None if self.adjust.weight else self.factor * self.adjust.factor
+
+    def added(self, result: Tensor, block: nn.Module) -> Tensor:
+        """What is added to the stream where this is what the part, or the norm behind it, puts out.
+
+        Args:
+            result: ``[..., d_model]``.
+            block: the block, whose parameters `adjust` names.
+        """
+        made = result * self.factor
+        return self.adjust.of(made, block) if self.adjust else made
 
     @property
     def changes_its_result(self) -> bool:

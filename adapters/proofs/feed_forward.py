@@ -16,7 +16,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
-from adapters.proofs.stream import like, written
+from adapters.proofs.stream import like
 
 GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
 CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"
@@ -230,7 +230,8 @@ class _Mixture:
                 gate = self.evidence.get(f"{at}shared_expert_gate.hook_out")
                 shared = shared * (gate.flatten(0, 1).double().sigmoid() if gate is not None else 0)
             total = total + shared * self.part.shared_factor
-        total = total if later else written(self.evidence, self.place, total)
+        if not later:
+            total = self.step.added(total, module_at(self.evidence.bridge.original_model, self.place.path))
         self.findings.equal(CHOICE, f"{at}(sum)", added, like(total.to(added.dtype), added))
 
 

@@ -152,13 +152,6 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: A
         findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
-def written(evidence: Evidence, place: Place, result: Tensor) -> Tensor:
-    """What is added to the stream where a part puts out this, and no norm stands between."""
-    step = place.named.step
-    made = result * step.factor
-    return step.adjust.of(made, module_at(evidence.bridge.original_model, place.path)) if step.adjust else made
-
-
 def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
     """Without an encoder in the declaration: keys and values are made from one thing, which is not made of text."""
     own = [evidence.call(place.module, each.path) for each in (part.k, part.v)]
@@ -181,7 +174,7 @@ def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: At
 def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     step, part = place.named.step, place.named.step.part
     at = f"{place.prefix}hook_{place.named.name}_out"
-    added = evidence.get(at)
+    added, block = evidence.get(at), module_at(evidence.bridge.original_model, place.path)
     raw = evidence.get(f"{place.part}hook_out") if step.changes_its_result else None
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
@@ -189,13 +182,13 @@ def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
         if step.changes_its_result:
             findings.equal(RETURNS, at, raw, like(made, raw))
         else:
-            findings.equal(RETURNS, at, added, like(None if made is None else written(evidence, place, made), added))
+            findings.equal(RETURNS, at, added, like(None if made is None else step.added(made, block), added))
     if step.post:
         call = evidence.call(place.path, step.post.path)
         findings.equal(RETURNS, at, call.input if call else None, raw)
         raw = call.result if call else None
     if step.changes_its_result:
-        made = None if raw is None else written(evidence, place, raw)
+        made = None if raw is None else step.added(raw, block)
         findings.equal(RETURNS, at, like(added, made), made)
     if step.stream_norm:
         call = evidence.call(place.path, step.stream_norm.path)

@@ -135,10 +135,7 @@ def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"])
         return bias
     like = _to_module(torch.zeros(1, 1, width, dtype=bias.dtype), module)  # LoRA may have a bias of its own
     step, own = model.architecture.step_at(layer, part), bias_of(module, like)[0, 0].to(bias.device)
-    own = own * step.last_factor
-    if step.adjust is None or step.post:
-        return own
-    return step.adjust.of(own, _module_at(model, f"blocks.{layer}.hook_resid_pre"))
+    return own if step.post else step.added(own, _module_at(model, f"blocks.{layer}.hook_resid_pre"))
 
 
 def _factor(model: AnalysedModel, layer: int, part: str) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters import verify
+from adapters import Step, verify
 from bridge import TransformerBridge
 from tests.tiny_models import add_noise, tiny_model
 
@@ -108,3 +108,10 @@ def test_a_bias_of_loras_own_counts_beside_it() -> None:
     _, cache = bridge.run_with_cache(TOKENS)
     parts = cache.get_full_resid_decomposition(expand_neurons=False)
     torch.testing.assert_close(parts.sum(0), cache["blocks.1.hook_resid_post"], rtol=1e-10, atol=1e-10)
+
+
+def test_a_wrong_result_of_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads without the constant that the block multiplies them with."""
+    monkeypatch.setattr(Step, "constant_factor", Step.last_factor)
+    report = verify(TransformerBridge(shifted_llama(), automatic="always"))
+    assert "z through W_O gives attn_out" in [check.name for check in report.failed], report
