@@ -35,6 +35,7 @@ from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
+from adapters.proofs.evidence import evaluating
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
 
 
@@ -73,16 +74,13 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
         'layers'
     """
     subject = _subject(model)
-    was_training = subject.training
-    subject.train(False)
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for: it goes by gradients
+        # Wherever it is asked for: it goes by gradients.
+        with evaluating(subject), torch.inference_mode(False), torch.enable_grad():
             given = sample_inputs(subject, inputs)
             return _Inference(subject, given, record(subject, given)).run()
     except CannotBeMade as why:
         raise NotInferable(str(why)) from None
-    finally:
-        subject.train(was_training)
 
 
 def _subject(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adapters.paths import token_embedding
+from adapters.proofs.report import said
 from adapters.views.kernel_arguments import KernelArguments
 
 #: What two tensors of the same numbers share, whatever their shapes.
@@ -185,7 +186,7 @@ def gradient_of(total: Tensor, live: Tensor) -> Tensor | None:
     try:
         return torch.autograd.grad(total, [live], retain_graph=True, allow_unused=True)[0]
     except RuntimeError as error:
-        raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
+        raise NotFound(f"no gradient can be taken: {said(error)}") from None
 
 
 def is_linear_through(made: Tensor, through: Tensor, source: Tensor) -> bool:

@@ -1,0 +1,96 @@
+"""What inference and proofs leave as it was, and what they make of modules that do not take what they try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adapters import verify
+from adapters.architecture import Architecture
+from adapters.automatic.declaration import infer
+from adapters.automatic.source import source_of
+from bridge import TransformerBridge
+from tests.conftest import tiny
+
+
+def inferred(model: nn.Module) -> TransformerBridge:
+    return TransformerBridge(model, automatic="always")
+
+
+@pytest.mark.parametrize("look", [inferred, lambda model: verify(TransformerBridge(model))], ids=["infer", "verify"])
+def test_every_module_is_left_in_the_mode_that_it_was_in(look: Callable[[nn.Module], object]) -> None:
+    model = tiny("llama").train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    look(model)
+    assert [module.training for module in model.modules()] == before
+
+
+class ThreeAxes(nn.Module):
+    """Takes ``[batch, pos, d]``, of at least two positions, and nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, pos, _ = x.shape
+        if pos < 2:
+            raise IndexError("no position before the last")
+        return torch.cat([x[:, :1], x[:, 1:] + 0 * x[:, :-1]], 1).view(batch, pos, -1)
+
+
+def test_a_module_that_takes_no_rows_alone() -> None:
+    """Whether it is a norm is asked of rows as it is given them."""
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Sequential(nn.SiLU(), ThreeAxes())
+    bridge = inferred(model)
+    assert not bridge.offered().not_offered and verify(bridge).passed
+
+
+class Raises(nn.Module):
+    """Raises for texts of fewer than eight tokens, or for numbers larger than all that it was given first."""
+
+    def __init__(self, error: Exception, of: str) -> None:
+        super().__init__()
+        self.error, self.of, self.most = error, of, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        most = float(x.detach().abs().max())
+        self.most = self.most or 1.01 * most
+        if x.shape[1] < 8 if self.of == "short texts" else most > self.most:
+            raise self.error
+        return x
+
+
+def raising(error: Exception, of: str) -> nn.Module:
+    model = tiny("llama")
+    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), Raises(error, of))
+    return model
+
+
+def test_a_model_that_takes_no_short_texts() -> None:
+    assert not inferred(raising(ValueError("eight tokens at least"), "short texts")).offered().not_offered
+
+
+def test_an_error_without_words_is_a_reason() -> None:
+    reasons = set(inferred(raising(NotImplementedError(), "large numbers")).offered().not_offered.values())
+    assert reasons == {"NotImplementedError"}
+
+
+@pytest.mark.parametrize("of", ["short texts", "large numbers"])
+def test_full_memory_is_no_finding(of: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        inferred(raising(torch.OutOfMemoryError("full"), of))
+
+
+def test_the_source_of_numbers_and_texts_of_any_kind() -> None:
+    found = infer(tiny("llama")).architecture
+    odd = {**found.config_values, "extra": {"quotes": '"\\', "lines": "a\nb", "most": float("inf")}}
+    namespace: dict[str, object] = {"__name__": "odd"}
+    exec(source_of(replace(found, config_values=odd), "OddPreTrainedModel", "Odd"), namespace)
+    declare = namespace["odd"]
+    assert callable(declare)
+    declared = declare(None)
+    assert isinstance(declared, Architecture) and declared.config_values == odd
