@@ -79,7 +79,7 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
         with evaluating(subject), torch.inference_mode(False), torch.enable_grad():
             given = sample_inputs(subject, inputs)
             return _Inference(subject, given, record(subject, given)).run()
-    except CannotBeMade as why:
+    except (CannotBeMade, NotFound) as why:
         raise NotInferable(str(why)) from None
 
 
@@ -237,11 +237,23 @@ class _Inference:
         """A path of the model as one from its base model."""
         try:
             return relative(path, self.base)
-        except ValueError:
+        except NotFound:
             raise NotInferable(f"{path} stands outside of its base model, {self.base}") from None
 
-    def _block(self, stack: FoundStack, index: int, name: str = "blocks") -> Block:
-        """One block. What is not found out about it is noted by the name of the hook point that it costs."""
+    def _block(self, stack: FoundStack, index: int, name: str) -> Block:
+        """One block, without steps where it cannot be declared."""
+        try:
+            return self._with_steps(stack, index, name)
+        except NotFound as why:
+            self.not_offered[f"{name}.{index}.hook_resid_mid"] = str(why)
+            return Block(())
+
+    def _with_steps(self, stack: FoundStack, index: int, name: str) -> Block:
+        """One block. What is not found out about it is noted by the name of the hook point that it costs.
+
+        Raises:
+            NotFound: what its steps are is not known, or something of them stands outside of it.
+        """
         if index not in stack.indices:
             self.not_offered[f"{name}.{index}"] = "it does not run with text alone"
             return Block(())
@@ -253,10 +265,7 @@ class _Inference:
         sums, found = self._sums(stack, place, norms)
         prefix = f"{name}.{index}"
         if found is None:
-            self.not_offered[f"{prefix}.hook_resid_mid"] = (
-                "what leaves the block is not what enters it and what its modules put out"
-            )
-            return Block(())
+            raise NotFound("what leaves the block is not what enters it and what its modules put out")
         parts = Parts(call, self.recording, norms, sums, found.sums)
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
@@ -318,8 +327,6 @@ class _Inference:
         except NotFound as why:
             plays = "attn" if attends and mixes is not False else "mlp"
             return self._opaque(part, block, Opaque, note, str(why), plays)
-        except ValueError as why:  # a path outside of the module that it should be in
-            return self._opaque(part, block, Opaque, note, str(why), "attn" if attends else "mlp")
 
     def _mixes(self, part: FoundPart) -> bool | None:
         """Whether a part mixes positions; None where it cannot be told."""
@@ -379,8 +386,9 @@ class _Inference:
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
-    """What the model writes over, at the borders of modules that hook points may stand on."""
-    return tuple((relative(call.path, block.path), which) for call in (block, *inside) for which in call.changed)
+    """What the model writes over, at the borders of modules that hook points may stand on: those of the block."""
+    own = [call for call in (block, *inside) if f"{call.path}.".startswith(f"{block.path}.")]
+    return tuple((relative(call.path, block.path), which) for call in own for which in call.changed)
 
 
 def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:

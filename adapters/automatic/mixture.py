@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from adapters.automatic.feed_forward import ACTIVATIONS, FoundMLP
+from adapters.automatic.feed_forward import FoundMLP, activations
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart
@@ -296,11 +296,13 @@ class FoundMixture:
         return replace(found.declare(), d_mlp=None), found
 
     def _activation(self) -> str | None:
+        """The name of the activation function of experts that are kept in one parameter for all."""
         for call in self.recording.calls:
             if not self.experts.holds(call) or call.entered is None or not call.is_leaf or not call.left:
                 continue
             x, y = call.entered.value, call.left[0].value
-            for name in ACTIVATIONS:
-                if x.shape == y.shape and torch.allclose(ACT2FN[name](x), y, rtol=1e-3, atol=tolerance(y)):
+            close = tolerance(y) * float(y.abs().max()) if y.numel() else 0.0
+            for name in activations(self.config) if x.shape == y.shape else ():
+                if bool(((ACT2FN[name](x) - y).abs() <= close).all()):
                     return name
         return None

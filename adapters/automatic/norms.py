@@ -15,8 +15,9 @@ from adapters.norms import NormKind, eps_of
 from adapters.proofs.recognised import RecognisedNorm, recognise_module, recognise_norm
 from adapters.proofs.report import WRONG, said
 
-#: What computed values may differ by, relative to the largest, for each type of numbers.
-TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 3e-5}
+#: What computed values may differ by, relative to the largest, for each type of numbers. Many models compute norms,
+#: softmaxes and rotations in float32, whatever they are given.
+TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 5e-6, torch.float32: 3e-5}
 
 
 def tolerance(x: Tensor) -> float:

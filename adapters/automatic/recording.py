@@ -278,15 +278,25 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
         model: a Hugging Face model.
         inputs: what it is given; ``input_ids`` is ``[batch, pos]``. Without them, positions are those of what its
             first blocks make of images or sound, which is not known yet.
+
+    Raises:
+        NotFound: it exchanges modules for others in every run.
     """
+    for _ in range(2):  # it may exchange some in its first run (BigBird)
+        before = [module for _, module in _modules(model)]
+        recording = _recorded(model, inputs)
+        if all(module is other for (_, module), other in zip(_modules(model), before, strict=False)):
+            return recording
+    raise NotFound(f"{type(model).__name__} exchanges modules for others in every run: there is no place for hooks")
+
+
+def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     tokens = inputs.get("input_ids")
     recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
     recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name in ("input_ids", "decoder_input_ids"))
     watch = _Watch(recording)
     embedding = token_embedding(model)
     handles = []
-    modules: list[nn.Module] = []
-    again = False
     watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
 
     def enters(path: str, names: list[str]) -> Callable[..., None]:
@@ -321,13 +331,10 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
 
     try:
         for path, module in list(_modules(model)):
-            modules.append(module)
             handles.append(module.register_forward_pre_hook(enters(path, arguments_of(module)), with_kwargs=True))
             handles.append(module.register_forward_hook(leaves))
         with torch.enable_grad(), watch:
             output = elements_of(model(**inputs))
-        if any(module is not before for (_, module), before in zip(_modules(model), modules, strict=False)):
-            again = True  # it exchanged modules for others as it ran (BigBird), which are there from now on
         for call, which, x, version in watched:
             if x._version != version:
                 call.changed = (*call.changed, which)
@@ -335,7 +342,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     finally:
         for handle in handles:
             handle.remove()
-    return record(model, inputs) if again else recording
+    return recording
 
 
 def arguments_of(module: nn.Module) -> list[str]:

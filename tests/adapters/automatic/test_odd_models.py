@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters import verify
+from adapters import UnsupportedModelError, verify
 from adapters.architecture import Architecture
 from adapters.automatic.declaration import infer
 from adapters.automatic.source import source_of
 from bridge import TransformerBridge
 from tests.conftest import tiny
+from tests.tiny_models import tiny_model
 
 
 def inferred(model: nn.Module) -> TransformerBridge:
@@ -94,3 +95,72 @@ def test_the_source_of_numbers_and_texts_of_any_kind() -> None:
     assert callable(declare)
     declared = declare(None)
     assert isinstance(declared, Architecture) and declared.config_values == odd
+
+
+class InPlace(nn.Module):
+    """Writes over what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(1.0)
+
+
+def with_shared_norm() -> nn.Module:
+    model = tiny("llama")
+    model.model.layers[1].input_layernorm = model.model.layers[0].input_layernorm
+    return model
+
+
+def with_shared_activation() -> nn.Module:
+    model, shared = tiny("llama"), nn.Sequential(nn.SiLU(), InPlace())
+    for layer in model.model.layers:
+        layer.mlp.act_fn = shared
+    return model
+
+
+def test_a_module_of_several_layers() -> None:
+    """A norm of two layers is at one place: the other layer is not offered. An activation function has no place."""
+    bridge = inferred(with_shared_norm())
+    reasons = bridge.offered().not_offered
+    assert reasons["blocks.0.hook_resid_mid"] == "model.layers.1.input_layernorm is not inside model.layers.0"
+    assert "blocks.0.hook_resid_pre" in bridge.hook_dict and "blocks.0.hook_attn_out" not in bridge.hook_dict
+    assert "blocks.1.ln1.hook_scale" in reasons and "blocks.2.ln1.hook_scale" in bridge.hook_dict
+    bridge = inferred(with_shared_activation())
+    assert not bridge.offered().not_offered and verify(bridge).passed
+
+
+class Exchanges(nn.Module):
+    """Has another module inside after each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        self.inner = nn.SiLU()
+        return made
+
+
+def test_a_model_that_exchanges_modules_in_every_run_is_refused() -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp.act_fn = Exchanges()
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM exchanges modules for others in every run"):
+        inferred(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_model_in_float64_is_found_as_it_is_in_float32(model_type: str) -> None:
+    """Its norms compute in float32 all the same."""
+    single, double = inferred(tiny_model(model_type)), inferred(tiny_model(model_type).double())
+    assert double.offered().names == single.offered().names and not double.offered().not_offered
+    assert verify(double).passed
+
+
+@pytest.mark.parametrize("act_fn", ["gelu_pytorch_tanh", "gelu", "quick_gelu"])
+def test_the_activation_function_of_experts_is_the_one_that_the_configuration_names(act_fn: str) -> None:
+    """Of numbers so small that several are alike."""
+    model = tiny_model("mixtral", hidden_act=act_fn)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj.mul_(0.02)
+    assert inferred(model).cfg.act_fn == act_fn
