@@ -138,7 +138,7 @@ class _Inference:
             self.facts.speak_of_the_first()
             decoder, last_norm = self._decoder(other, found)
             declared.append(decoder)
-        values = self.facts.values(found, unembed, self.not_offered)
+        values = self.facts.values(found, unembed, self.given, self.not_offered)
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
             embed=embedding.embed and self.relative(embedding.embed),

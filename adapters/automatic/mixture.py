@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 from adapters.automatic.feed_forward import FoundMLP, activations
 from adapters.automatic.layouts import relative
-from adapters.automatic.norms import tolerance
+from adapters.automatic.norms import rounded, tolerance
 from adapters.automatic.parts import FoundPart
 from adapters.automatic.recording import ModuleCall, NotFound, Recording
 from adapters.experts import (
@@ -279,7 +279,7 @@ class FoundMixture:
         close = 10 * tolerance(self.part.out[1].value) * float(total.abs().max())
         if not bool(((columns @ weights - total).abs() <= close).all()) or bool((weights.abs() < 1e-3).any()):
             return False
-        first, *second = (float(f"{weight:.5g}") for weight in weights.tolist())
+        first, *second = map(rounded, weights.tolist())
         self.factors = (first, second[0] if second else 1.0)
         return True
 

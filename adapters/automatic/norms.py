@@ -25,6 +25,16 @@ def tolerance(x: Tensor) -> float:
     return TOLERANCES.get(x.dtype, 2e-2)
 
 
+def rounded(factor: float) -> float:
+    """A factor that was measured, as it was written, if that is a whole number or one of a few digits; else as far as a
+    run says it.
+    """
+    if round(factor) and abs(round(factor) - factor) <= 2e-5 * abs(factor):
+        return float(round(factor))
+    short = float(f"{factor:.5g}")
+    return short if abs(short - factor) <= 2e-6 * abs(factor) else float(f"{factor:.8g}")
+
+
 def norm_kind(call: ModuleCall) -> NormKind | None:
     """What a recorded call computes, None where it is no norm.
 

@@ -16,11 +16,11 @@ from adapters.automatic.recording import (
     Recording,
     Seen,
     Softmax,
-    arguments_of,
     elements_of,
     gradient_of,
 )
 from adapters.automatic.stream import Sum, Term, Value
+from adapters.inputs.arguments import argument_names
 from adapters.mixers.part import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
 from adapters.views import Args, Kwargs
@@ -229,7 +229,7 @@ def rerun(
         The tensor that it returns first; None where the two do not run once each.
     """
     seen: list[Tensor] = []
-    name = next(iter(arguments_of(entry.module)), "")
+    name = next(iter(argument_names(entry.module)), "")
 
     def change(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         x = args[0] if args else kwargs[name]

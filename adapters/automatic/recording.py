@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from adapters.inputs.arguments import argument_names
 from adapters.paths import token_embedding
 from adapters.proofs.report import said
 from adapters.views.kernel_arguments import KernelArguments
@@ -128,13 +128,11 @@ class Recording:
         softmaxes: in order.
         batch, pos: the shape of the tokens.
         choices: the times at which the best of something were chosen (`topk`).
-        logits: the first thing that the model returned.
         lengths: of the rows of tokens that it was given.
     """
 
     batch: int
     pos: int
-    logits: Tensor | None = None
     lengths: tuple[int, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     softmaxes: list[Softmax] = field(default_factory=list)
@@ -331,23 +329,17 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
 
     try:
         for path, module in list(_modules(model)):
-            handles.append(module.register_forward_pre_hook(enters(path, arguments_of(module)), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(enters(path, argument_names(module)), with_kwargs=True))
             handles.append(module.register_forward_hook(leaves))
         with torch.enable_grad(), watch:
-            output = elements_of(model(**inputs))
+            model(**inputs)
         for call, which, x, version in watched:
             if x._version != version:
                 call.changed = (*call.changed, which)
-        recording.logits = output[0].detach() if output and isinstance(output[0], Tensor) else None
     finally:
         for handle in handles:
             handle.remove()
     return recording
-
-
-def arguments_of(module: nn.Module) -> list[str]:
-    """The names of what a module is given."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

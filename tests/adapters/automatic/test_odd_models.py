@@ -15,7 +15,7 @@ from adapters.automatic.declaration import infer
 from adapters.automatic.source import source_of
 from bridge import TransformerBridge
 from tests.conftest import tiny
-from tests.tiny_models import tiny_model
+from tests.tiny_models import model_class, tiny_config, tiny_model
 
 
 def inferred(model: nn.Module) -> TransformerBridge:
@@ -164,3 +164,18 @@ def test_the_activation_function_of_experts_is_the_one_that_the_configuration_na
         for layer in model.model.layers:
             layer.mlp.experts.gate_up_proj.mul_(0.02)
     assert inferred(model).cfg.act_fn == act_fn
+
+
+def untrained(model_type: str) -> nn.Module:
+    """As it is initialised: its activations and logits are small."""
+    torch.manual_seed(0)
+    return model_class(model_type)._from_config(tiny_config(model_type)).eval()
+
+
+def test_a_soft_cap_of_logits_that_are_far_below_it() -> None:
+    assert inferred(untrained("gemma2")).cfg.output_logits_soft_cap == 30
+
+
+def test_a_factor_of_the_embedding_that_is_not_written_in_five_digits() -> None:
+    """The square root of 32 in bfloat16."""
+    assert inferred(tiny_model("recurrent_gemma")).architecture.embed_factor == 5.65625
