@@ -25,7 +25,7 @@ def as_tokens(input: Any) -> Tensor:
         TypeError: it is neither.
         ValueError: it has another number of axes, no rows, no tokens, or rows of different lengths.
     """
-    if isinstance(input, list | tuple):
+    if not isinstance(input, Tensor) and isinstance(input, list | tuple):
         input = _from_lists(input)
     if not isinstance(input, Tensor):
         raise TypeError(
@@ -97,6 +97,8 @@ def texts_in(input: Any) -> Sequence[str] | None:
 
     What stands behind the first of a list is looked at where the texts become tokens.
     """
+    if isinstance(input, Tensor):
+        return None
     if isinstance(input, str):
         return [input]
     return input if isinstance(input, list | tuple) and input and isinstance(input[0], str) else None
