@@ -36,7 +36,9 @@ def as_tokens(input: Any) -> Tensor:
         raise TypeError(f"tokens must be whole numbers, not {input.dtype}")
     if input.ndim not in (1, 2):
         raise ValueError(f"tokens must be [pos] or [batch, pos], not {list(input.shape)}")
-    tokens = input.long() if input.ndim == 2 else input.long().unsqueeze(0)
+    tokens = input if input.dtype == torch.int64 else input.long()
+    if tokens.ndim == 1:
+        tokens = tokens.unsqueeze(0)
     if not tokens.numel():
         raise ValueError(
             f"the input has no {'rows' if not tokens.shape[0] else 'tokens'}: its shape is {[*input.shape]}"
@@ -141,13 +143,13 @@ def check_ids(embedding: TokenEmbedding, cfg: ModelConfig, tokens: Tensor, name:
     Raises:
         ValueError: there is one.
     """
-    if tokens.device.type != "cpu":
+    if not tokens.is_cpu:
         return
     rows = getattr(embedding.module, "num_embeddings", None)
     rows = cfg.d_vocab if rows is None else rows
-    if tokens.numel() <= 256:  # a kernel takes longer to start
-        ids = tokens.flatten().tolist()
-        low, high = min(ids), max(ids)
+    if tokens.ndim == 2 and tokens.numel() <= 256:  # a kernel takes longer to start
+        ids = tokens.tolist()
+        low, high = min(map(min, ids)), max(map(max, ids))
     else:
         low, high = (int(x) for x in tokens.aminmax())
     if low < 0 or high >= rows:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.inputs.arguments import takes
 from adapters.paths import learns_prompt, token_embedding
-from bridge.hooks.context import ForwardPass, forward_pass
+from bridge.hooks.context import ForwardPass, Scope, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
 from bridge.run import layer_range
@@ -86,6 +86,7 @@ class ReadyPass:
         bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs: as for `run_model`.
         start, stop: of `checked_layers`.
         traced: somebody may begin to listen while the model runs.
+        scope: what this pass alone sees.
 
     Attributes:
         bridge, stop: likewise.
@@ -107,10 +108,11 @@ class ReadyPass:
         stop: int | None,
         model_kwargs: dict[str, Any],
         traced: bool = False,
+        scope: Scope | None = None,
     ) -> None:
         self.bridge, self.stop = bridge, stop
         self._given = input, prepend_bos, padding_side, attention_mask
-        self._start, self._model_kwargs, self._traced = start, model_kwargs, traced
+        self._start, self._model_kwargs, self._traced, self._scope = start, model_kwargs, traced, scope
         self._around: ExitStack | None = None
 
     def __enter__(self) -> ReadyPass:
@@ -119,7 +121,7 @@ class ReadyPass:
         listening = self._listening = self._traced or bridge.wiring.listening
         if listening:
             bridge.wiring.check_in_place()
-        self._pass = forward_pass()
+        self._pass = forward_pass(scope=self._scope)
         run = self.run = self._pass.__enter__()
         try:
             if listening and bridge.wiring.calls.modules:

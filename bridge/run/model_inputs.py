@@ -100,7 +100,7 @@ def prepare(
     else:
         tokens = as_tokens(input)
         check_ids(bridge.wiring.embedding, bridge.cfg, tokens)
-        tokens = tokens.to(device)
+        tokens = tokens if tokens.device == device else tokens.to(device)
     if tokens is not None:
         kwargs["input_ids"] = tokens
     if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.inputs.arguments import takes
 from adapters.paths import module_at
-from bridge.hooks.context import CURRENT, Scope, context_of_the_next_run
+from bridge.hooks.context import Scope
 from bridge.run.forward import ReadyPass, checked_layers
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import bypassing
@@ -66,9 +66,8 @@ class Trace(InStep, Access):
         self.bridge = bridge
         for hook in kept if self._layers != _ALL else ():
             self._check_runs(hook.name)
-        self._scope = scope
         self._pass: ReadyPass | None = ReadyPass(
-            bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, traced=True
+            bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, True, scope
         )
         self._is_ready = False
         self._output: Any = None
@@ -88,7 +87,6 @@ class Trace(InStep, Access):
     def _get_ready(self) -> None:
         """All up to the call of the model, in its context."""
         assert self._pass is not None
-        CURRENT.set(context_of_the_next_run(self._scope))  # it is the trace's own, and ends with it
         self._inputs = self._pass.__enter__().inputs
         self._is_ready = True
 
@@ -273,7 +271,7 @@ class Trace(InStep, Access):
         super().__setitem__(name, value)
 
     def reach(self, asked: Any) -> Stop:
-        if self._state in ("new", "stopped") or self.stops.turns is None:
+        if self._state == "new" or self._state == "stopped" or self.stops.turns is None:
             raise RuntimeError(
                 "the trace has not begun: with bridge.trace(prompt) as run: ..."
                 if self._state == "new"

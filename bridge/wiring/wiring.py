@@ -148,7 +148,8 @@ class Wiring:
                 self._connect(point)
             point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
             if listener.kind != "read":
-                self._count_editor(listener, 1)
+                if listener.scope is None or not listener.scope.of_one_run:
+                    self._count_editor(listener, 1)
                 self._listeners_changed(point)
                 if declared.followers or declared.branches:
                     self._connect_followers(point, listener)
@@ -165,7 +166,7 @@ class Wiring:
                 return
             point.set_listeners(left)
             for listener in gone:
-                if listener.kind != "read":
+                if listener.kind != "read" and (listener.scope is None or not listener.scope.of_one_run):
                     self._count_editor(listener, -1)
             if self._following:
                 self._disconnect_followers(point, left)
@@ -333,8 +334,6 @@ class Wiring:
         """Direct calls of the model have to be told apart as passes while anyone may change something."""
         if listener.scope is None:
             self.changes += 1
-        elif listener.scope.of_one_run:
-            return
         self._editors += by
         if self._editors == by == 1:
             self._boundary.attach()
