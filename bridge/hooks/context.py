@@ -49,13 +49,14 @@ class Scope:
     Attributes:
         members: what was attached, so that a recomputation after the end can attach it again.
         users: how many `with` statements and recomputations need it attached now.
+        recomputed: a block that backward may compute again has run with it, and needs it then.
         of_one_run: only one run of the bridge ever sees it, no direct call of the model.
     """
 
-    __slots__ = ("__weakref__", "members", "of_one_run", "users")
+    __slots__ = ("__weakref__", "members", "of_one_run", "recomputed", "users")
 
     def __init__(self, of_one_run: bool = False) -> None:
-        self.of_one_run = of_one_run
+        self.of_one_run, self.recomputed = of_one_run, False
         self.members: list[tuple[HookPoint, Listener]] = []
         self.users = 0
 

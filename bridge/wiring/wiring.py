@@ -213,6 +213,10 @@ class Wiring:
             if not scope.users:
                 for point, listener in scope.members:
                     self.remove(point, (listener,))
+                if (
+                    not scope.recomputed
+                ):  # a listener holds its scope: the user's function would live until a collection
+                    scope.members.clear()
 
     def listen(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Attaches a listener that only looks to many points."""
