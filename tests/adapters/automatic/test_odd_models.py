@@ -179,3 +179,10 @@ def test_a_soft_cap_of_logits_that_are_far_below_it() -> None:
 def test_a_factor_of_the_embedding_that_is_not_written_in_five_digits() -> None:
     """The square root of 32 in bfloat16."""
     assert inferred(tiny_model("recurrent_gemma")).architecture.embed_factor == 5.65625
+
+
+def test_parts_that_write_far_less_than_the_stream_holds() -> None:
+    """What attention writes is near what rounding leaves of the stream: its block is no parallel one for that."""
+    bridge = inferred(untrained("modernbert-decoder"))
+    assert not bridge.offered().not_offered and not bridge.cfg.parallel_attn_mlp
+    assert "blocks.1.hook_resid_mid" in bridge.hook_dict and verify(bridge).passed
