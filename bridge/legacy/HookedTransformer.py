@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -285,7 +285,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         """A text of `dataset`, drawn at random."""
         if self.dataset is None:
             self.load_sample_training_dataset()
-        text = self.dataset[random.randrange(len(self.dataset))]["text"]
+        text = self.dataset[int(np.random.randint(len(self.dataset)))]["text"]
         return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
     def init_weights(self) -> None:

@@ -234,7 +234,10 @@ class RunsAsBefore(TransformerBridge):
         return super().run_with_hooks(**self._named(model_args), **kwargs)
 
     def _named(self, model_args: tuple[Any, ...]) -> dict[str, Any]:
-        names = list(inspect.signature(self.forward).parameters)[: len(model_args)]
+        found = inspect.signature(self.forward).parameters
+        if any(each.kind is each.VAR_POSITIONAL for each in found.values()):  # of a class of the user's
+            found = inspect.signature(RunsAsBefore.forward.__get__(self)).parameters
+        names = list(found)[: len(model_args)]
         return dict(zip(names, model_args, strict=True))
 
     def generate(  # type: ignore[override]

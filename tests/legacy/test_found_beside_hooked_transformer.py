@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from bridge.legacy import FactoredMatrix, HookedTransformer, HookedTransformerConfig, utils
+from bridge.legacy import (
+    FactoredMatrix,
+    HookedEncoder,
+    HookedEncoderDecoder,
+    HookedTransformer,
+    HookedTransformerConfig,
+    utils,
+)
 from tests.legacy.test_made import BASE
 
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -160,3 +167,36 @@ def test_composition_of_two_matrices():
     score = utils.composition_scores(FactoredMatrix(A, B), FactoredMatrix(C, D))
     assert score.shape == ()
     torch.testing.assert_close(score, (A @ B @ C @ D).norm() / (A @ B).norm() / (C @ D).norm())
+
+
+def test_an_encoder_takes_an_embedding_and_an_unembedding_that_differ():
+    encoder = HookedEncoder(BASE | {"act_fn": "gelu"})
+    generator = torch.Generator().manual_seed(0)
+    given = {name: torch.randn(x.shape, generator=generator) for name, x in encoder.state_dict().items()}
+    encoder.load_state_dict(given)
+    assert torch.equal(encoder.W_E, given["embed.embed.W_E"])
+    assert torch.equal(encoder.W_U, given["unembed.W_U"])
+    bert = encoder.original_model
+    assert torch.equal(bert.cls.predictions.decoder.weight.T, given["unembed.W_U"])
+    assert torch.equal(bert.bert.embeddings.word_embeddings.weight, given["embed.embed.W_E"])
+    assert torch.equal(encoder(TOKENS), bert(input_ids=TOKENS).prediction_logits)
+
+
+def test_weights_of_all_layers_are_the_encoders_and_then_the_decoders():
+    model = HookedEncoderDecoder(BASE | {"n_ctx": 8})
+    t5 = model.original_model
+    stacked = torch.stack([block.layer[0].SelfAttention.k.weight for block in (*t5.encoder.block, *t5.decoder.block)])
+    assert torch.equal(model.W_K, stacked.unflatten(1, (4, 4)).transpose(2, 3))
+    assert model.W_out.shape == (4, 64, 16)
+    assert len(model.all_head_labels()) == model.OV.A.shape[0] * model.OV.A.shape[1]
+
+
+def test_a_class_of_the_users_may_take_any_arguments():
+    class Louder(HookedTransformer):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    model = Louder(BASE)
+    output, _ = model.run_with_cache(TOKENS, "logits")
+    assert torch.equal(output, model.run_with_hooks(TOKENS, fwd_hooks=[]))
+    assert torch.equal(output, model(TOKENS))
