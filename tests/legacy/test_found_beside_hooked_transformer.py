@@ -1,5 +1,6 @@
 """What was found by running the same lines with HookedTransformer 2.18 and here, and comparing what they give."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -200,3 +201,10 @@ def test_a_class_of_the_users_may_take_any_arguments():
     output, _ = model.run_with_cache(TOKENS, "logits")
     assert torch.equal(output, model.run_with_hooks(TOKENS, fwd_hooks=[]))
     assert torch.equal(output, model(TOKENS))
+
+
+def test_a_key_may_be_a_short_name_alone_and_layers_numbers_of_any_kind(model):
+    _, cache = model.run_with_cache("Mary and John")
+    assert cache[("scale",)] is cache["ln_final.hook_scale"]
+    assert cache[("q1",)] is cache["blocks.1.attn.hook_q"]
+    assert cache["z", np.int64(-1)] is cache["z", model.cfg.n_layers - 1]
