@@ -89,6 +89,9 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
             more["attention_mask"] = one_zero_attention_mask
         return super().generate(input, max_new_tokens, **more)
 
+    def _stack(self, part: str, name: str) -> Tensor:
+        return torch.stack([getattr(getattr(block, part), name) for block in (*self.encoder, *self.decoder)])
+
     def _paths(self) -> Iterator[tuple[str, str]]:
         base = base_path(self.original_model)
         for stack in self.architecture.stacks:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 import bridge.legacy.loading_from_pretrained as loading
 import bridge.legacy.utils as utils
-from adapters.config import ModelConfig
 from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
@@ -44,8 +43,10 @@ from bridge.legacy.root_module import HookedRootModule
 from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
 from bridge.legacy.utils import USE_DEFAULT_VALUE
+from bridge.legacy.weight_init import draw
 from bridge.loading.boot import context_fields
 from bridge.native import NativeConfig, NativeModel
+from bridge.run.tokenization import Batch
 from bridge.weights.factored_matrix import FactoredMatrix
 
 # What HookedTransformer's module lets be imported from it, besides.
@@ -113,14 +114,16 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         move_to_device: bool = True,
         default_padding_side: Side = "right",
     ) -> None:
-        model, found, where = self._make(cfg, tokenizer, move_to_device)
+        given = HookedTransformerConfig.unwrap(cfg) if isinstance(cfg, Mapping | HookedTransformerConfig) else None
+        model, found, where = self._make(given or cfg, tokenizer, move_to_device)
         super().__init__(model)
         self.intended_device = where
         self.dataset: Any = None
-        if isinstance(cfg, HookedTransformerConfig | Mapping) and not isinstance(cfg, ModelConfig):
-            given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
-            for name in _KEPT & given.keys():
-                setattr(self.cfg, name, given[name])
+        if given is not None:
+            for name in _KEPT:
+                setattr(self.cfg, name, getattr(given, name))
+            if given.init_weights:
+                self.init_weights()
         if tokenizer is not None:
             self.set_tokenizer(tokenizer, default_padding_side)
         elif found is not None:
@@ -128,7 +131,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
-        return NativeModel(NativeConfig(**(config.native() | ({} if move_to_device else {"device": None}))))
+        with torch.random.fork_rng(devices=()):  # HookedTransformer draws from the random state as it was before
+            return NativeModel(NativeConfig(**(config.native() | ({} if move_to_device else {"device": None}))))
 
     @classmethod
     def from_pretrained(
@@ -239,6 +243,16 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
             config.layer_types = config.layer_types[:n]
         self._rewire()
 
+    def batch_of(
+        self,
+        texts: Sequence[str],
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        longest: int | None = None,
+    ) -> Batch:
+        """`TransformerBridge.batch_of`: a text that is longer than the context is cut, in a run, too."""
+        return super().batch_of(texts, prepend_bos, padding_side, self.cfg.n_ctx if longest is None else longest)
+
     def set_tokenizer(self, tokenizer: Any, default_padding_side: Side = "right") -> None:
         """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -271,14 +285,17 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         """A text of `dataset`, drawn at random."""
         if self.dataset is None:
             self.load_sample_training_dataset()
-        text = self.dataset[random.randrange(len(self.dataset))]["text"]
+        text = self.dataset[int(np.random.randint(len(self.dataset)))]["text"]
         return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
     def init_weights(self) -> None:
-        """Draws the weights of a model that was made from a configuration anew, as that says."""
+        """Draws the matrices of a model that was made from a configuration anew, as that says: the same numbers as in
+        HookedTransformer, from `cfg.seed` or torch's random state."""
         if not isinstance(self.core, NativeModel):
             raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
-        self.core.draw_weights()
+        if self.cfg.seed is not None:
+            torch.manual_seed(self.cfg.seed)
+        self.write(draw(self.cfg, [(name, self.weights[name]) for name in self.weights.getters]))
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""

@@ -119,7 +119,7 @@ def as_ids(tokens: Any) -> Tensor:
             _check_ids([tokens], "the input")
         one = not isinstance(tokens, list | tuple)
         ids = torch.tensor(tokens) if one else as_tokens(tokens) if tokens else torch.zeros(0, dtype=torch.long)
-        if not one and tokens and not isinstance(tokens[0], Sequence | Tensor):
+        if not one and tokens and (not isinstance(tokens[0], Sequence | Tensor) or getattr(tokens[0], "ndim", 1) == 0):
             ids = ids[0]
     if ids.dtype not in _INTEGERS and ids.numel():
         raise TypeError(f"tokens must be whole numbers, not {ids.dtype}")
