@@ -85,7 +85,7 @@ class Turns:
             raise RuntimeError(
                 "a trace goes on in the thread that began it; hand the values to another thread, not the trace"
             )
-        worker = self._greenlet or self._begin()
+        worker = self._begin() if self._greenlet is None else self._greenlet
         switchboard, mine = self._switchboard, TorchState.now()
         if mine != self._state or switchboard.guard is not None:
             switchboard.exchange(mine, self._state)
