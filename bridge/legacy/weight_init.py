@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: The order in which HookedTransformer has the matrices of a block.
+#: The order in which HookedTransformer has its matrices, and those of a block.
+_IN_MODEL = ("embed", "pos_embed", "blocks", "unembed")
 _IN_BLOCK = ("W_Q", "W_O", "W_K", "_W_K", "W_V", "_W_V", "W_in", "W_out", "W_gate")
 
 
@@ -58,8 +59,8 @@ def _kaiming_std(param: Tensor, a: float, nonlinearity: Any, gain: float, mode: 
     return gain * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
 
 
-def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Random matrices by their names: the numbers that HookedTransformer draws from the same random state.
+def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Random matrices and their names, one after another: what HookedTransformer draws from the same random state.
 
     Args:
         cfg: says how: its `init_mode` and `initializer_range`.
@@ -68,15 +69,13 @@ def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
     def place(name: str) -> tuple[int, int, int]:
         first, *middle, last = name.split(".")
-        if first != "blocks":
-            return ("embed", "pos_embed", "unembed").index(first) * 2 - 2, 0, 0
-        return 1, int(middle[0]), _IN_BLOCK.index(last)
+        inside = (int(middle[0]), _IN_BLOCK.index(last)) if first == "blocks" else (0, 0)
+        return _IN_MODEL.index(first), *inside
 
     shapes = {name: weight for name, weight in weights if "W_" in name}
     kind, _, spread = cfg.init_mode.partition("_")
-    drawn = {}
     for name in sorted(shapes, key=place):
-        drawn[name] = new = torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="cpu")
+        new = torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="cpu")
         if kind == "xavier":
             (init_xavier_uniform_ if spread == "uniform" else init_xavier_normal_)(new, cfg.initializer_range)
         elif kind == "kaiming":
@@ -86,4 +85,4 @@ def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
             nn.init.normal_(new, std=1.0 if "embed" in name else calc_fan_in_and_fan_out(new)[0] ** -0.5)
         else:
             nn.init.normal_(new, std=cfg.initializer_range)
-    return drawn
+        yield name, new
