@@ -35,6 +35,7 @@ from bridge.legacy.loading_from_pretrained import (
     get_official_model_name,
     starts_with_bos,
 )
+from bridge.legacy.missing import why_not
 from bridge.legacy.own_format import own_format, take_own
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
@@ -70,16 +71,6 @@ _KEPT = {
 _LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
 )
-_NOT_HERE = {
-    "get_residual": "input_to_embed, or a run with stop_at_layer=0, gives the first residual stream",
-    "get_pos_offset": "the model works its positions out itself",
-    "check_hooks_to_add": "heavy hook points need no switch before hooks are added",
-    "fold_layer_norm": "model.process_weights(fold_ln=True, ...) works on the model, not on a state dict",
-    "center_writing_weights": "model.process_weights(center_writing_weights=True, ...) works on the model",
-    "center_unembed": "model.process_weights(center_unembed=True, ...) works on the model",
-    "fold_value_biases": "model.process_weights(fold_value_biases=True, ...) works on the model",
-    "refactor_factored_attn_matrices": "model.process_weights(refactor_factored_attn_matrices=True, ...) does it",
-}
 
 
 class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsAsBefore):  # type: ignore[misc]
@@ -285,8 +276,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         return fill_missing_keys(self, state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _NOT_HERE:
-            raise AttributeError(f"HookedTransformer has no {name} here: {_NOT_HERE[name]}. See docs/migration.md")
+        if why := why_not("HookedTransformer", name):
+            raise AttributeError(why)
         return super().__getattr__(name)
 
 

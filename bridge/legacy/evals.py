@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from bridge.legacy.datasets import load_from_hub, tokenize_and_concatenate
-from bridge.legacy.missing import missing, not_done
+from bridge.legacy.missing import not_done, says_what_is_missing
 from bridge.legacy.tokens import lm_cross_entropy_loss
 
 _TEXT = (
@@ -229,11 +229,6 @@ def ioi_eval(
     }
 
 
-_MMLU = "the package lm_eval evaluates model.original_model on MMLU"
-mmlu_eval = not_done("mmlu_eval", _MMLU)
-make_mmlu_data_loader = not_done("make_mmlu_data_loader", _MMLU)
-_NOT_HERE = dict.fromkeys(("MMLU_SUBJECTS", "MMLU_ANSWER_LETTERS"), _MMLU)
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name, _NOT_HERE, globals())
+mmlu_eval = not_done("mmlu_eval")
+make_mmlu_data_loader = not_done("make_mmlu_data_loader")
+__getattr__ = says_what_is_missing(__name__)

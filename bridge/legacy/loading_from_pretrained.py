@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.missing import missing
+from bridge.legacy.missing import says_what_is_missing
 from bridge.legacy.model_names import (
     DEFAULT_MODEL_ALIASES,
     MODEL_ALIASES,
@@ -138,17 +138,4 @@ DTYPE_FROM_STRING = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
 }  # fmt: skip
 
-
-_CONFIG, _NAMES = "get_pretrained_model_config gives a configuration", "such models say so when they are loaded"
-_NOT_HERE = {
-    "get_num_params_of_pretrained": "get_pretrained_model_config(name).n_params",
-    "convert_hf_model_config": _CONFIG,
-    "convert_neel_model_config": _CONFIG,
-    "get_basic_config": _CONFIG,
-    "NON_HF_HOSTED_MODEL_NAMES": _NAMES,
-    "NEED_REMOTE_CODE_MODELS": _NAMES,
-}
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name, _NOT_HERE, __all__)
+__getattr__ = says_what_is_missing(__name__)

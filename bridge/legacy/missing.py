@@ -1,33 +1,93 @@
-"""The error for a name that TransformerLens has and this package has not."""
+"""What TransformerLens has and this package has not, and what to use in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from bridge.hooks.names import suggestion
 
+_ROOM = __package__
+_MMLU = "the package lm_eval evaluates model.original_model on MMLU"
+_BERT = "HookedEncoder's parts are those of its model: model.blocks[0], model.mlm_head; none is made by itself"
+_CONFIG, _LOADING = "get_pretrained_model_config gives a configuration", "such models say so when they are loaded"
+#: The names that are left out on purpose, by the module or class that they would be in.
+NOT_HERE = {
+    _ROOM: {
+        "factories": "modules are Hugging Face's own: components.MLP(cfg) makes one of a configuration",
+        "lit": "there is no connection to LIT",
+        "pretrained": "weights are not converted but viewed: HookedTransformer(hf_model).state_dict()",
+        "model_bridge": "it is bridge.TransformerBridge",
+        "HookedAudioEncoder": "there is no adapter for audio encoders",
+    },
+    "HookedTransformer": {
+        "get_residual": "input_to_embed, or a run with stop_at_layer=0, gives the first residual stream",
+        "get_pos_offset": "the model works its positions out itself",
+        "check_hooks_to_add": "heavy hook points need no switch before hooks are added",
+        "fold_layer_norm": "model.process_weights(fold_ln=True, ...) works on the model, not on a state dict",
+        "center_writing_weights": "model.process_weights(center_writing_weights=True, ...) works on the model",
+        "center_unembed": "model.process_weights(center_unembed=True, ...) works on the model",
+        "fold_value_biases": "model.process_weights(fold_value_biases=True, ...) works on the model",
+        "refactor_factored_attn_matrices": "model.process_weights(refactor_factored_attn_matrices=True, ...) does it",
+    },
+    f"{_ROOM}.components": {
+        **dict.fromkeys(("BertBlock", "BertMLMHead", "BertNSPHead", "BertPooler"), _BERT),
+        "TokenTypeEmbed": "the embeddings of an encoder are one part: HookedEncoder(...).embed",
+        "T5Block": "HookedEncoderDecoder(...).encoder[0]",
+        "GatedMLP4Bit": "quantised layers are Hugging Face's own, behind the same MLP",
+    },
+    f"{_ROOM}.evals": dict.fromkeys(("MMLU_SUBJECTS", "MMLU_ANSWER_LETTERS"), _MMLU),
+    f"{_ROOM}.loading_from_pretrained": {
+        "get_num_params_of_pretrained": "get_pretrained_model_config(name).n_params",
+        **dict.fromkeys(("convert_hf_model_config", "convert_neel_model_config", "get_basic_config"), _CONFIG),
+        **dict.fromkeys(("NON_HF_HOSTED_MODEL_NAMES", "NEED_REMOTE_CODE_MODELS"), _LOADING),
+    },
+    f"{_ROOM}.utils": {
+        "check_structure": "it was for debugging TransformerLens",
+        "LocallyOverridenDefaults": "methods take prepend_bos= and padding_side=",
+        "get_tokenizer_with_bos": "a model starts texts with BOS by itself, once",
+        "get_input_with_manually_prepended_bos": "tokenizer.bos_token + text",
+        "get_nested_attr": "operator.attrgetter('a.b.c')(obj)",
+        "set_nested_attr": "setattr on what operator.attrgetter finds",
+        "repeat_along_head_dimension": "tensor.unsqueeze(2).expand(-1, -1, n_heads, -1)",
+        "select_compatible_kwargs": "inspect.signature says what a function takes",
+    },
+}
 
-def missing(module: str, name: str, instead: Mapping[str, str], known: Iterable[str]) -> AttributeError:
-    """What a module's ``__getattr__`` raises.
+
+def why_not(where: str, name: str) -> str | None:
+    """What to use in place of a name that is left out on purpose.
 
     Args:
-        module: its name.
-        name: what was asked for.
-        instead: what to use in place of names that are left out on purpose.
-        known: the names that it has.
+        where: the module or class that it would be in.
+        name: the name.
+    """
+    instead = NOT_HERE.get(where, {}).get(name) or NOT_HERE[_ROOM].get(name)
+    return None if instead is None else f"{where} has no {name}: {instead}. See docs/migration.md"
+
+
+def says_what_is_missing(module: str) -> Callable[[str], NoReturn]:
+    """A module's ``__getattr__``.
+
+    Args:
+        module: the module's name.
 
     Example:
-        >>> from bridge.legacy.missing import missing
-        >>> str(missing("m", "sum", {"sum": "torch.sum adds"}, []))
-        'm has no sum: torch.sum adds. See docs/migration.md'
+        >>> from bridge.legacy.missing import says_what_is_missing
+        >>> says_what_is_missing("bridge.legacy")("lit")
+        Traceback (most recent call last):
+        AttributeError: bridge.legacy has no lit: there is no connection to LIT. See docs/migration.md
     """
-    if name in instead:
-        return AttributeError(f"{module} has no {name}: {instead[name]}. See docs/migration.md")
-    return AttributeError(f"module {module!r} has no attribute {name!r}.{suggestion(name, list(known))}")
+
+    def refuse(name: str) -> NoReturn:
+        known = f"module {module!r} has no attribute {name!r}.{suggestion(name, dir(sys.modules[module]))}"
+        raise AttributeError(why_not(module, name) or known)
+
+    return refuse
 
 
-def not_done(name: str, why: str) -> Callable[..., Any]:
+def not_done(name: str, why: str = _MMLU) -> Callable[..., Any]:
     """A function that can be imported, and says why it is not done when it is called.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from bridge.analysis.composition import composition_scores
 from bridge.hooks.act_names import act_name as get_act_name
 from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
-from bridge.legacy.missing import missing, not_done
+from bridge.legacy.missing import not_done, says_what_is_missing
 from bridge.legacy.slices import Slice, SliceInput
 from bridge.legacy.tokens import (
     get_attention_mask,
@@ -147,18 +147,4 @@ clear_huggingface_cache = not_done(
     "it would delete every model of every program; `hf cache rm` deletes the one that you name",
 )
 
-
-_NOT_HERE = {
-    "check_structure": "it was for debugging TransformerLens",
-    "LocallyOverridenDefaults": "methods take prepend_bos= and padding_side=",
-    "get_tokenizer_with_bos": "a model starts texts with BOS by itself, once",
-    "get_input_with_manually_prepended_bos": "tokenizer.bos_token + text",
-    "get_nested_attr": "operator.attrgetter('a.b.c')(obj)",
-    "set_nested_attr": "setattr on what operator.attrgetter finds",
-    "repeat_along_head_dimension": "tensor.unsqueeze(2).expand(-1, -1, n_heads, -1)",
-    "select_compatible_kwargs": "inspect.signature says what a function takes",
-}
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name, _NOT_HERE, __all__)
+__getattr__ = says_what_is_missing(__name__)
