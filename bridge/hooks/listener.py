@@ -77,6 +77,16 @@ class Handle:
     def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
         self.hook, self._listener, self._attaches = hook, listener, attaches
 
+    @property
+    def is_permanent(self) -> bool:
+        """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
+        return self._listener.permanent
+
+    @property
+    def context_level(self) -> int | None:
+        """The level that it was added at."""
+        return self._listener.level
+
     def remove(self) -> None:
         """Removes the hook. Doing it twice does nothing."""
         self._attaches.remove(self.hook, (self._listener,))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapters import ModelMap
 from adapters.paths import join
-from adapters.points import Point, Site
+from adapters.points import Point
 from adapters.views import View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
@@ -22,7 +22,7 @@ from bridge.legacy.in_place import InPlace
 from bridge.legacy.kinds import kind_of
 from bridge.legacy.model_config import HookedModelConfig
 from bridge.legacy.parts import Blocks, Part, put_in
-from bridge.legacy.point import CALLS, HookPoint
+from bridge.legacy.point import CALLS, HookPoint, point_named
 from bridge.legacy.root_module import HookedRootModule
 from bridge.weights.component_tree import Tree
 from weight_processing.saving import untie
@@ -160,18 +160,11 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         self._tree.refresh()
 
     def _place(self, name: str, point: HookPoint) -> None:
-        first, _, rest = name.partition(".")
-        index = rest.partition(".")[0]
-        stack = first if index.isdigit() and first in ("blocks", "encoder", "decoder") else ""
-        depth = int(index) if stack else self.cfg.n_layers if first in ("ln_final", "unembed") else -1
+        place = point_named(name, self.cfg.n_layers if name.startswith(("ln_final.", "unembed.")) else -1)
         others = self.wiring.points.values()
-        order = max((hook.order for hook in others if hook.point.depth == depth), default=len(others))
+        order = max((hook.order for hook in others if hook.point.depth == place.depth), default=len(others))
         hooks = point.leave()
-        point.point, point.name, point.order = (
-            Point(name, Site(name, "output"), View(), "...", depth, stack=stack),
-            name,
-            order,
-        )
+        point.name, point.point, point.order = name, place, order
         self.wiring.adopt(point)
         point.join(self.wiring, hooks)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,15 +15,13 @@ from bridge.hooks.listener import AttachesListeners, Handle, Listener
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None.
 HookFunction = Callable[..., Any]
-Direction = Literal["fwd", "bwd"]
 
 #: For parts and hook points in whose place a user's module is being called: what the old one does there.
 CALLS: ContextVar[dict[nn.Module, Callable[..., Any] | None]] = ContextVar("legacy_calls", default={})  # noqa: B039
 
 
-@dataclass(frozen=True)
-class LensHandle:
-    """One hook at a hook point."""
+class LensHandle(NamedTuple):
+    """One hook at a hook point: `hook` removes it."""
 
     hook: Handle
     is_permanent: bool = False
@@ -45,6 +42,19 @@ class Loose:
     def remove(self, point: bridge_point.HookPoint, gone: tuple[Listener, ...]) -> None:
         """Removes listeners."""
         point.set_listeners(tuple(listener for listener in point.listeners if listener not in gone))
+
+
+def point_named(name: str, depth: int = -1) -> Point:
+    """A place in a module of the user's.
+
+    Args:
+        name: its name; one such as ``blocks.3.mlp.hook_post`` says its layer.
+        depth: the layer, where the name does not say it.
+    """
+    stack, _, rest = name.partition(".")
+    index = rest.partition(".")[0]
+    inside = index.isdigit()
+    return Point(name, Site(name, "output"), View(), "...", int(index) if inside else depth, stack=stack * inside)
 
 
 class HookPoint(bridge_point.HookPoint, nn.Module):
@@ -69,9 +79,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
 
     def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
         nn.Module.__init__(self)
-        super().__init__(
-            point or Point("", Site("", "output"), View(), "...", -1, stack=""), order, attaches or Loose()
-        )
+        super().__init__(point or point_named(""), order, attaches or Loose())
         self.is_loose = point is None
         if point is None:
             self.name = None  # type: ignore[assignment]  # until `setup` gives it one
@@ -84,21 +92,6 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         """As for `bridge.HookPoint.apply`; or, with a function, as for `torch.nn.Module.apply`."""
         return super().apply(x, call, copy) if call is not None else nn.Module.apply(self, x)
 
-    def add_hook(  # type: ignore[override]
-        self,
-        hook: HookFunction,
-        dir: str = "fwd",
-        is_permanent: bool = False,
-        level: int | None = None,
-        prepend: bool = False,
-    ) -> Handle:
-        """Adds a function."""
-        return super().add_hook(hook, dir, is_permanent, level, prepend)
-
-    def add_perma_hook(self, hook: HookFunction, dir: str = "fwd") -> Handle:  # type: ignore[override]
-        """Adds a hook that stays unless permanent ones are removed too."""
-        return self.add_hook(hook, dir, is_permanent=True)
-
     def register_forward_hook(self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any) -> Any:
         """Adds a function of torch's kind, called as ``hook(point, (activation,), activation)``."""
         if any(kwargs.values()):
@@ -109,19 +102,12 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
     @property
     def fwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
         """The functions that were added to it."""
-        return self._handles("fwd")
+        return [LensHandle(hook, hook.is_permanent, hook.context_level) for hook in super().fwd_hooks]
 
     @property
     def bwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
         """The functions of gradients that were added to it."""
-        return self._handles("bwd")
-
-    def _handles(self, kind: str) -> list[LensHandle]:
-        return [
-            LensHandle(Handle(self, listener, self._attaches), listener.permanent, listener.level)
-            for listener in self.listeners
-            if listener.kind == kind
-        ]
+        return [LensHandle(hook, hook.is_permanent, hook.context_level) for hook in super().bwd_hooks]
 
     def leave(self) -> tuple[Listener, ...]:
         """Takes its hooks away, and makes it belong to nobody. Gives the hooks."""
@@ -144,10 +130,3 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         HookPoint.__init__(self)
         self.__dict__.update({name: value for name, value in state.items() if name not in ("name", "ctx")})
         self.name, self.ctx = state["name"], state["ctx"]
-
-    def layer(self) -> int:
-        """The number in a name such as ``blocks.3.mlp.hook_post``."""
-        part = (self.name or "").split(".")[1:2]
-        if not part or not part[0].isdigit():
-            raise ValueError(f"the hook point {self.name!r} belongs to no layer")
-        return int(part[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bridge.facade.hooks import AddsHooks
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.names import Names, NamesFilter
-from bridge.legacy.point import HookFunction, HookPoint
+from bridge.legacy.point import HookFunction, HookPoint, point_named
 
 Hooks = Sequence[tuple[NamesFilter, HookFunction]]
 Device = torch.device | str | None
@@ -56,7 +56,7 @@ class HookedRootModule(nn.Module, AddsHooks):
                 module.name = name  # type: ignore[assignment]
                 self.mod_dict[name] = module
                 if isinstance(module, HookPoint):
-                    module.order = len(self.hook_dict)
+                    module.order, module.point = len(self.hook_dict), point_named(name)
                     self.hook_dict[name] = module
 
     def hook_points(self) -> Collection[AnyHookPoint]:
@@ -110,14 +110,12 @@ class HookedRootModule(nn.Module, AddsHooks):
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*args, **kwargs)
 
-    def cache_all(
-        self, cache: Activations | None, incl_bwd: bool = False, device: Device = None, remove_batch_dim: bool = False
-    ) -> None:
+    def cache_all(self, cache: Activations | None, *args: Any, **kwargs: Any) -> None:
         """The old name of `add_caching_hooks` without a filter."""
-        self.add_caching_hooks(None, incl_bwd, device, remove_batch_dim, cache)
+        self.cache_some(cache, None, *args, **kwargs)
 
     def cache_some(
-        self, cache: Activations | None, names: Callable[[str], bool], incl_bwd: bool = False, device: Device = None,
+        self, cache: Activations | None, names: NamesFilter, incl_bwd: bool = False, device: Device = None,
         remove_batch_dim: bool = False,
     ) -> None:  # fmt: skip
         """The old name of `add_caching_hooks` with a filter."""
