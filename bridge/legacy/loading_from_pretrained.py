@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from typing import Any
 
 import torch
@@ -11,16 +12,12 @@ from torch import Tensor
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
+from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.missing import says_what_is_missing
-from bridge.legacy.model_names import (
-    DEFAULT_MODEL_ALIASES,
-    MODEL_ALIASES,
-    OFFICIAL_MODEL_NAMES,
-    get_official_model_name,
-)
 from bridge.legacy.own_format import own_format
 from bridge.legacy.utilities.devices import get_device
+from bridge.loading.model_names import BY_NAME, MODEL_ALIASES, OFFICIAL_MODEL_NAMES, hub_name
 from bridge.loading.training_checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
 
 __all__ = [
@@ -31,13 +28,26 @@ __all__ = [
 
 #: Models that HookedTransformer runs without BOS.
 _WITHOUT_BOS = ("BloomForCausalLM", "QWenLMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+#: The shortest name of each model.
+DEFAULT_MODEL_ALIASES = [min(MODEL_ALIASES[hub] or [hub], key=len) for hub in OFFICIAL_MODEL_NAMES]
 PYTHIA_CHECKPOINTS = list(PYTHIA_STEPS)
 STANFORD_CRFM_CHECKPOINTS = list(STANFORD_STEPS)
 
 
 def make_model_alias_map() -> dict[str, str]:
     """Every name of a model, in small letters, and the hub name that it stands for."""
-    return {name.lower(): hub for hub, names in MODEL_ALIASES.items() for name in (hub, *names)}
+    return dict(BY_NAME)
+
+
+def get_official_model_name(model_name: str) -> str:
+    """The hub name of a model."""
+    name = hub_name(model_name)
+    if "/" in name or name in MODEL_ALIASES or os.path.isdir(name):
+        return name
+    raise ValueError(
+        f"no model is known as {model_name!r}.{suggestion(model_name.lower(), BY_NAME)} A hub name with its "
+        "organisation, or a folder, works as well."
+    )
 
 
 def get_pretrained_model_config(

@@ -16,8 +16,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from torch import Tensor
 
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.loading.model_names import OWN_FORMAT
 
-_OWNERS = ("NeelNanda/", "ArthurConmy/redwood_attn_2l", "Baidicoot/Othello-GPT-Transformer-Lens")
 #: How the hub is asked.
 _HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 #: What such configurations call fields otherwise.
@@ -140,7 +140,7 @@ def own_format(name: str, given: Mapping[str, Any]) -> OwnFormat | None:
     """
     if not os.path.isdir(name):
         hub = {key: given[key] for key in _HUB if key in given}
-        return OwnFormat(name, hub) if name.startswith(_OWNERS) else None
+        return OwnFormat(name, hub) if name.startswith(OWN_FORMAT) else None
     config = Path(name, "config.json")
     if not config.is_file() or not any(Path(name).glob("*.pth")):
         return None
