@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
 HookFunction = Callable[..., Tensor | None]
 #: ``fwd`` and ``bwd`` are functions of the user; ``read`` only looks at the activation; ``edge`` is given the
-#: activation that later computation uses, to ask for its gradient; ``follow`` takes over what was written elsewhere.
+#: activation that later computation uses, to ask for its gradient; ``follow`` takes over what was made elsewhere.
 Kind = Literal["fwd", "bwd", "read", "edge", "follow"]
 
 

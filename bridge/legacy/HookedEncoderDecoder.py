@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from adapters.paths import base_path, join
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
 from bridge.legacy.reweighing import WeightsAsBefore
@@ -88,19 +87,6 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
         if one_zero_attention_mask is not None:
             more["attention_mask"] = one_zero_attention_mask
         return super().generate(input, max_new_tokens, **more)
-
-    def _paths(self) -> Iterator[tuple[str, str]]:
-        base = base_path(self.original_model)
-        for stack in self.architecture.stacks:
-            blocks: Any = self.original_model.get_submodule(join(base, stack.path))
-            for i in range(len(blocks)):
-                path = join(base, stack.path, str(i))
-                for part, below in stack.block_at(i).module_paths.items():
-                    yield f"{stack.name}.{i}.{part}", join(path, below)
-                yield f"{stack.name}.{i}", path
-            assert stack.final_norm
-            yield f"{stack.name}_final_ln", join(base, stack.final_norm.path)
-        yield "embed", join(base, self.architecture.embed)
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors. Hooks inside of it act."""

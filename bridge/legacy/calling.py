@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.paths import base_path, join
+from adapters.paths import base_path, core_path, join
 from bridge.bridge import TransformerBridge
 from bridge.hooks.context import CURRENT, Scope, forward_pass, without_hooks
 from bridge.hooks.hook_point import HookPoint
@@ -29,35 +29,33 @@ class CallsParts(TransformerBridge):
 
     def _paths(self) -> Iterator[tuple[str, str]]:
         """The names of parts, and the paths of the modules that play them."""
-        stack = self.architecture.stack
-        for i, path in enumerate(self.block_paths):
-            for part, at in stack.block_at(i).module_paths.items():
-                yield f"blocks.{i}.{part}", join(path, at)
-            yield f"blocks.{i}", path
-        base = base_path(self.original_model)
-        for name, below in (
-            ("embed", self.architecture.embed),
-            ("pos_embed", self.architecture.pos_embed),
-            ("ln_final", stack.final_norm.path if stack.final_norm else None),
-        ):
+        declared, base = self.architecture, base_path(self.original_model)
+        for stack in declared.stacks:
+            for i in range(len(stack.modules(self.original_model.get_submodule(base)))):
+                path = join(base, stack.place_of(i))
+                yield f"{stack.name}.{i}", path
+                for part, at in stack.block_at(i).module_paths.items():
+                    yield f"{stack.name}.{i}.{part}", join(path, at)
+            if stack.final_norm:
+                name = "ln_final" if stack.name == "blocks" else f"{stack.name}_final_ln"
+                yield name, join(base, stack.final_norm.path)
+        for name, below in (("embed", declared.embed), ("pos_embed", declared.pos_embed)):
             if below:
                 yield name, join(base, below)
+        if declared.unembed:
+            yield "unembed", join(core_path(self.original_model), declared.unembed)
+
+    def find_module(self, name: str) -> nn.Module | None:
+        """The Hugging Face module that plays a part; None where no module plays it alone."""
+        path = dict(self._paths()).get(name)
+        return None if path is None else self.original_model.get_submodule(path)
 
     def module_of(self, name: str) -> nn.Module:
         """The Hugging Face module that plays a part."""
         found = self.find_module(name)
         if found is None:
-            paths = dict(self._paths())
-            raise AttributeError(f"{name} is not one module of the model.{suggestion(name, paths)}")
+            raise AttributeError(f"{name} is not one module of the model.{suggestion(name, dict(self._paths()))}")
         return found
-
-    def find_module(self, name: str) -> nn.Module | None:
-        """The Hugging Face module that plays a part; None where no module plays it alone."""
-        if name == "unembed":
-            found: nn.Module = self.core.get_output_embeddings()
-            return found
-        path = dict(self._paths()).get(name)
-        return None if path is None else self.original_model.get_submodule(path)
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors. Hooks inside of it act.

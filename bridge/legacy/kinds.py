@@ -75,16 +75,6 @@ class AbstractAttention(Part):
         types = self.host.cfg.attn_types
         return "global" if types is None else types[self.layer_id]
 
-    @property
-    def OV(self) -> Any:
-        """The matrices from what heads read to what they write."""
-        return self.host.tree.get(self.name, "OV")
-
-    @property
-    def QK(self) -> Any:
-        """The matrices of queries and keys."""
-        return self.host.tree.get(self.name, "QK")
-
 
 class Attention(AbstractAttention):
     """Attention with keys and values for each head."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,48 +13,14 @@ from adapters.config import ModelConfig
 from adapters.paths import join
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.point import CALLS, HookPoint
-from bridge.weights.component_tree import Component, Tree
+from bridge.weights.component_tree import Component
+
+if TYPE_CHECKING:
+    from bridge.legacy.placing import PartsAsBefore
 
 #: What HookedTransformer's attention keeps beside its parameters: read from the model, and fixed by it.
 BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _IN_TRACES = ("input", "inputs", "output")
-
-
-class Host(Protocol):
-    """The model that a part belongs to."""
-
-    cfg: ModelConfig
-    original_model: nn.Module
-    parts: dict[str, Any]
-    own_weights: dict[str, list[str]]
-
-    @property
-    def tree(self) -> Tree:
-        """Names and weights."""
-
-    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
-        """Assigns to a part, a hook point or a weight."""
-
-    def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Writes weights into the model."""
-
-    def fits(self, name: str, value: Tensor) -> str | None:
-        """Why a weight cannot be written; None where it can."""
-
-    def module_of(self, name: str) -> nn.Module:
-        """The Hugging Face module that plays a part."""
-
-    def find_module(self, name: str) -> nn.Module | None:
-        """The same, or None where no single module does."""
-
-    def stand_in(self, part: Part) -> None:
-        """Lets the model call a part where it calls its own module."""
-
-    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
-        """What a part makes of tensors."""
-
-    def buffer_of(self, name: str, buffer: str) -> Tensor:
-        """What HookedTransformer's attention keeps beside its parameters."""
 
 
 class Part(nn.Module):
@@ -77,7 +43,7 @@ class Part(nn.Module):
     fields: ClassVar[dict[str, Any]] = {}
     #: Makes a model of a configuration.
     makes_host: ClassVar[Callable[..., Any]]
-    host: Host
+    host: PartsAsBefore
     name: str
 
     def __init__(self, cfg: Any, *more: Any, **kwargs: Any) -> None:
@@ -90,7 +56,7 @@ class Part(nn.Module):
         host.adopt_part(self)
 
     @classmethod
-    def of(cls, host: Host, name: str) -> Self:
+    def of(cls, host: PartsAsBefore, name: str) -> Self:
         """The part of this name, without what is in it."""
         part = cls.__new__(cls)
         part.__setstate__({"host": host, "name": name})
@@ -269,12 +235,12 @@ def put_in(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
 class Blocks(nn.ModuleList):
     """The blocks of a model, or the experts of a mixture."""
 
-    def __init__(self, modules: Any = None, host: Host | None = None, name: str = "") -> None:
+    def __init__(self, modules: Any = None, host: PartsAsBefore | None = None, name: str = "") -> None:
         super().__init__(modules)
         self.__dict__.update(host=host, name=name)
 
     def __setitem__(self, index: Any, module: nn.Module) -> None:
-        host: Host | None = self.__dict__["host"]
+        host: PartsAsBefore | None = self.__dict__["host"]
         if host is None:
             super().__setitem__(index, module)
         else:

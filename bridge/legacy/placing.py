@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from adapters.points import Point
 from adapters.views import View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
-from bridge.hooks.listener import Handle, Listener
+from bridge.hooks.listener import Handle, Listener, checked
 from bridge.hooks.names import suggestion
 from bridge.legacy.calling import CallsParts
 from bridge.legacy.in_place import InPlace
@@ -191,13 +191,11 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
             if why is not None:
                 raise ValueError(why) if "shape" in why else TypeError(why)
             self.write({full: value})
-        elif point is not None and not getattr(point, "is_loose", False):
+        elif full in self.parts or (point is not None and not getattr(point, "is_loose", False)):
             if not isinstance(value, nn.Module):
                 raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
-            self._splice(parent, name, point, value)
-        elif full in self.parts:
-            if not isinstance(value, nn.Module):
-                raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
+            if point is not None:
+                return self._splice(parent, name, point, value)
             if name == "pos_embed" or isinstance(self.parts[full], Blocks):
                 raise TypeError(f"{full} cannot be replaced: its modules can, or use hooks on its hook points")
             self.stand_in(self.parts[full])
@@ -233,7 +231,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
     def _splice(self, parent: nn.Module, name: str, point: AnyHookPoint, module: nn.Module) -> None:
         """Calls a module with the activation at a hook point; later computation uses what it returns."""
         if point.name in self.spliced:
-            self.spliced.pop(point.name)[1].remove()
+            self.spliced.pop(point.name).remove()
         if isinstance(module, HookPoint) and not module._modules:
             hooks = module.leave() if module is not point else ()
             parent._modules[name] = point  # type: ignore[assignment]
@@ -241,19 +239,18 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
                 self.wiring.add(point, listener)
         else:
             parent._modules[name] = module
-            self.spliced[point.name] = module, self._put_at(point, module)
+            self.spliced[point.name] = self._put_at(point, module)
         self.setup()
 
     def _put_at(self, point: AnyHookPoint, module: nn.Module) -> Handle:
         def call(activation: Tensor, hook: HookPoint) -> Tensor:
             token = CALLS.set({**CALLS.get(), hook: None})  # it may call the hook point, whose hooks the model runs
             try:
-                return module(activation)  # type: ignore[no-any-return]
+                return checked(module(activation.clone()), activation, listener, point)
             finally:
                 CALLS.reset(token)
 
-        # Hooks in it are of this run, as in no other function of the user's.
-        listener = Listener("fwd", call, permanent=True, in_run=True)
+        listener = Listener("follow", call)  # no hook of the user's: it stays, and what it computes is of the run
         self.wiring.add(point, listener)
         return Handle(point, listener, self.wiring)
 
@@ -262,20 +259,6 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
             self.put(self, "", name, value)
         else:
             super().__setattr__(name, value)
-
-    def reset_hooks(
-        self,
-        clear_contexts: bool = True,
-        direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        """Removes hooks."""
-        super().reset_hooks(clear_contexts, direction, including_permanent, level)
-        if including_permanent:
-            for name, (module, handle) in self.spliced.items():
-                handle.remove()
-                self.spliced[name] = module, self._put_at(self.hook_dict[name], module)
 
     # Weights.
 
@@ -320,30 +303,12 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         """The weights by HookedTransformer's names: views of the model's own parameters."""
         return nn.Module.state_dict(self, *args, **kwargs)
 
-    @property
-    def training(self) -> bool:  # type: ignore[override]
-        """Whether the model is in training mode."""
-        model = self.__dict__.get("original_model")
-        return True if model is None else model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        """`torch.nn.Module` sets it where a module is made."""
-
     def to(self, *args: Any, print_details: bool = True, **kwargs: Any) -> Self:
         """Moves the model and what was put in, or changes the type of their weights."""
         given = [x for x in args if x is not None and not isinstance(x, bool)]
         for module in (self.original_model, *(theirs for *_, theirs in self._theirs())):
             module.to(*given, **kwargs)
         return self
-
-    def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Moves the model to a GPU."""
-        return self.to(f"cuda:{device}" if isinstance(device, int) else device or "cuda")
-
-    def cpu(self) -> Self:
-        """Moves the model to the CPU."""
-        return self.to("cpu")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.original_model._apply(fn, recurse)
