@@ -26,6 +26,8 @@ class CallsParts(TransformerBridge):
 
     #: What stands in the forward of Hugging Face modules, by part.
     calls: dict[str, InPlace]
+    #: The parts by name.
+    parts: dict[str, Any]
 
     def _paths(self) -> Iterator[tuple[str, str]]:
         """The names of parts, and the paths of the modules that play them."""
@@ -80,14 +82,12 @@ class CallsParts(TransformerBridge):
             >>> torch.allclose(logits, model("Mary and John"), atol=1e-4)
             True
         """
-        stack, _, part = name.partition(".")
-        last = name.rpartition(".")[2]
-        if stack == "blocks" and part.isdigit():
-            made: Tensor = self(*inputs, start_at_layer=int(part), stop_at_layer=int(part) + 1, **kwargs)
-            return made
+        above, _, last = name.rpartition(".")
+        if above == "blocks":
+            return self(*inputs, start_at_layer=int(last), stop_at_layer=int(last) + 1, **kwargs)  # type: ignore[no-any-return]
         if name == "pos_embed":
             return position_embeddings(self.weights["pos_embed.W_pos"], *inputs, **kwargs)
-        if stack == "blocks" and part.partition(".")[2] == "attn":
+        if last == "attn":
             return self._attend(name, *inputs, **kwargs)
         if last not in ("embed", "mlp", "unembed") and not last.startswith("ln"):
             raise TypeError(f"{name} cannot be called by itself: run the model, with start_at_layer and stop_at_layer")
@@ -117,9 +117,8 @@ class CallsParts(TransformerBridge):
         additive_attention_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """What attention makes of what queries, keys and values read: where they differ, each is projected in a run of
-        its own.
-        """
+        """What attention makes of what queries, keys and values read; others than the values' are projected in runs of
+        their own."""
         if past_kv_cache_entry is not None or additive_attention_mask is not None:
             raise TypeError(f"{name} by itself takes no cache and no additive mask: run the model with past_kv_cache")
         for given in (query_input, key_input, value_input):
@@ -129,16 +128,14 @@ class CallsParts(TransformerBridge):
                     "hook_q_input, hook_k_input and hook_v_input change what each head reads"
                 )
         value = query_input if value_input is None else value_input
-        fixed: list[tuple[HookPoint, Tensor]] = []
+        edits: list[tuple[HookPoint, Any]] = []
         for letter, given in (("q", query_input), ("k", query_input if key_input is None else key_input)):
             if given is not value and not torch.equal(given, value):
                 point, kept = self.names.find(f"{name}.hook_{letter}"), list[Tensor]()
+                keep = [(point, lambda x, hook, kept=kept: kept.append(x))]
                 with without_hooks():
-                    self._run_in_block(
-                        name, given, [(point, lambda x, hook, kept=kept: kept.append(x))], attention_mask
-                    )
-                fixed.append((point, kept[0]))
-        edits = [(point, lambda x, hook, made=made: made) for point, made in fixed]
+                    self._run_in_block(name, given, keep, attention_mask)
+                edits.append((point, lambda x, hook, kept=kept: kept[0]))
         return self._run_in_block(name, value, edits, attention_mask)
 
     def _run_in_block(
@@ -177,26 +174,15 @@ class CallsParts(TransformerBridge):
         return made
 
     def buffer_of(self, name: str, buffer: str) -> Tensor:
-        """What HookedTransformer's attention keeps beside its parameters.
-
-        Args:
-            name: the attention.
-            buffer: ``mask`` (what positions see, ``[n_ctx, n_ctx]``), ``IGNORE``, ``rotary_sin`` or ``rotary_cos`` (the
-                model's own, ``[n_ctx, rotary_dim]``).
-
-        Raises:
-            AttributeError: the model has no such thing.
-        """
+        """What HookedTransformer's attention keeps beside its parameters: ``mask`` (what positions see, ``[n_ctx,
+        n_ctx]``), ``IGNORE``, ``rotary_sin`` and ``rotary_cos`` (the model's own, ``[n_ctx, rotary_dim]``)."""
         n, device = self.cfg.n_ctx or 0, self.cfg.device
         if buffer == "IGNORE":
             return torch.tensor(-torch.inf, device=device)
         if buffer == "mask":
-            seen = torch.ones(n, n, dtype=torch.bool, device=device)
+            seen, window = torch.ones(n, n, dtype=torch.bool, device=device), self.cfg.window_size
             seen = seen.tril() if self.cfg.attention_dir == "causal" else seen
-            types = self.cfg.attn_types
-            if types is not None and types[int(name.split(".")[1])] == "local" and self.cfg.window_size:
-                seen = seen.triu(1 - self.cfg.window_size)
-            return seen
+            return seen.triu(1 - window) if window and self.parts[name].attn_type == "local" else seen
         rotary = getattr(self.original_model.get_submodule(base_path(self.original_model)), "rotary_emb", None)
         if rotary is None:
             raise AttributeError(f"{self.cfg.model_name} has no table of rotations: {name} has no {buffer}")

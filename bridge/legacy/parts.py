@@ -115,11 +115,10 @@ class Part(nn.Module):
             CALLS.reset(token)
 
     def __getattr__(self, attribute: str) -> Any:
-        try:
-            return super().__getattr__(attribute)
-        except AttributeError:
-            if attribute.startswith("__") or "host" not in self.__dict__:
-                raise
+        if attribute in self._modules:
+            return self._modules[attribute]
+        if attribute.startswith("__") or "host" not in self.__dict__:
+            raise AttributeError(attribute)
         if attribute == "module":
             return self.host.module_of(self.name)  # which says why there is none
         if attribute in _IN_TRACES:
@@ -211,14 +210,14 @@ def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     reads = [*inputs, *(kwargs[key] for key in ("query_input", "key_input", "value_input") if key in kwargs)]
     if not reads:
         reads = [value for value in kwargs.values() if isinstance(value, Tensor)]
-    first = reads[0]
+    first: Tensor = reads[0]
     for other in reads[1:3]:
         if isinstance(other, Tensor) and other is not first and not torch.equal(other, first):
             raise TypeError(
                 f"inside a run, {name} reads one tensor: inputs of queries, keys and values differ by hooks on "
                 "hook_q_input, hook_k_input and hook_v_input"
             )
-    return first  # type: ignore[no-any-return]
+    return first
 
 
 def put_in(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:

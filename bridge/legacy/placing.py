@@ -146,12 +146,10 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
                 del points[name]
                 assert isinstance(point, HookPoint)
                 point.set_listeners(point.leave())
-        for name, point in here.items():
-            if points.get(name) is point:
-                continue
-            if name in points:
-                raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
-            self._place(name, point)
+        for name in (name for name, point in here.items() if points.get(name, point) is not point):
+            raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
+        for name in [name for name in here if name not in points]:
+            self._place(name, here[name])
         if placed or here:
             in_order = sorted(points.items(), key=lambda item: item[1].order)
             points.clear()
@@ -160,7 +158,8 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         self._tree.refresh()
 
     def _place(self, name: str, point: HookPoint) -> None:
-        place = point_named(name, self.cfg.n_layers if name.startswith(("ln_final.", "unembed.")) else -1)
+        depth = self.cfg.n_layers if name.startswith(("ln_final.", "unembed.")) else -1
+        place = point_named(name, depth, [stack.name for stack in self.architecture.stacks])
         others = self.wiring.points.values()
         order = max((hook.order for hook in others if hook.point.depth == place.depth), default=len(others))
         hooks = point.leave()
@@ -200,7 +199,12 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
                 raise TypeError(f"{full} cannot be replaced: its modules can, or use hooks on its hook points")
             self.stand_in(self.parts[full])
             parent._modules[name] = value
-            self.setup()
+            try:
+                self.setup()
+            except ValueError:
+                parent._modules[name] = was
+                self.setup()
+                raise
         else:
             known = [*parent._modules, *(word for word in self._tree.children.get(prefix, ()))]
             hint = suggestion(name, known) if isinstance(value, nn.Module | Tensor) and was is None else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -44,16 +44,17 @@ class Loose:
         point.set_listeners(tuple(listener for listener in point.listeners if listener not in gone))
 
 
-def point_named(name: str, depth: int = -1) -> Point:
+def point_named(name: str, depth: int = -1, stacks: Collection[str] | None = None) -> Point:
     """A place in a module of the user's.
 
     Args:
         name: its name; one such as ``blocks.3.mlp.hook_post`` says its layer.
         depth: the layer, where the name does not say it.
+        stacks: what names of layers begin with; None: whatever stands before a number.
     """
     stack, _, rest = name.partition(".")
     index = rest.partition(".")[0]
-    inside = index.isdigit()
+    inside = index.isdigit() and (stacks is None or stack in stacks)
     return Point(name, Site(name, "output"), View(), "...", int(index) if inside else depth, stack=stack * inside)
 
 
