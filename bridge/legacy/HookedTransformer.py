@@ -76,8 +76,7 @@ _LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
 class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsAsBefore):  # type: ignore[misc]
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
-    The Hugging Face model runs, as in any bridge; `state_dict` and `named_parameters` have its names, and
-    `tl_parameters` gives the weights by HookedTransformer's.
+    The Hugging Face model runs, as in any bridge.
 
     Args:
         cfg: a `HookedTransformerConfig` or its fields, or another model's `cfg`, for a model with random weights
@@ -112,10 +111,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
             given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
             for name in _KEPT & given.keys():
                 setattr(self.cfg, name, given[name])
-        if tokenizer is not None:
-            self.set_tokenizer(tokenizer, default_padding_side)
-        elif found is not None:
-            self._adopt(found, default_padding_side)
+        if found is not None:
+            self.set_tokenizer(found, default_padding_side)
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
@@ -146,27 +143,13 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
     ) -> Any:
         """Loads a model and processes its weights. What it forbids is left out, with a warning in the log.
 
+        The arguments are HookedTransformer's. An `hf_model` is copied where anything has to change; a tokenizer always.
+
         Args:
-            model_name: a short name such as ``gpt2-small``, a hub name, or a folder.
-            fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: as for
-                `TransformerBridge.process_weights`.
-            checkpoint_index, checkpoint_value: a training checkpoint.
-            hf_model: use this model, or a copy of it where anything has to change.
-            device: where to put the model; None: the first accelerator, or the CPU.
-            n_devices: spread it over this many accelerators.
-            tokenizer: use a copy of this one rather than load one.
-            move_to_device: False leaves it on the CPU.
-            default_prepend_bos: whether texts start with BOS; None: as HookedTransformer has it for this model.
-            default_padding_side: where shorter texts are padded.
-            dtype: of the weights.
-            first_n_layers: only so many of the layers.
-            n_ctx: another context length.
-            from_pretrained_kwargs: ``revision``, ``trust_remote_code``, ``attn_implementation``, ``model_class``,
-                ``cache_dir``, ``force_download``, ``local_files_only``, ``token``, and ``torch_dtype`` for `dtype`.
+            from_pretrained_kwargs: what `TransformerBridge.boot_transformers` takes, and ``torch_dtype`` for `dtype`.
 
         Raises:
-            ValueError: an unknown name; a model in TransformerLens' own format; an encoder-decoder model; arguments
-                that exclude each other.
+            ValueError: an unknown name, a model that is no decoder, or arguments that exclude each other.
             TypeError: an argument that nobody knows.
 
         Example:
@@ -186,10 +169,10 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
                 default_prepend_bos=default_prepend_bos, checkpoint_index=checkpoint_index,
                 checkpoint_value=checkpoint_value, n_ctx=n_ctx, **own.hub,
             )  # fmt: skip
-            made = cls(config, tokenizer, move_to_device, default_padding_side)
-            take_own(made, own, config)
-            made.process_weights_(*steps)
-            return made
+            bridge: Any = cls(config, tokenizer, move_to_device, default_padding_side)
+            take_own(bridge, own, config)
+            bridge.process_weights_(*steps)
+            return bridge
         bridge = cls._load(
             model_name, hf_model=hf_model, tokenizer=tokenizer, device=device, move_to_device=move_to_device,
             dtype=dtype, passed_on=from_pretrained_kwargs, n_devices=n_devices, processing=any(steps),
@@ -207,8 +190,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         else:
             context_fields(bridge.core.config, n_ctx)  # an `hf_model` may have fewer positions
             cfg.n_ctx = n_ctx
-        if bridge.tokenizer is not None:
-            bridge._adopt(bridge.tokenizer, default_padding_side)  # a copy already
+        if bridge.tokenizer is not None and default_padding_side != "right":
+            bridge.set_tokenizer(bridge.tokenizer, default_padding_side)
         cfg.default_prepend_bos = starts_with_bos(cfg, default_prepend_bos)
         if any(steps):
             bridge.process_weights_(*steps)
@@ -234,17 +217,13 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"{type(tokenizer).__name__} is no Hugging Face tokenizer")
-        self._adopt(copy.deepcopy(tokenizer), default_padding_side)
-
-    def _adopt(self, tokenizer: Any, side: str) -> None:
-        if side not in ("left", "right"):
-            raise ValueError(f'default_padding_side is {side!r}; it must be "left" or "right"')
-        tokenizer.padding_side = side
-        if tokenizer.eos_token is not None:
-            for name in ("pad_token", "bos_token"):
-                if getattr(tokenizer, name) is None:
-                    setattr(tokenizer, name, tokenizer.eos_token)
-        self.tokenizer = tokenizer
+        if default_padding_side not in ("left", "right"):
+            raise ValueError(f'default_padding_side is {default_padding_side!r}; it must be "left" or "right"')
+        self.tokenizer = tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.padding_side = default_padding_side
+        for name in ("pad_token", "bos_token"):
+            if getattr(tokenizer, name) is None and tokenizer.eos_token is not None:
+                setattr(tokenizer, name, tokenizer.eos_token)
         self.cfg.tokenizer_name = tokenizer.name_or_path or None
         self.cfg.tokenizer_prepends_bos = self.tokenizer_facts.adds_bos
 
@@ -266,7 +245,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
     def init_weights(self) -> None:
-        """Draws the weights of a model that was made from a configuration anew, as that says."""
+        """Draws the weights of a model that was made from a configuration anew."""
         if not isinstance(self.core, NativeModel):
             raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
         self.core.draw_weights()

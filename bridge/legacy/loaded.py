@@ -58,20 +58,19 @@ class LoadedAsBefore(TransformerBridge):
         """A bridge around a loaded model, or around the given one: a copy of it where anything has to change."""
         kind = as_type(passed_on.pop("torch_dtype", dtype))
         passed_on.pop("low_cpu_mem_usage", None)  # as transformers always loads now
-        for name in passed_on:
-            if hint := suggestion(name, _PASSED_ON) if name not in _PASSED_ON else "":
+        for name in passed_on.keys() - set(_PASSED_ON):
+            if hint := suggestion(name, _PASSED_ON):
                 raise TypeError(f"{name!r} is no argument of from_pretrained.{hint}")
         official = get_official_model_name(model_name)
-        target = None if not move_to_device or n_devices > 1 else torch.device(device or get_device())
+        intended = torch.device(device or get_device()) if n_devices == 1 else None
+        target = intended if move_to_device else None
         loading["n_devices"] = n_devices if n_devices > 1 else None
         if hf_model is None:
-            loading["dtype"] = kind
+            loading |= {"dtype": kind, "device": None if "device_map" in passed_on else target}
         else:
             loading |= {"hf_model": _copied(text_model(hf_model), processing, kind, target), "n_ctx": None}
         bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
-        if target is not None and hf_model is None:
-            bridge.original_model.to(target)
-        bridge.intended_device = torch.device(device or get_device()) if n_devices == 1 else None
+        bridge.intended_device = intended
         bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
         return bridge
 
