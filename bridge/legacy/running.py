@@ -11,17 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.inputs.arguments import accepted_arguments
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.slices import Slice
-from bridge.legacy.tokens import (
-    get_attention_mask,
-    get_offset_position_ids,
-    position_embeddings,
-)
+from bridge.legacy.tokens import get_attention_mask, position_embeddings
 from bridge.run.checks import as_tokens, texts_in
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import check_layers
@@ -97,16 +92,8 @@ class RunsAsBefore(TransformerBridge):
         attention_mask: Int[Tensor, "batch pos"] | None = None,
         past_kv_cache: HookedTransformerKeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What enters the first block, for runs with `start_at_layer`.
-
-        Args:
-            input: text, texts or tokens.
-            prepend_bos, padding_side, attention_mask: as for `forward`.
-            past_kv_cache: of earlier tokens; the mask of these is added to it unless it is frozen.
-
-        Returns:
-            The residual stream ``[batch, pos, d_model]``; the tokens; the positional embeddings of a shortformer model,
-            else None; the mask of all tokens so far, or None where nothing is masked.
+        """What enters the first block, for runs with `start_at_layer`: the residual stream, the tokens, the positional
+        embeddings of a shortformer model, and the mask of all tokens so far; None where there are none.
 
         Example:
             >>> import torch
@@ -193,20 +180,15 @@ class RunsAsBefore(TransformerBridge):
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if not bool(mask.all()):
             kwargs["attention_mask"] = mask
-            if "position_ids" in accepted_arguments(type(self.core).forward):
-                kwargs.setdefault("position_ids", get_offset_position_ids(0, mask)[:, -input.shape[1] :])
         output = super().forward(input, return_type, past_key_values=past, use_cache=True, **kwargs)
         if not cache.frozen:
             cache.past_key_values, cache.previous_attention_mask = past, mask
         return output
 
     def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
-        """The hook points that a filter chooses. A function chooses among those that are switched on, as these alone
-        fire in HookedTransformer; if it chooses none of them, among all."""
+        """The hook points that a filter chooses: a function among those that are on, and if it finds none, among all."""
         points = super().select_hooks(names)
-        if not callable(names):
-            return points
-        on = set(super().select_hooks(None))
+        on = set(super().select_hooks(None)) if callable(names) else ()
         return [point for point in points if point in on] or points
 
     def points_of_run(self, names: NamesFilter | HookPoint, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
@@ -260,27 +242,16 @@ class RunsAsBefore(TransformerBridge):
         as_embeddings = return_type == "embeds" or (embedded and return_type == "input")
         if stop_at_eos and eos_token_id is None and self.tokenizer is not None:
             eos_token_id = self.tokenizer.eos_token_id
-        sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0}
-        if do_sample and temperature > 0:
-            sampling |= {
-                "top_k": 0 if top_k is None else top_k,
-                "top_p": 1.0 if top_p is None else top_p,
-                "temperature": temperature,
-            }
+        sampled = do_sample and temperature > 0
+        sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
+        if sampled:
+            drawn_from = {"top_k": 0 if top_k is None else top_k, "top_p": 1.0 if top_p is None else top_p}
+            sampling |= drawn_from | {"temperature": temperature}
         made = super().generate(
-            input,
-            max_new_tokens,
-            stop_at_eos=stop_at_eos,
-            eos_token_id=eos_token_id,
-            do_sample=do_sample and temperature > 0,
-            freq_penalty=freq_penalty,
-            use_past_kv_cache=use_past_kv_cache,
-            prepend_bos=prepend_bos,
-            padding_side=padding_side,
-            return_type="tokens" if as_embeddings or return_type == "tensor" else return_type,
-            verbose=verbose,
-            **(sampling | more),
-        )
+            input, max_new_tokens, stop_at_eos=stop_at_eos, eos_token_id=eos_token_id, freq_penalty=freq_penalty,
+            use_past_kv_cache=use_past_kv_cache, prepend_bos=prepend_bos, padding_side=padding_side, verbose=verbose,
+            return_type="tokens" if as_embeddings or return_type == "tensor" else return_type, **(sampling | more),
+        )  # fmt: skip
         if as_embeddings:
             new = self.core.get_input_embeddings()(made)
             return torch.cat([input, new], dim=1) if embedded else new  # type: ignore[list-item]
