@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ import bridge.legacy.loading_from_pretrained as loading
 import bridge.legacy.utils as utils
 from adapters.config import ModelConfig
 from bridge.cache.activation_cache import ActivationCache
-from bridge.legacy.datasets import get_dataset
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.kinds import (
     Embed,
@@ -67,10 +65,6 @@ _KEPT = {
     "init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed",
     "ungroup_grouped_query_attention",
 }  # fmt: skip
-#: The data sets of HookedTransformer that are like what models were trained on.
-_LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
-    ("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
-)
 
 
 class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsAsBefore):  # type: ignore[misc]
@@ -103,10 +97,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         move_to_device: bool = True,
         default_padding_side: Side = "right",
     ) -> None:
-        model, found, where = self._make(cfg, tokenizer, move_to_device)
+        model, found = self._make(cfg, tokenizer, move_to_device)
         super().__init__(model)
-        self.intended_device = where
-        self.dataset: Any = None
         if isinstance(cfg, HookedTransformerConfig | Mapping) and not isinstance(cfg, ModelConfig):
             given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
             for name in _KEPT & given.keys():
@@ -226,23 +218,6 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
                 setattr(tokenizer, name, tokenizer.eos_token)
         self.cfg.tokenizer_name = tokenizer.name_or_path or None
         self.cfg.tokenizer_prepends_bos = self.tokenizer_facts.adds_bos
-
-    def load_sample_training_dataset(self, **kwargs: Any) -> Any:
-        """A small data set like what the model was trained on, as `dataset`."""
-        architecture = self.cfg.original_architecture
-        if architecture not in _LIKE_TRAINING:
-            raise ValueError(f"no data set is known for {architecture}; set model.dataset to one of your own")
-        self.dataset = get_dataset(_LIKE_TRAINING[architecture], **kwargs)
-        return self.dataset
-
-    def sample_datapoint(
-        self, tokenize: bool = False, prepend_bos: bool | None = None, padding_side: Side | None = None
-    ) -> Any:
-        """A text of `dataset`, drawn at random."""
-        if self.dataset is None:
-            self.load_sample_training_dataset()
-        text = self.dataset[random.randrange(len(self.dataset))]["text"]
-        return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
     def init_weights(self) -> None:
         """Draws the weights of a model that was made from a configuration anew."""

@@ -32,14 +32,6 @@ Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
 class LoadedAsBefore(TransformerBridge):
     """A bridge that is loaded with HookedTransformer's arguments, or made from its configuration."""
 
-    #: Where a model is to be, when it was not put there (``move_to_device=False``).
-    intended_device: torch.device | None = None
-
-    def move_model_modules_to_device(self) -> None:
-        """Puts the model where it would be without ``move_to_device=False``."""
-        if self.intended_device is not None:
-            self.original_model.to(self.intended_device)
-
     @classmethod
     def _load(
         cls,
@@ -62,26 +54,23 @@ class LoadedAsBefore(TransformerBridge):
             if hint := suggestion(name, _PASSED_ON):
                 raise TypeError(f"{name!r} is no argument of from_pretrained.{hint}")
         official = get_official_model_name(model_name)
-        intended = torch.device(device or get_device()) if n_devices == 1 else None
-        target = intended if move_to_device else None
+        target = torch.device(device or get_device()) if move_to_device and n_devices == 1 else None
         loading["n_devices"] = n_devices if n_devices > 1 else None
         if hf_model is None:
             loading |= {"dtype": kind, "device": None if "device_map" in passed_on else target}
         else:
             loading |= {"hf_model": _copied(text_model(hf_model), processing, kind, target), "n_ctx": None}
         bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
-        bridge.intended_device = intended
         bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
         return bridge
 
     @classmethod
-    def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any, torch.device | None]:
-        """The model and the tokenizer that a configuration describes, and where it is to be; a model is taken as it
-        is."""
+    def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any]:
+        """The model and the tokenizer that a configuration describes; a model is taken as it is."""
         if isinstance(given, str):
             raise TypeError(f"{given!r} is no configuration: {cls.__name__}.from_pretrained({given!r}) loads a model")
         if isinstance(given, nn.Module):
-            return given, tokenizer, None
+            return given, tokenizer
         config = HookedTransformerConfig.unwrap(given)
         if tokenizer is None and config.tokenizer_name is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
@@ -90,7 +79,7 @@ class LoadedAsBefore(TransformerBridge):
                 raise TokenError("Must provide a tokenizer if d_vocab is not provided")
             config.d_vocab = max(tokenizer.get_vocab().values()) + 1
             config.d_vocab_out = config.d_vocab if config.d_vocab_out < 1 else config.d_vocab_out
-        return cls._model_of(config, move_to_device), tokenizer, torch.device(config.device or get_device())
+        return cls._model_of(config, move_to_device), tokenizer
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
@@ -105,9 +94,8 @@ class UnprocessedAsBefore(LoadedAsBefore):
     loads: Any = None
 
     def __init__(self, cfg: Made, tokenizer: Any = None, move_to_device: bool = True) -> None:
-        model, tokenizer, where = self._make(cfg, tokenizer, move_to_device)
+        model, tokenizer = self._make(cfg, tokenizer, move_to_device)
         super().__init__(model)
-        self.intended_device = where
         self.tokenizer = tokenizer
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None) or None

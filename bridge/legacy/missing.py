@@ -24,6 +24,10 @@ NOT_HERE = {
     "HookedTransformer": {
         "get_residual": "input_to_embed, or a run with stop_at_layer=0, gives the first residual stream",
         "get_pos_offset": "the model works its positions out itself",
+        "move_model_modules_to_device": "model.to(device)",
+        **dict.fromkeys(
+            ("sample_datapoint", "load_sample_training_dataset"), "utils.get_dataset(name)[i]['text'] is a text"
+        ),
         "check_hooks_to_add": "heavy hook points need no switch before hooks are added",
         "fold_layer_norm": "model.process_weights(fold_ln=True, ...) works on the model, not on a state dict",
         "center_writing_weights": "model.process_weights(center_writing_weights=True, ...) works on the model",
@@ -44,6 +48,7 @@ NOT_HERE = {
         **dict.fromkeys(("NON_HF_HOSTED_MODEL_NAMES", "NEED_REMOTE_CODE_MODELS"), _LOADING),
     },
     f"{_ROOM}.utils": {
+        "print_gpu_mem": "torch.cuda.memory_allocated() says it",
         "check_structure": "it was for debugging TransformerLens",
         "LocallyOverridenDefaults": "methods take prepend_bos= and padding_side=",
         "get_tokenizer_with_bos": "a model starts texts with BOS by itself, once",

@@ -186,7 +186,7 @@ class RunsAsBefore(TransformerBridge):
         return output
 
     def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
-        """The hook points that a filter chooses: a function among those that are on, and if it finds none, among all."""
+        """The hook points that a filter chooses: a function among those that are on; if it finds none, among all."""
         points = super().select_hooks(names)
         on = set(super().select_hooks(None)) if callable(names) else ()
         return [point for point in points if point in on] or points

@@ -126,15 +126,12 @@ class UngroupsAsBefore(PartsAsBefore):
 
     def _rewire(self) -> None:
         """The bridge anew, around a model that has changed."""
-        kept = {name: getattr(self, name) for name in ("tokenizer", "dataset", "intended_device", "grouped")}
-        cfg, model = self.cfg, self.original_model
+        cfg, model, tokenizer, grouped = self.cfg, self.original_model, self.tokenizer, self.grouped
         self.__dict__.pop("_tree", None)
         TransformerBridge.__init__(self, model)  # a subclass of the user's may have other arguments
         for name in ("n_layers", "n_key_value_heads", "attn_types"):
             setattr(cfg, name, getattr(self.cfg, name))
-        self.cfg = cfg
-        for name, value in kept.items():
-            setattr(self, name, value)
+        self.cfg, self.tokenizer, self.grouped = cfg, tokenizer, grouped
 
 
 def _repeated(old: nn.Linear, groups: int, cfg: Any) -> nn.Linear:

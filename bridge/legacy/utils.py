@@ -102,11 +102,6 @@ def is_library_available(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def print_gpu_mem(step_name: str = "") -> None:
-    """Prints how much memory is allocated on the GPU."""
-    print(f"{step_name} ~ {torch.cuda.memory_allocated() / 2**30:.2f} GiB allocated on GPU.")
-
-
 def download_file_from_hf(
     repo_name: str,
     file_name: str,

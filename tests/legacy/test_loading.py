@@ -225,7 +225,7 @@ def test_a_configuration_and_a_state_dict_make_the_model(family, fold_ln):
     assert all(torch.equal(value, state[name]) for name, value in given.items())
     if fold_ln:
         assert not [name for name in model.tl_parameters() if ".ln1." in name]
-    model.move_model_modules_to_device()
+    model.to(cfg.device)
     assert model.cfg.device == torch.device("cpu")
 
 
@@ -270,18 +270,3 @@ def test_arguments_of_the_hub(tmp_path):
         str(DATA / "gpt2"), device="cpu", cache_dir=str(tmp_path), local_files_only=True, low_cpu_mem_usage=True
     )
     assert wrong_values(model, "gpt2", "processed") == []
-    assert model.intended_device == torch.device("cpu")
-
-
-def test_a_data_point(model):
-    with pytest.raises((ImportError, ConnectionError), match=r"stas/openwebtext-10k"):  # no package, or no network
-        model.sample_datapoint()
-    model.dataset = [{"text": "w1 w2"}]
-    try:
-        assert model.sample_datapoint() == "w1 w2"
-        assert torch.equal(model.sample_datapoint(tokenize=True), model.to_tokens("w1 w2"))
-    finally:
-        model.dataset = None
-    phi = HookedTransformer.from_pretrained_no_processing(str(DATA / "phi3"), device="cpu")
-    with pytest.raises(ValueError, match="no data set is known for Phi3ForCausalLM"):
-        phi.load_sample_training_dataset()
