@@ -28,12 +28,6 @@ _FIXED = {
 class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore):  # type: ignore[misc]
     """A model with an encoder and a decoder, such as T5. There is no processing, as in HookedTransformer.
 
-    Args:
-        cfg: a `HookedTransformerConfig` or its fields, for a T5 with random weights; or a Hugging Face model, which is
-            wrapped as it is.
-        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
-        move_to_device: put a new model where ``cfg.device`` says.
-
     Example:
         >>> from transformers import T5Config, T5ForConditionalGeneration
         >>> from bridge.legacy import HookedEncoderDecoder

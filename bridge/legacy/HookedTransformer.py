@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -237,15 +238,11 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
 
 def _with_one_layer(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
     """A model around a part that is made from a configuration."""
-    config = copy.copy(HookedTransformerConfig.unwrap(cfg))
+    config = HookedTransformerConfig.unwrap(cfg)
     length = kwargs.get("length", more[0] if more and "normalization_type" in fields else None)
     changes = {"n_layers": 1, "tokenizer_name": None, "d_vocab": max(config.d_vocab, 1), "seed": None} | fields
-    changes["d_vocab_out"] = max(config.d_vocab_out, 1)
-    if isinstance(length, int):
-        changes["d_model"] = length
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return HookedTransformer(config)
+    changes |= {"d_vocab_out": max(config.d_vocab_out, 1)} | ({"d_model": length} if isinstance(length, int) else {})
+    return HookedTransformer(replace(config, **changes))
 
 
 Part.makes_host = _with_one_layer

@@ -60,14 +60,9 @@ class CallsParts(TransformerBridge):
         return found
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
-        """What a part of the model makes of tensors. Hooks inside of it act.
-
-        Args:
-            name: ``embed`` (of tokens), ``pos_embed`` (of tokens, ``past_kv_pos_offset`` and ``attention_mask``: the
-                positions' embeddings, zero for padding), a block such as ``blocks.0`` (of a residual stream), its
-                norms, ``ln_final``, attention and MLP (of what they read), or ``unembed``. Attention is run within its
-                block, where hook points that stand before it see zeros.
-            inputs, kwargs: the tensor, and what else the part takes.
+        """What a part of the model makes of tensors: ``embed`` and ``pos_embed`` of tokens, a block of a residual
+        stream, norms, attention, MLP and ``unembed`` of what they read. Hooks inside of it act. Attention is run within
+        its block, where hook points that stand before it see zeros.
 
         Raises:
             TypeError: the part cannot be called by itself, or not with these.

@@ -107,16 +107,9 @@ def induction_loss(
 class IOIDataset(Dataset[dict[str, Tensor]]):
     """Prompts for indirect object identification (Wang et al. 2022, "Interpretability in the Wild").
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        templates: texts with ``[A]``, the indirect object, ``[B]``, the subject, and places for nouns, such as
-            ``[OBJECT]``; ``[A]`` ends them.
-        names: what stands for ``[A]`` and ``[B]``.
-        nouns: for each kind, what stands there.
-        num_samples: how many prompts.
-        symmetric: each comes with its twin, in which the names are exchanged.
-        prepend_bos: start prompts with BOS.
-        seed: of the choices, which are made apart from everybody else's.
+    Templates have places for ``[A]``, the indirect object, which ends them, ``[B]``, the subject, and kinds of nouns.
+    With `symmetric` each comes with its twin, in which the names are exchanged. The choices are made apart from
+    everybody else's.
 
     Raises:
         ValueError: fewer than two names.

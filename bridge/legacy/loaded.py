@@ -88,7 +88,14 @@ class LoadedAsBefore(TransformerBridge):
 
 
 class UnprocessedAsBefore(LoadedAsBefore):
-    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is."""
+    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is.
+
+    Args:
+        cfg: a `HookedTransformerConfig` or its fields, for a model with random weights; or a Hugging Face model, which
+            is wrapped as it is.
+        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
+        move_to_device: put a new model where ``cfg.device`` says.
+    """
 
     #: The class to load; None: what the configuration's architecture says.
     loads: Any = None

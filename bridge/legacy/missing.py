@@ -29,11 +29,16 @@ NOT_HERE = {
             ("sample_datapoint", "load_sample_training_dataset"), "utils.get_dataset(name)[i]['text'] is a text"
         ),
         "check_hooks_to_add": "heavy hook points need no switch before hooks are added",
-        "fold_layer_norm": "model.process_weights(fold_ln=True, ...) works on the model, not on a state dict",
-        "center_writing_weights": "model.process_weights(center_writing_weights=True, ...) works on the model",
-        "center_unembed": "model.process_weights(center_unembed=True, ...) works on the model",
-        "fold_value_biases": "model.process_weights(fold_value_biases=True, ...) works on the model",
-        "refactor_factored_attn_matrices": "model.process_weights(refactor_factored_attn_matrices=True, ...) does it",
+        **dict.fromkeys(
+            (
+                "fold_layer_norm",
+                "center_writing_weights",
+                "center_unembed",
+                "fold_value_biases",
+                "refactor_factored_attn_matrices",
+            ),
+            "model.process_weights works on the model, not on a state dict",
+        ),
     },
     f"{_ROOM}.components": {
         **dict.fromkeys(("BertBlock", "BertMLMHead", "BertNSPHead", "BertPooler"), _BERT),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -121,9 +120,6 @@ class HookedTransformerKeyValueCache:
 
     def __len__(self) -> int:
         return self.n_layers
-
-    def __iter__(self) -> Iterator[HookedTransformerKeyValueCacheEntry]:
-        return iter(self.entries)
 
     def freeze(self) -> None:
         """Runs leave the cache as it is from now on."""

@@ -121,20 +121,11 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         Example:
             >>> from torch import nn
             >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> from bridge.legacy.hook_points import HookPoint
-            >>> class Wrapper(nn.Module):
-            ...     def __init__(self, mlp):
-            ...         super().__init__()
-            ...         self.mlp, self.hook_sae = mlp, HookPoint()
-            ...     def forward(self, x):
-            ...         return self.hook_sae(self.mlp(x))
+            >>> from bridge.legacy import HookedTransformer, HookPoint
             >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> model.blocks[0].mlp = Wrapper(model.blocks[0].mlp)
-            >>> names = ["blocks.0.mlp.hook_sae", "blocks.0.mlp.hook_post"]
-            >>> _, cache = model.run_with_cache("Mary and", names_filter=names)
-            >>> sorted(cache)
-            ['blocks.0.mlp.hook_post', 'blocks.0.mlp.hook_sae']
+            >>> model.blocks[0].mlp = nn.Sequential(model.blocks[0].mlp, HookPoint())
+            >>> list(model.run_with_cache("Mary and", names_filter="blocks.0.mlp.1")[1])
+            ['blocks.0.mlp.1']
         """
         points, here = self.wiring.points, dict[str, HookPoint]()
         for name, module in (*self.named_modules(), *self.original_model.named_modules()):
@@ -168,13 +159,8 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         point.join(self.wiring, hooks)
 
     def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
-        """Assigns to what is in a part.
-
-        Args:
-            parent, prefix: the part and its name; the model itself and "".
-            name: a weight, which is written into; a part or a hook point, in whose place `value` is called; or any
-                other attribute.
-            value: a tensor or a module. A bare `HookPoint` in place of a hook point takes away what is there.
+        """Assigns to what is in a part (of this name; of the model itself, which is called ""): a tensor to a weight, a
+        module to a part or a hook point, in whose place it is called, or anything to any other attribute.
 
         Raises:
             AttributeError: there is no such part, but one with a similar name.

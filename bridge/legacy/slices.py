@@ -14,14 +14,8 @@ SliceInput = int | tuple[int | None, ...] | Sequence[int] | np.ndarray | Tensor 
 
 
 class Slice:
-    """Which entries of an axis.
-
-    Args:
-        input_slice: an int takes one and drops the axis; a tuple is the arguments of Python's `slice`; a list, array
-            or tensor takes several; None takes all.
-
-    Attributes:
-        mode: ``"int"``, ``"slice"``, ``"array"`` or ``"identity"``.
+    """Which entries of an axis: an int takes one and drops the axis, a tuple is the arguments of Python's `slice`, a
+    list, array or tensor takes several, None takes all.
 
     Raises:
         ValueError: it is none of these.

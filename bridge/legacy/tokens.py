@@ -66,21 +66,8 @@ def get_cumsum_along_dim(tensor: Tensor, dim: int, reverse: bool = False) -> Ten
 def get_tokens_with_bos_removed(tokenizer: Any, tokens: Int[Tensor, "... pos"]) -> Int[Tensor, "... pos-1"]:
     """Rows of tokens without the BOS that each starts with; where padding is on the right, without the first token.
 
-    Args:
-        tokenizer: says on which side is padding, and what BOS and padding are.
-        tokens: the rows.
-
     Raises:
         ValueError: where padding is on the left, a row has no BOS.
-
-    Example:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from bridge.legacy.utils import get_tokens_with_bos_removed
-        >>> tokenizer = SimpleNamespace(padding_side="left", bos_token_id=1, pad_token_id=0)
-        >>> get_tokens_with_bos_removed(tokenizer, torch.tensor([[0, 1, 5, 6], [1, 7, 1, 8]]))
-        tensor([[0, 5, 6],
-                [7, 1, 8]])
     """
     if tokenizer.padding_side == "right":
         return tokens[..., 1:]

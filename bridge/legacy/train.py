@@ -37,15 +37,7 @@ class HookedTransformerTrainConfig:
 
 
 def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any] | Sequence[Any]) -> Any:
-    """Trains a model to predict next tokens.
-
-    Args:
-        model: a `HookedTransformer`, or any bridge with a next-token loss.
-        config: how.
-        dataset: rows such as ``{"tokens": tensor}``, with tokens ``[pos]`` of one length.
-
-    Returns:
-        The model.
+    """Trains a model, and returns it, to predict the next tokens of rows such as ``{"tokens": tensor}``, of one length.
 
     Raises:
         ValueError: an unknown optimizer, or `wandb`.

@@ -25,13 +25,9 @@ class UngroupsAsBefore(PartsAsBefore):
     def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
         """Whether each query head has a key and a value of its own: in ``hook_k``, ``hook_v``, ``hook_k_input``, ...
 
-        The rows of the key and value projections are then repeated for each query head of a group, so that the Hugging
-        Face model itself has as many key heads as query heads. It computes what it did; an edit of one head's key
-        leaves the others as they are. False puts the projections back. A cache of before is to be read before: its
-        patterns are computed when they are asked for.
-
-        Args:
-            ungroup_grouped_query_attention: True or False.
+        The rows of the key and value projections are then repeated for each query head of a group: the Hugging Face
+        model computes what it did, with as many key heads as query heads. False puts the projections back. A cache of
+        before is to be read before: its patterns are computed when they are asked for.
 
         Raises:
             ValueError: keys and values do not come from layers of their own, or the model would compute another thing.
