@@ -13,18 +13,12 @@ from transformers import AutoTokenizer
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
-from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
 from bridge.legacy.utilities.devices import get_device
 from bridge.loading.boot import text_model
 from bridge.run.tokenization import TokenError
 
-#: What `from_pretrained` passes on, besides its own arguments and those of Hugging Face's.
-_PASSED_ON = (
-    "revision", "trust_remote_code", "attn_implementation", "model_class", "cache_dir", "force_download",
-    "local_files_only", "token", "gguf_file", "quantization_config", "progress",
-)  # fmt: skip
 #: What a model may be made from.
 Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
 
@@ -50,9 +44,6 @@ class LoadedAsBefore(TransformerBridge):
         """A bridge around a loaded model, or around the given one: a copy of it where anything has to change."""
         kind = as_type(passed_on.pop("torch_dtype", dtype))
         passed_on.pop("low_cpu_mem_usage", None)  # as transformers always loads now
-        for name in passed_on.keys() - set(_PASSED_ON):
-            if hint := suggestion(name, _PASSED_ON):
-                raise TypeError(f"{name!r} is no argument of from_pretrained.{hint}")
         official = get_official_model_name(model_name)
         target = torch.device(device or get_device()) if move_to_device and n_devices == 1 else None
         loading["n_devices"] = n_devices if n_devices > 1 else None

@@ -37,7 +37,7 @@ NOT_HERE = {
                 "fold_value_biases",
                 "refactor_factored_attn_matrices",
             ),
-            "model.process_weights works on the model, not on a state dict",
+            "model.process_weights(fold_ln=True, ...) and its other steps work on the model, not on a state dict",
         ),
     },
     f"{_ROOM}.components": {

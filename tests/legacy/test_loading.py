@@ -135,9 +135,15 @@ def test_defaults_of_bos():
     assert gpt2.cfg.default_prepend_bos is False
 
 
+def test_arguments_of_the_bridge_and_of_hugging_face_are_passed_on():
+    """Those that look like another one, too."""
+    model = HookedTransformer.from_pretrained(str(DATA / "gpt2"), device="cpu", patches={}, weights_only=True)
+    assert wrong_values(model, "gpt2", "processed") == []
+
+
 @pytest.mark.unchecked
 def test_arguments_that_nobody_knows():
-    with pytest.raises(TypeError, match=r"'trust_remote_cod' is no argument.*Did you mean trust_remote_code"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'trust_remote_cod'"):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), trust_remote_cod=True)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'load_in_8bit'"):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), load_in_8bit=True)

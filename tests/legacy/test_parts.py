@@ -214,6 +214,8 @@ def test_components_from_configurations():
     assert torch.allclose(unembed(x), x @ unembed.W_U + unembed.b_U, atol=1e-6)
     block = components.TransformerBlock(cfg)
     assert block(x).shape == x.shape
+    bare = components.TransformerBlock({**cfg, "attn_only": True})
+    assert torch.allclose(bare(x), x + bare.attn(bare.ln1(x)), atol=1e-6)
     optimizer = torch.optim.SGD(mlp.parameters(), lr=1.0)
     mlp(x).sum().backward()
     before = mlp.W_in.clone()
