@@ -17,23 +17,9 @@ import bridge.legacy.utils as utils
 from adapters.config import ModelConfig
 from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.kinds import (
-    Embed,
-    LayerNorm,
-    LayerNormPre,
-    PosEmbed,
-    RMSNorm,
-    RMSNormPre,
-    TransformerBlock,
-    Unembed,
-)
+from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
 from bridge.legacy.loaded import LoadedAsBefore, Made, as_type
-from bridge.legacy.loading_from_pretrained import (
-    DTYPE_FROM_STRING,
-    fill_missing_keys,
-    get_official_model_name,
-    starts_with_bos,
-)
+from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
 from bridge.legacy.missing import why_not
 from bridge.legacy.own_format import own_format, take_own
 from bridge.legacy.parts import Part
@@ -228,7 +214,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""
-        return fill_missing_keys(self, state_dict)
+        return loading.fill_missing_keys(self, state_dict)
 
     def __getattr__(self, name: str) -> Any:
         if why := why_not("HookedTransformer", name):

@@ -33,9 +33,6 @@ class Part(nn.Module):
     Args:
         cfg: a `HookedTransformerConfig` or its fields: the part of a model with one layer, and random weights.
         more, kwargs: what HookedTransformer's class takes besides; only ``length`` of norms counts.
-
-    Attributes:
-        name: its name in the model, such as ``blocks.0.attn``.
     """
 
     #: Where it is in a model that is made for it, and what that model's configuration says.
@@ -43,6 +40,7 @@ class Part(nn.Module):
     fields: ClassVar[dict[str, Any]] = {}
     #: Makes a model of a configuration.
     makes_host: ClassVar[Callable[..., Any]]
+    #: The model that it belongs to, and its name there, such as ``blocks.0.attn``.
     host: PartsAsBefore
     name: str
 
@@ -92,8 +90,7 @@ class Part(nn.Module):
     @property
     def cfg(self) -> ModelConfig | HookedTransformerConfig:
         """The model's configuration, or what the part was made from."""
-        found: ModelConfig | HookedTransformerConfig = self.__dict__.get("given") or self.host.cfg
-        return found
+        return self.__dict__.get("given") or self.host.cfg
 
     @property
     def module(self) -> nn.Module:

@@ -80,11 +80,6 @@ class HookedRootModule(nn.Module, AddsHooks):
         """`reset_hooks` that leaves contexts as they are."""
         self.reset_hooks(False, *args, **kwargs)
 
-    def clear_contexts(self) -> None:
-        """Empties the `ctx` of all hook points."""
-        for point in self.hook_points():
-            point.clear_context()
-
     @contextmanager
     def hooks(
         self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True, clear_contexts: bool = False

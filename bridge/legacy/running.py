@@ -114,18 +114,17 @@ class RunsAsBefore(TransformerBridge):
         residual = self.forward(tokens, attention_mask=mask, stop_at_layer=0, past_kv_cache=past_kv_cache)
         if earlier is not None and mask is not None:
             mask = torch.cat([earlier, mask], dim=-1)
-        positions = None
-        if self.cfg.positional_embedding_type == "shortformer":
-            offset = 0 if mask is None else mask.shape[1] - tokens.shape[1]
-            positions = position_embeddings(self.weights["pos_embed.W_pos"], tokens, offset, mask)
-        return residual, tokens, positions, mask
+        shortformer = self.cfg.positional_embedding_type == "shortformer"
+        return residual, tokens, self._positions_of(tokens, mask) if shortformer else None, mask
+
+    def _positions_of(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        offset = 0 if mask is None else mask.shape[1] - tokens.shape[1]
+        return position_embeddings(self.weights["pos_embed.W_pos"], tokens, offset, mask)
 
     def _check_positions(self, given: Tensor, mask: Tensor | None) -> None:
         if self.cfg.positional_embedding_type != "shortformer":
             raise ValueError(f"shortformer_pos_embed is for shortformer models; {self.cfg.model_name} is none")
-        tokens = torch.zeros(given.shape[:2], dtype=torch.long, device=given.device)
-        offset = 0 if mask is None else mask.shape[1] - tokens.shape[1]
-        if not torch.equal(given, position_embeddings(self.weights["pos_embed.W_pos"], tokens, offset, mask)):
+        if not torch.equal(given, self._positions_of(given[..., 0].long(), mask)):
             raise ValueError("shortformer_pos_embed is not what the model adds: it works that out itself")
 
     def _mask_in_front(self, input: Any, prepend_bos: bool | None, side: str | None) -> Tensor | None:
