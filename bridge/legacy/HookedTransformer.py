@@ -16,6 +16,7 @@ import bridge.legacy.loading_from_pretrained as loading
 import bridge.legacy.utils as utils
 from adapters.config import ModelConfig
 from bridge.cache.activation_cache import ActivationCache
+from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
 from bridge.legacy.loaded import LoadedAsBefore, Made, as_type
@@ -24,9 +25,7 @@ from bridge.legacy.missing import why_not
 from bridge.legacy.own_format import own_format, take_own
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
-from bridge.legacy.point import HookPoint
 from bridge.legacy.reweighing import TRANSFORMS, WeightsAsBefore
-from bridge.legacy.root_module import HookedRootModule
 from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
 from bridge.legacy.utils import USE_DEFAULT_VALUE

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from adapters.config import ModelConfig
 from adapters.paths import join
+from bridge.legacy.hook_points import CALLS, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.point import CALLS, HookPoint
 from bridge.weights.component_tree import Component
 
 if TYPE_CHECKING:

@@ -17,13 +17,11 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Handle, Listener, checked
 from bridge.hooks.names import suggestion
-from bridge.legacy.calling import CallsParts
-from bridge.legacy.in_place import InPlace
+from bridge.legacy.calling import CallsParts, InPlace
+from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
 from bridge.legacy.kinds import kind_of
 from bridge.legacy.model_config import HookedModelConfig
 from bridge.legacy.parts import Blocks, Part, put_in
-from bridge.legacy.point import CALLS, HookPoint, point_named
-from bridge.legacy.root_module import HookedRootModule
 from bridge.weights.component_tree import Tree
 from weight_processing.saving import untie
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -23,30 +22,32 @@ def calc_fan_in_and_fan_out(tensor: Tensor) -> tuple[int, int]:
 
 def init_xavier_uniform_(param: Tensor, gain: float = 1.0) -> Tensor:
     """Fills a weight with uniform values of variance ``2 / (inputs + outputs)``, and returns it."""
-    return _as_a_matrix(param, nn.init.xavier_uniform_, gain)
+    bound = gain * math.sqrt(6 / sum(calc_fan_in_and_fan_out(param)))
+    return nn.init.uniform_(param, -bound, bound)
 
 
 def init_xavier_normal_(param: Tensor, gain: float = 1.0) -> Tensor:
     """Fills a weight with normal values of variance ``2 / (inputs + outputs)``, and returns it."""
-    return _as_a_matrix(param, nn.init.xavier_normal_, gain)
+    return nn.init.normal_(param, std=gain * math.sqrt(2 / sum(calc_fan_in_and_fan_out(param))))
 
 
 def init_kaiming_uniform_(
-    param: Tensor, a: float = 0, nonlinearity: Any = "relu", gain: float = 1.0, mode: Any = "fan_in"
+    param: Tensor, a: float = 0, nonlinearity: Any = "relu", gain: float = 1.0, mode: str = "fan_in"
 ) -> Tensor:
     """Fills a weight with uniform values of variance ``gain(nonlinearity)**2 / inputs``, and returns it."""
-    return _as_a_matrix(param, nn.init.kaiming_uniform_, gain, a=a, mode=mode, nonlinearity=nonlinearity)
+    bound = math.sqrt(3) * _kaiming_std(param, a, nonlinearity, gain, mode)
+    return nn.init.uniform_(param, -bound, bound)
 
 
 def init_kaiming_normal_(
-    param: Tensor, a: float = 0, nonlinearity: Any = "relu", gain: float = 1.0, mode: Any = "fan_in"
+    param: Tensor, a: float = 0, nonlinearity: Any = "relu", gain: float = 1.0, mode: str = "fan_in"
 ) -> Tensor:
     """Fills a weight with normal values of variance ``gain(nonlinearity)**2 / inputs``, and returns it."""
-    return _as_a_matrix(param, nn.init.kaiming_normal_, gain, a=a, mode=mode, nonlinearity=nonlinearity)
+    return nn.init.normal_(param, std=_kaiming_std(param, a, nonlinearity, gain, mode))
 
 
-@torch.no_grad()
-def _as_a_matrix(param: Tensor, fill: Callable[..., Tensor], gain: float, **options: Any) -> Tensor:
-    """What torch draws for a matrix with as many inputs and outputs."""
-    into, out = calc_fan_in_and_fan_out(param)
-    return param.copy_(gain * fill(param.new_empty(out, into), **options).view(param.shape))
+def _kaiming_std(param: Tensor, a: float, nonlinearity: Any, gain: float, mode: str) -> float:
+    if mode not in ("fan_in", "fan_out"):
+        raise ValueError(f'mode is {mode!r}; it must be "fan_in" or "fan_out"')
+    fan = calc_fan_in_and_fan_out(param)[mode == "fan_out"]
+    return gain * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
