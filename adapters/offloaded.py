@@ -44,15 +44,18 @@ def first_parameter(model: nn.Module) -> nn.Parameter:
     Raises:
         StopIteration: it has none.
     """
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
-        if module is not None:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    return parameter
-            left.extend(reversed(module._modules.values()))
-    return next(model.parameters())
+    found = _first_parameter(model)
+    return next(model.parameters()) if found is None else found
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        if child is not None and (found := _first_parameter(child)) is not None:
+            return found
+    return None
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

@@ -57,7 +57,7 @@ class Weights:
             self.getters["unembed.b_U"] = self.bias(unembed, lambda: (cfg.d_vocab_out,))
 
     def __getitem__(self, name: str) -> Float[Tensor, "..."]:
-        return self.getters[name]()
+        return _with_gradient(self.getters[name]())
 
     def module(self, path: str) -> nn.Module:
         """The module at a path from the base model; a path that begins with a dot is from the model itself."""
@@ -254,6 +254,8 @@ class Weights:
             self.getters[f"{name}.W_gate"] = matrix(mlp.gate)
         self.getters[f"{name}.W_out"] = times(factor, lambda: self.matrix(down))
         self.getters[f"{name}.b_out"] = times(factor, self.bias(down, lambda: (self.cfg.d_model,)))
+        if mlp.ln:
+            self.add_norm(f"{name}.ln", module, mlp.ln)
 
     def _add_experts(self, name: str, path: str, moe: MoE, factor: float) -> None:
         """The router and each expert, oriented as the linear layers that HookedTransformer keeps them in."""
@@ -291,6 +293,16 @@ class Weights:
 
     def _matrix_of(self, path: str) -> Get:
         return lambda: self.matrix(path)
+
+
+def _with_gradient(weight: Tensor) -> Tensor:
+    """A view of a parameter shows its part of that parameter's gradient."""
+    whole = weight._base
+    gradient = None if whole is None else whole.grad
+    if whole is not None and gradient is not None and gradient.stride() == whole.stride():
+        offset = weight.storage_offset() - whole.storage_offset()
+        weight.grad = gradient.as_strided(weight.shape, weight.stride(), gradient.storage_offset() + offset)
+    return weight
 
 
 _NO_CALL = Call(nn.Identity(), (), {})

@@ -65,8 +65,8 @@ def composition_scores(
     rows = inner_left.reshape(-1, inner_left.shape[-2], left.rdim)
     # One left matrix at a time: all at once take as much memory as the square of the number of heads.
     norms = [(matrix @ columns).unflatten(-1, (-1, m)).pow(2).sum((0, 2)).sqrt() for matrix in rows]
-    products = torch.stack(norms).reshape(*left_norms.shape, *right_norms.shape)
-    return products / left_norms.reshape(*left_norms.shape, *(1,) * right_norms.ndim) / right_norms
+    products = torch.stack(norms).reshape((*left_norms.shape, *right_norms.shape))
+    return products / left_norms.reshape((*left_norms.shape, *(1,) * right_norms.ndim)) / right_norms
 
 
 def all_scores(model: HasCircuits, mode: str) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:

@@ -147,8 +147,8 @@ class ActivationCache(ResidualMethods):
                 "layer, such as ('resid_pre', 0)"
             )
         if isinstance(key, tuple):
-            name, layer, *part = key
-            if isinstance(layer, int) and layer < 0:
+            name, layer, *part = key if len(key) > 1 else (*key, None)
+            if hasattr(layer, "__index__") and layer < 0:
                 layer += self._model.cfg.n_layers if self._model is not None else self._known().n_layers
             key = act_name(name, layer, *part)
         if key in self._values:

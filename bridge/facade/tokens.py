@@ -86,11 +86,13 @@ class TokenMethods(WrappedModel):
         """
         return tokenization.to_tokens(self, input, prepend_bos, padding_side, move_to_device, truncate)
 
-    def to_string(self, tokens: Int[Tensor, "..."] | Sequence[int] | int) -> str | list[str]:
+    def to_string(
+        self, tokens: Int[Tensor, "..."] | Sequence[int] | Sequence[Int[Tensor, "..."]] | int
+    ) -> str | list[str]:
         """Tokens as text: one string for one row, a list for a batch.
 
         Args:
-            tokens: ids, ``[]``, ``[pos]`` or ``[batch, pos]``.
+            tokens: ids, ``[]``, ``[pos]`` or ``[batch, pos]``, or a list of such.
 
         Example:
             >>> from bridge import TransformerBridge

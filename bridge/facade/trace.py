@@ -28,8 +28,8 @@ class TraceMethods(RunMethods, GenerationMethods):
     def _model_order(self) -> Places:
         """The order of its hook points, worked out by the first trace."""
         found = self.__dict__.get("_places")
-        if not isinstance(found, Places) or not found.are_of(self.hook_dict):
-            found = self.__dict__["_places"] = Places(self.hook_dict)
+        if not isinstance(found, Places) or not found.are_of(self.wiring.points):
+            found = self.__dict__["_places"] = Places(self.wiring.points)
         return found
 
     @refuse_wrong_types

@@ -49,13 +49,14 @@ class Scope:
     Attributes:
         members: what was attached, so that a recomputation after the end can attach it again.
         users: how many `with` statements and recomputations need it attached now.
+        recomputed: a block that backward may compute again has run with it, and needs it then.
         of_one_run: only one run of the bridge ever sees it, no direct call of the model.
     """
 
-    __slots__ = ("__weakref__", "members", "of_one_run", "users")
+    __slots__ = ("__weakref__", "members", "of_one_run", "recomputed", "users")
 
     def __init__(self, of_one_run: bool = False) -> None:
-        self.of_one_run = of_one_run
+        self.of_one_run, self.recomputed = of_one_run, False
         self.members: list[tuple[HookPoint, Listener]] = []
         self.users = 0
 
@@ -217,7 +218,7 @@ class _Pass(_In[ForwardPass]):
 
     def __exit__(self, *error: object) -> None:
         self._gives.end()
-        super().__exit__(*error)
+        CURRENT.set(self._before)
 
 
 def in_context(context: RunContext) -> AbstractContextManager[RunContext]:
@@ -244,25 +245,23 @@ def open_scope(scope: Scope) -> Iterator[Scope]:
             CURRENT.set(RunContext(now.shared - {scope}, now.own, now.run, now.generation, now.inherited))
 
 
-def context_of_the_next_run(scope: Scope) -> RunContext:
-    """A context whose next run sees a scope, and no run that its hooks start."""
-    before = CURRENT.get()
-    own: frozenset[Scope | None] = frozenset((scope,))
-    return RunContext(before.shared, own, None, before.generation, before.inherited)
-
-
 def of_the_next_run(scope: Scope) -> AbstractContextManager[Scope]:
     """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
-    return _In(context_of_the_next_run(scope), scope)
+    before = CURRENT.get()
+    own: frozenset[Scope | None] = frozenset((scope,))
+    return _In(RunContext(before.shared, own, None, before.generation, before.inherited), scope)
 
 
-def forward_pass(generation: Generation | None = None) -> AbstractContextManager[ForwardPass]:
+def forward_pass(
+    generation: Generation | None = None, scope: Scope | None = None
+) -> AbstractContextManager[ForwardPass]:
     """A run of its own: it sees the hooks that are open, and nothing of a run in whose hooks it was started.
 
     Args:
         generation: the generation that it is; by default the one that is under way.
+        scope: what it alone sees; by default that of the next run.
     """
     before = CURRENT.get()
     run = ForwardPass()
-    own = before.own if before.run is None else _NO_SCOPES
+    own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
     return _Pass(RunContext(before.shared, own, run, generation or before.generation), run)

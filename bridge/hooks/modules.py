@@ -128,9 +128,13 @@ class TokenEmbedding:
     @property
     def module(self) -> nn.Module | None:
         """The module that it is now; None where the model does not say."""
-        places = [_at(self.model, path) for path in self._paths]
-        same = bool(places) and places.count(places[0]) == len(places)
-        return places[0] if same and places[0] is not None else token_embedding(self.model)
+        found = None
+        for path in self._paths:
+            here = _at(self.model, path)
+            if here is None or (found is not None and here is not found):
+                return token_embedding(self.model)
+            found = here
+        return token_embedding(self.model) if found is None else found
 
 
 def _at(model: nn.Module, path: list[str]) -> nn.Module | None:

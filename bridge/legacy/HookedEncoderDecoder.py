@@ -82,6 +82,9 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
             more["attention_mask"] = one_zero_attention_mask
         return super().generate(input, max_new_tokens, **more)
 
+    def _stack(self, part: str, name: str) -> Tensor:
+        return torch.stack([getattr(getattr(block, part), name) for block in (*self.encoder, *self.decoder)])
+
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors. Hooks inside of it act."""
         last, module = name.rpartition(".")[2], self.module_of(name)

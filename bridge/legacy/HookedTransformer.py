@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 import bridge.legacy.loading_from_pretrained as loading
 import bridge.legacy.utils as utils
-from adapters.config import ModelConfig
 from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
@@ -29,8 +28,10 @@ from bridge.legacy.reweighing import TRANSFORMS, WeightsAsBefore
 from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
 from bridge.legacy.utils import USE_DEFAULT_VALUE
+from bridge.legacy.weight_init import draw
 from bridge.loading.boot import context_fields
 from bridge.native import NativeConfig, NativeModel
+from bridge.run.tokenization import Batch
 from bridge.weights.factored_matrix import FactoredMatrix
 
 # What HookedTransformer's module lets be imported from it, besides.
@@ -83,18 +84,21 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         move_to_device: bool = True,
         default_padding_side: Side = "right",
     ) -> None:
-        model, found = self._make(cfg, tokenizer, move_to_device)
+        given = HookedTransformerConfig.unwrap(cfg) if isinstance(cfg, Mapping | HookedTransformerConfig) else None
+        model, found = self._make(given or cfg, tokenizer, move_to_device)
         super().__init__(model)
-        if isinstance(cfg, HookedTransformerConfig | Mapping) and not isinstance(cfg, ModelConfig):
-            given = cfg if isinstance(cfg, Mapping) else cfg.__dict__
-            for name in _KEPT & given.keys():
-                setattr(self.cfg, name, given[name])
+        if given is not None:
+            for name in _KEPT:
+                setattr(self.cfg, name, getattr(given, name))
+            if given.init_weights:
+                self.init_weights()
         if found is not None:
             self.set_tokenizer(found, default_padding_side)
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
-        return NativeModel(NativeConfig(**(config.native() | ({} if move_to_device else {"device": None}))))
+        with torch.random.fork_rng(devices=()):  # HookedTransformer draws from the random state as it was before
+            return NativeModel(NativeConfig(**(config.native() | ({} if move_to_device else {"device": None}))))
 
     @classmethod
     def from_pretrained(
@@ -191,6 +195,16 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
             config.layer_types = config.layer_types[:n]
         self._rewire()
 
+    def batch_of(
+        self,
+        texts: Sequence[str],
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        longest: int | None = None,
+    ) -> Batch:
+        """`TransformerBridge.batch_of`: a text that is longer than the context is cut, in a run, too."""
+        return super().batch_of(texts, prepend_bos, padding_side, self.cfg.n_ctx if longest is None else longest)
+
     def set_tokenizer(self, tokenizer: Any, default_padding_side: Side = "right") -> None:
         """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -206,10 +220,13 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         self.cfg.tokenizer_prepends_bos = self.tokenizer_facts.adds_bos
 
     def init_weights(self) -> None:
-        """Draws the weights of a model that was made from a configuration anew."""
+        """Draws the matrices of a model that was made from a configuration anew, as that says: the same numbers as in
+        HookedTransformer, from `cfg.seed` or torch's random state."""
         if not isinstance(self.core, NativeModel):
             raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
-        self.core.draw_weights()
+        if self.cfg.seed is not None:
+            torch.manual_seed(self.cfg.seed)
+        self.write(draw(self.cfg, [(name, self.weights[name]) for name in self.weights.getters]))
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""

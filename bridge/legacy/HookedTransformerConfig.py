@@ -189,14 +189,14 @@ class HookedTransformerConfig:
     @classmethod
     def of_model(cls, cfg: ModelConfig) -> HookedTransformerConfig:
         """The facts about a model (`bridge.cfg`) as a HookedTransformerConfig."""
-        facts = cfg.to_dict()
+        facts = ModelConfig.to_dict(cfg)
         names = {f.name for f in fields(cls)} - {"n_params", "seed"}
         given = {name: value for name, value in facts.items() if name in names and value is not None}
         # What a loaded model does not have, or says nothing of, has another sign here.
         given |= {"normalization_type": facts["normalization_type"], "device": str(facts["device"])}
         given |= {"n_ctx": facts["n_ctx"] or -1, "act_fn": "gelu"}
         made = cls(**given)
-        made.act_fn = facts["act_fn"]
+        made.act_fn, made.seed = facts["act_fn"], getattr(cfg, "seed", None)
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,6 +227,8 @@ class HookedTransformerConfig:
         given["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab  # which may be set late
         given["d_mlp"] = None if self.attn_only else self.d_mlp
         given["act_fn"] = None if self.attn_only else self.act_fn
+        if self.init_mode == "muP":
+            del given["init_mode"]  # the weights are drawn later
         given["attn_scale"] = float(self.attn_scale) if self.use_attn_scale else None
         if self.positional_embedding_type == "rotary":
             given |= {name: getattr(self, name) for name in _ROTARY}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -138,7 +139,7 @@ class UnprocessedAsBefore(LoadedAsBefore):
         self, input: str | Sequence[str], move_to_device: bool, truncate: bool
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
         """Text as tokens, and their mask."""
-        longest = self.cfg.n_ctx if truncate else None
+        longest = self.cfg.n_ctx if truncate else sys.maxsize
         batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
         mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
         device = self.cfg.device if move_to_device else "cpu"

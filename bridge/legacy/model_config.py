@@ -50,6 +50,10 @@ class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[m
     def dtype(self, dtype: torch.dtype | None) -> None:
         self.__dict__["said_dtype"] = dtype
 
+    def to_dict(self) -> dict[str, Any]:
+        """HookedTransformer's fields, of which a model can be made again."""
+        return HookedTransformerConfig.of_model(self).to_dict()
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Keys and values are ungrouped where the field is set, as by the model's method."""
         before = self.__dict__.get(name)

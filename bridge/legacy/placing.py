@@ -27,6 +27,8 @@ from weight_processing.saving import untie
 
 #: HookedTransformer's name of the point at the tokens, which it has where the configuration says so.
 _TOKENS = "embed.hook_in"
+#: The embedding, by either of its names, and the unembedding: they may be one parameter.
+ENDS = ("embed.W_E", "embed.embed.W_E", "unembed.W_U")
 
 
 def _renamed(point: Point) -> Point:
@@ -267,8 +269,8 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
     @torch.no_grad()
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Writes weights into the model, where `fits` finds a place."""
-        ends = ("embed.W_E", "unembed.W_U")
-        if set(ends) & set(weights) and set(ends) <= set(self.weights.getters):
+        ends = [name for name in ENDS if name in self.weights.getters]
+        if set(ends) & set(weights) and len(ends) == 2:
             now = [self.weights[name].detach() for name in ends]
             embed, unembed = (weights.get(name, value).to(value) for name, value in zip(ends, now, strict=True))
             if now[0].data_ptr() == now[1].data_ptr() and not torch.equal(embed.T, unembed):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.parts import BUFFERS
-from bridge.legacy.placing import PartsAsBefore
+from bridge.legacy.placing import ENDS, PartsAsBefore
 from weight_processing.process import OFF, ON
 
 _LOG = logging.getLogger(__name__)
@@ -24,6 +24,11 @@ TRANSFORMS = (
 
 class WeightsAsBefore(PartsAsBefore):
     """Weights through HookedTransformer's methods."""
+
+    @property
+    def W_gate(self) -> Tensor | None:  # type: ignore[override]
+        """The gates' weights of all layers; None without gates."""
+        return super().W_gate if self.cfg.gated_mlp else None
 
     def process_weights_(
         self,
@@ -105,7 +110,7 @@ class WeightsAsBefore(PartsAsBefore):
                 raise RuntimeError(f"no weight of the model has any of these names, such as {next(iter(state_dict))!r}")
             fitting = {name: state_dict[name] for name in known & set(state_dict)}
             if all(self.fits(name, value) is None for name, value in fitting.items()):
-                self.write({name: fitting[name] for name in ("embed.W_E", "unembed.W_U") if name in fitting})
+                self.write({name: fitting[name] for name in ENDS if name in fitting})
             found = nn.Module.load_state_dict(self, state_dict, strict=strict)
         if found.unexpected_keys:
             _LOG.warning("names in the state dict that the model does not have: %s", ", ".join(found.unexpected_keys))

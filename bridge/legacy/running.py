@@ -185,18 +185,25 @@ class RunsAsBefore(TransformerBridge):
         return output
 
     def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
-        """The hook points that a filter chooses: a function among those that are on; if it finds none, among all."""
-        points = super().select_hooks(names)
-        on = set(super().select_hooks(None)) if callable(names) else ()
-        return [point for point in points if point in on] or points
+        """The hook points that a filter chooses. A function is asked about HookedTransformer's names of those that are
+        switched on, as these alone fire there; if it chooses none of them, about all names that there are."""
+        if isinstance(names, HookPoint) or not callable(names):
+            return super().select_hooks(names)
+        on = [point for point in super().select_hooks(None) if names(point.name)]
+        named = [point for point in self.hook_dict.values() if point.point.group == "heavy" and names(point.name)]
+        return on or named or super().select_hooks(names)
 
     def points_of_run(self, names: NamesFilter | HookPoint, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
         """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
         return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None) -> Any:
-        """The text of each token: `TransformerBridge.to_str_tokens`, which may be given an array, too."""
-        if isinstance(input, np.ndarray):
+        """The text of each token: `TransformerBridge.to_str_tokens`, of an array or a list of anything, too."""
+        if isinstance(input, list) and input and not isinstance(input[0], int):
+            return [self.to_str_tokens(each, prepend_bos, padding_side) for each in input]
+        if isinstance(input, str):
+            input = self.batch_of([input], prepend_bos, padding_side).tokens[0]
+        elif isinstance(input, np.ndarray):
             input = torch.from_numpy(input)
         return super().to_str_tokens(input, prepend_bos, padding_side)
 
@@ -211,7 +218,10 @@ class RunsAsBefore(TransformerBridge):
         return super().run_with_hooks(**self._named(model_args), **kwargs)
 
     def _named(self, model_args: tuple[Any, ...]) -> dict[str, Any]:
-        names = list(inspect.signature(self.forward).parameters)[: len(model_args)]
+        found = inspect.signature(self.forward).parameters
+        if any(each.kind is each.VAR_POSITIONAL for each in found.values()):  # of a class of the user's
+            found = inspect.signature(RunsAsBefore.forward.__get__(self)).parameters
+        names = list(found)[: len(model_args)]
         return dict(zip(names, model_args, strict=True))
 
     def generate(  # type: ignore[override]
@@ -239,8 +249,13 @@ class RunsAsBefore(TransformerBridge):
         """
         embedded = isinstance(input, Tensor) and input.is_floating_point()
         as_embeddings = return_type == "embeds" or (embedded and return_type == "input")
-        if stop_at_eos and eos_token_id is None and self.tokenizer is not None:
-            eos_token_id = self.tokenizer.eos_token_id
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        if stop_at_eos and eos_token_id is None:
+            eos_token_id = own
+        elif stop_at_eos and isinstance(eos_token_id, Sequence):
+            stop_at_eos = len(eos_token_id) > 0
+            if own is not None:
+                more.setdefault("pad_token_id", own)
         sampled = do_sample and temperature > 0
         sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
         if sampled:
@@ -259,7 +274,10 @@ class RunsAsBefore(TransformerBridge):
 
 def _positions(given: Any) -> Any:
     """A `pos_slice` as the bridge takes it."""
-    kept = Slice.unwrap(given).slice
+    chosen = Slice.unwrap(given)
+    kept = chosen.slice
+    if chosen.mode == "int" or (isinstance(kept, np.ndarray) and kept.ndim == 0):
+        raise ValueError(f"pos_slice={given!r} would take the axis of positions away: give {int(kept)}, which keeps it")
     if not isinstance(kept, np.ndarray):
         return kept
     return (kept.nonzero()[0] if kept.dtype == bool else kept).tolist()

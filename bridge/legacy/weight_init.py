@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+#: The order in which HookedTransformer has the matrices of a block.
+_IN_BLOCK = ("W_Q", "W_O", "W_K", "_W_K", "W_V", "_W_V", "W_in", "W_out", "W_gate")
 
 
 def calc_fan_in_and_fan_out(tensor: Tensor) -> tuple[int, int]:
@@ -51,3 +56,34 @@ def _kaiming_std(param: Tensor, a: float, nonlinearity: Any, gain: float, mode: 
         raise ValueError(f'mode is {mode!r}; it must be "fan_in" or "fan_out"')
     fan = calc_fan_in_and_fan_out(param)[mode == "fan_out"]
     return gain * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
+
+
+def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Random matrices by their names: the numbers that HookedTransformer draws from the same random state.
+
+    Args:
+        cfg: says how: its `init_mode` and `initializer_range`.
+        weights: all weights of a model, by HookedTransformer's names; those that are no matrices are left out.
+    """
+
+    def place(name: str) -> tuple[int, int, int]:
+        first, *middle, last = name.split(".")
+        if first != "blocks":
+            return ("embed", "pos_embed", "unembed").index(first) * 2 - 2, 0, 0
+        return 1, int(middle[0]), _IN_BLOCK.index(last)
+
+    shapes = {name: weight for name, weight in weights if "W_" in name}
+    kind, _, spread = cfg.init_mode.partition("_")
+    drawn = {}
+    for name in sorted(shapes, key=place):
+        drawn[name] = new = torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="cpu")
+        if kind == "xavier":
+            (init_xavier_uniform_ if spread == "uniform" else init_xavier_normal_)(new, cfg.initializer_range)
+        elif kind == "kaiming":
+            fill = init_kaiming_uniform_ if spread == "uniform" else init_kaiming_normal_
+            fill(new, gain=cfg.initializer_range)
+        elif kind == "muP":
+            nn.init.normal_(new, std=1.0 if "embed" in name else calc_fan_in_and_fan_out(new)[0] ** -0.5)
+        else:
+            nn.init.normal_(new, std=cfg.initializer_range)
+    return drawn

@@ -25,7 +25,7 @@ def as_tokens(input: Any) -> Tensor:
         TypeError: it is neither.
         ValueError: it has another number of axes, no rows, no tokens, or rows of different lengths.
     """
-    if isinstance(input, list | tuple):
+    if not isinstance(input, Tensor) and isinstance(input, list | tuple):
         input = _from_lists(input)
     if not isinstance(input, Tensor):
         raise TypeError(
@@ -36,7 +36,9 @@ def as_tokens(input: Any) -> Tensor:
         raise TypeError(f"tokens must be whole numbers, not {input.dtype}")
     if input.ndim not in (1, 2):
         raise ValueError(f"tokens must be [pos] or [batch, pos], not {list(input.shape)}")
-    tokens = input.long() if input.ndim == 2 else input.long().unsqueeze(0)
+    tokens = input if input.dtype == torch.int64 else input.long()
+    if tokens.ndim == 1:
+        tokens = tokens.unsqueeze(0)
     if not tokens.numel():
         raise ValueError(
             f"the input has no {'rows' if not tokens.shape[0] else 'tokens'}: its shape is {[*input.shape]}"
@@ -97,6 +99,8 @@ def texts_in(input: Any) -> Sequence[str] | None:
 
     What stands behind the first of a list is looked at where the texts become tokens.
     """
+    if isinstance(input, Tensor):
+        return None
     if isinstance(input, str):
         return [input]
     return input if isinstance(input, list | tuple) and input and isinstance(input[0], str) else None
@@ -115,7 +119,7 @@ def as_ids(tokens: Any) -> Tensor:
             _check_ids([tokens], "the input")
         one = not isinstance(tokens, list | tuple)
         ids = torch.tensor(tokens) if one else as_tokens(tokens) if tokens else torch.zeros(0, dtype=torch.long)
-        if not one and tokens and not isinstance(tokens[0], Sequence | Tensor):
+        if not one and tokens and (not isinstance(tokens[0], Sequence | Tensor) or getattr(tokens[0], "ndim", 1) == 0):
             ids = ids[0]
     if ids.dtype not in _INTEGERS and ids.numel():
         raise TypeError(f"tokens must be whole numbers, not {ids.dtype}")
@@ -139,13 +143,13 @@ def check_ids(embedding: TokenEmbedding, cfg: ModelConfig, tokens: Tensor, name:
     Raises:
         ValueError: there is one.
     """
-    if tokens.device.type != "cpu":
+    if not tokens.is_cpu:
         return
     rows = getattr(embedding.module, "num_embeddings", None)
     rows = cfg.d_vocab if rows is None else rows
-    if tokens.numel() <= 256:  # a kernel takes longer to start
-        ids = tokens.flatten().tolist()
-        low, high = min(ids), max(ids)
+    if tokens.ndim == 2 and tokens.numel() <= 256:  # a kernel takes longer to start
+        ids = tokens.tolist()
+        low, high = min(map(min, ids)), max(map(max, ids))
     else:
         low, high = (int(x) for x in tokens.aminmax())
     if low < 0 or high >= rows:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from adapters.inputs.arguments import takes
 from adapters.paths import learns_prompt, token_embedding
-from bridge.hooks.context import ForwardPass, forward_pass
+from bridge.hooks.context import ForwardPass, Scope, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
 from bridge.run import layer_range
@@ -53,7 +52,7 @@ def run_model(
     if stop is None:
         check_whole_logits(return_type, model_kwargs)
         _check_result(bridge, return_type, loss_per_token, start is not None, input, model_kwargs)
-    with ready(bridge, input, prepend_bos, padding_side, attention_mask, start, stop, model_kwargs) as pass_:
+    with ReadyPass(bridge, input, prepend_bos, padding_side, attention_mask, start, stop, model_kwargs) as pass_:
         if stop is None and return_type in ("loss", "both") and "labels" not in model_kwargs:
             _check_loss(bridge, pass_.inputs)
         output = pass_.run_model()
@@ -80,65 +79,85 @@ def checked_layers(
     return start, stop
 
 
-@dataclass
 class ReadyPass:
-    """A forward pass that is about to be made.
+    """One forward pass: all around the call of the model, for a ``with`` statement. (A generator would take longer.)
+
+    Args:
+        bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs: as for `run_model`.
+        start, stop: of `checked_layers`.
+        traced: somebody may begin to listen while the model runs.
+        scope: what this pass alone sees.
 
     Attributes:
-        run: what it remembers.
-        inputs: what the model is called with.
-        stop: the first block not to run.
-        as_written: the model is run as it was written, also where it was compiled.
+        bridge, stop: likewise.
+        run: what it remembers, once it was entered.
+        inputs: what the model is called with, then.
     """
 
-    bridge: Runs
     run: ForwardPass
     inputs: Inputs
-    stop: int | None
-    as_written: bool
+
+    def __init__(
+        self,
+        bridge: Runs,
+        input: Input,
+        prepend_bos: bool | None,
+        padding_side: str | None,
+        attention_mask: Tensor | None,
+        start: int | None,
+        stop: int | None,
+        model_kwargs: dict[str, Any],
+        traced: bool = False,
+        scope: Scope | None = None,
+    ) -> None:
+        self.bridge, self.stop = bridge, stop
+        self._given = input, prepend_bos, padding_side, attention_mask
+        self._start, self._model_kwargs, self._traced, self._scope = start, model_kwargs, traced, scope
+        self._around: ExitStack | None = None
+
+    def __enter__(self) -> ReadyPass:
+        bridge, start = self.bridge, self._start
+        input, prepend_bos, padding_side, mask = self._given
+        listening = self._listening = self._traced or bridge.wiring.listening
+        if listening:
+            bridge.wiring.check_in_place()
+        self._pass = forward_pass(scope=self._scope)
+        run = self.run = self._pass.__enter__()
+        try:
+            if listening and bridge.wiring.calls.modules:
+                self._until_the_end().enter_context(bridge.wiring.calls.counted())
+            if start is not None:
+                input = self._until_the_end().enter_context(_starting(bridge, run, input, start))
+                self._model_kwargs.setdefault("use_cache", False)
+            self.inputs = prepare(bridge, input, prepend_bos, padding_side, mask, self._model_kwargs)
+            if "inputs_embeds" in self.inputs.kwargs:
+                run.take_embeddings(bridge.core, self.inputs.kwargs)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        around, self._around = self._around, None
+        try:
+            if around is not None:
+                around.close()
+        finally:
+            self._pass.__exit__(None, None, None)
+
+    def _until_the_end(self) -> ExitStack:
+        if self._around is None:
+            self._around = ExitStack()
+        return self._around
 
     def run_model(self) -> Any:
         """Calls the model: its output, or with `stop` the residual stream at that layer."""
         if self.stop is not None:
             return _stopped(self.bridge, self.run, self.inputs, self.stop)
         model = self.bridge.wiring.model
-        if self.as_written:
+        if self._listening or self._start is not None:  # as it was written, also where it was compiled
             return as_written(model, with_its_hooks, (model, (), self.inputs.kwargs), {})
         return model(**self.inputs.kwargs)
-
-
-@contextmanager
-def ready(
-    bridge: Runs,
-    input: Input,
-    prepend_bos: bool | None,
-    padding_side: str | None,
-    attention_mask: Tensor | None,
-    start: int | None,
-    stop: int | None,
-    model_kwargs: dict[str, Any],
-    traced: bool = False,
-) -> Iterator[ReadyPass]:
-    """Everything around the model's call of one forward pass.
-
-    Args:
-        bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs: as for `run_model`.
-        start, stop: of `checked_layers`.
-        traced: somebody may begin to listen while the model runs.
-    """
-    listening = traced or bridge.wiring.listening
-    if listening:
-        bridge.wiring.check_in_place()
-    with (
-        forward_pass() as run,
-        bridge.wiring.calls.counted() if listening and bridge.wiring.calls.are_counted else nullcontext(),
-        nullcontext(input) if start is None else _starting(bridge, run, input, start) as given,
-    ):
-        if start is not None:
-            model_kwargs.setdefault("use_cache", False)
-        inputs = prepare(bridge, given, prepend_bos, padding_side, attention_mask, model_kwargs)
-        run.take_embeddings(bridge.core, inputs.kwargs)
-        yield ReadyPass(bridge, run, inputs, stop, listening or start is not None)
 
 
 def _check_result(

@@ -78,7 +78,8 @@ def prepare(
     device = input_device(bridge.wiring.model)
     kwargs = dict(extra)
     taken = takes(bridge.core)
-    _check_needed(bridge.core, taken, kwargs)
+    if taken.needed:
+        _check_needed(bridge.core, taken, kwargs)
     run = CURRENT.get().run
     if taken.main is not None and (run is None or run.start_at is None):
         return _images_or_sound(bridge, taken, input, prepend_bos, padding_side, attention_mask, kwargs)
@@ -99,7 +100,7 @@ def prepare(
     else:
         tokens = as_tokens(input)
         check_ids(bridge.wiring.embedding, bridge.cfg, tokens)
-        tokens = tokens.to(device)
+        tokens = tokens if tokens.device == device else tokens.to(device)
     if tokens is not None:
         kwargs["input_ids"] = tokens
     if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():
@@ -126,7 +127,8 @@ def prepare(
                 kwargs["position_ids"] = positions[:, -length:].to(device)
         mask = kwargs["attention_mask"] = mask.to(device)
         mask = mask[:, -length:]
-    if bridge.core.config.is_encoder_decoder:
+    two = "decoder_input_ids" in accepted_arguments(type(bridge.core).forward)  # a configuration takes longer to ask
+    if two and bridge.core.config.is_encoder_decoder:
         return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))
     return Inputs(kwargs, tokens, mask)
 

@@ -177,7 +177,9 @@ def to_tokens(
     return tokens.to(bridge.cfg.device) if move_to_device else tokens
 
 
-def to_string(bridge: HasTokenizer, tokens: Int[Tensor, "..."] | Sequence[int] | int) -> str | list[str]:
+def to_string(
+    bridge: HasTokenizer, tokens: Int[Tensor, "..."] | Sequence[int] | Sequence[Int[Tensor, "..."]] | int
+) -> str | list[str]:
     """Tokens as text: one string for one row, a list for a batch. See `TransformerBridge.to_string`."""
     tokenizer = bridge.tokenizer_facts.tokenizer
     ids = as_ids(tokens)

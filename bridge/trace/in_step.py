@@ -34,7 +34,6 @@ class InStep:
     def __enter__(self) -> Self:
         if self._state != "new":
             raise RuntimeError(self.once)
-        self._check()
         self._state = "open"
         turns = self.stops.turns = Turns(self._work)
         try:
@@ -55,9 +54,6 @@ class InStep:
             self._end()
         if error is not None:
             explain(error, traceback)
-
-    def _check(self) -> None:
-        """Refuses what cannot be traced."""
 
     def _begin(self, turns: Turns) -> None:
         """Makes ready what the body needs."""
@@ -86,7 +82,7 @@ class InStep:
     def _end(self) -> None:
         """Leaves the work where it is, and takes away what was attached."""
         try:
-            if self.stops.turns is not None:
+            if self.stops.turns is not None and not self.stops.turns.finished:
                 self.stops.turns.leave()
         finally:
             self.stops.detach()

@@ -19,7 +19,7 @@ from adapters.experts import width
 from adapters.paths import module_at
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
-from bridge.run.forward import checked_layers, ready
+from bridge.run.forward import ReadyPass, checked_layers
 from bridge.run.hooked import points_that_run
 from bridge.run.model_inputs import check_arguments
 from bridge.run.protocol import Input
@@ -90,7 +90,7 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
     watched = [hook for hook in points if hook not in experts]
     with torch.no_grad(), watching(bridge.wiring, watched, note):
         given = (ours["prepend_bos"], ours["padding_side"], ours["attention_mask"])
-        with ready(bridge, input, *given, start, stop, kwargs, traced=True) as pass_:
+        with ReadyPass(bridge, input, *given, start, stop, kwargs, traced=True) as pass_:
             pass_.inputs.kwargs = mapped(pass_.inputs.kwargs, fake)
             try:
                 with mode, _experts_in_batches([module_at(bridge.original_model, path) for path in paths]):

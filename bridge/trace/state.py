@@ -41,26 +41,33 @@ class TorchState(NamedTuple):
     @classmethod
     def now(cls) -> TorchState:
         """As it is."""
-        n_functions = torch._C._len_torch_function_stack()
-        autocast = torch._C._is_any_autocast_enabled()
+        n_functions = _n_functions()
         # In one piece: this is done at every turn.
         return tuple.__new__(
             cls,
             (
-                torch.is_grad_enabled(),
-                torch.is_inference_mode_enabled(),
+                _grad(),
+                _inference(),
                 (
-                    autocast and torch.is_autocast_enabled("cpu"),
-                    torch.get_autocast_dtype("cpu"),
-                    autocast and torch.is_autocast_enabled("cuda"),
-                    torch.get_autocast_dtype("cuda"),
+                    _any_autocast() and torch.is_autocast_enabled("cpu"),
+                    _autocast_type("cpu"),
+                    _any_autocast() and torch.is_autocast_enabled("cuda"),
+                    _autocast_type("cuda"),
                 ),
-                torch.is_autocast_cache_enabled(),
+                _autocast_cache(),
                 tuple([torch._C._get_function_stack_at(i) for i in range(n_functions)]) if n_functions else (),
-                tuple(dispatch._get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
-                _packing_hooks() if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None else (),
+                tuple(dispatch._get_current_dispatch_mode_stack()) if _n_operators() else (),
+                _packing_hooks() if _packing(False) is not None else (),
             ),
         )
+
+
+# By their own names: several attributes on the way to each would take longer than the functions.
+_grad, _inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_any_autocast, _autocast_type = torch._C._is_any_autocast_enabled, torch.get_autocast_dtype
+_autocast_cache = torch.is_autocast_cache_enabled
+_n_functions, _n_operators = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_packing = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Switchboard:

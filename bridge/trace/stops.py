@@ -18,6 +18,7 @@ from bridge.trace.copies import Copied, mapped
 from bridge.trace.errors import LateEditError, Line, PointNeverCameError, PointPassedError, asking_line
 from bridge.trace.places import Place, Places, has_passed
 from bridge.trace.turns import Turns
+from bridge.wiring.openings import Openings
 from bridge.wiring.wiring import Wiring
 
 #: What a trace can be asked for: a hook point, or a module's inputs or output.
@@ -72,6 +73,7 @@ class Stops:
         self._missed = False
         self._points: dict[HookPoint, Listener] = {}
         self._handles: dict[tuple[str, str], RemovableHandle] = {}
+        self._openings = Openings(wiring, scope)
         self._ends: dict[HookPoint, Listener] = {}
         self._given: list[tuple[weakref.ref[Tensor], int, str]] = []
 
@@ -142,7 +144,7 @@ class Stops:
             self._wiring.remove(hook, (listener,))
         for handle in self._handles.values():
             handle.remove()
-        self._wiring.close_paths(self._scope)
+        self._openings.close()
         self._points.clear()
         self._ends.clear()
         self._handles.clear()
@@ -192,10 +194,10 @@ class Stops:
                 self._listen(asked)
         elif asked not in self._handles:
             path, what = asked
-            self._wiring.open_path(path.rpartition(".")[0] if what == "output" else path, self._scope)
+            self._openings.open(path.rpartition(".")[0] if what == "output" else path)
             group = self._places.of_module(path, what).group
             if group is not None:
-                self._wiring.watch_sources(*group, self._scope)
+                self._openings.watch(self._wiring.sources_in(*group))
             module = module_at(self._wiring.model, path)
             if what == "output":
                 self._handles[asked] = module.register_forward_hook(partial(self._on_output, asked))
@@ -212,11 +214,12 @@ class Stops:
         site = hook.point.site
         # A module inside which the model may wait has to take notice of hooks that come while it runs.
         inside = site.kind != "output"
-        self._wiring.open_path(site.path if inside else site.path.rpartition(".")[0], self._scope)
+        self._openings.open(site.path if inside else site.path.rpartition(".")[0])
         # Of a block that has run nothing else is to come.
         if not (site.kind == "output" and hook.name.endswith(".hook_resid_post")):
-            self._wiring.watch_sources(hook.point.stack, hook.point.depth, self._scope)
-        self._wiring.watch_siblings(site, self._scope)
+            self._openings.watch(self._wiring.sources_in(hook.point.stack, hook.point.depth))
+        if elements := self._wiring.elements_of(site):
+            self._openings.watch(elements)
         self._points[hook] = Listener("fwd", self._on_point, self._scope, in_run=True)
         self._wiring.add(hook, self._points[hook])
 

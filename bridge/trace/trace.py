@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +10,11 @@ from torch import Tensor
 
 from adapters.inputs.arguments import takes
 from adapters.paths import module_at
-from bridge.hooks.context import CURRENT, Scope, context_of_the_next_run
-from bridge.run.forward import ReadyPass, checked_layers, ready
+from bridge.hooks.context import Scope
+from bridge.run.forward import ReadyPass, checked_layers
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import bypassing
-from bridge.run.model_inputs import check_arguments
+from bridge.run.model_inputs import Inputs, check_arguments
 from bridge.run.protocol import Input
 from bridge.trace.access import Access
 from bridge.trace.in_step import InStep
@@ -55,47 +53,42 @@ class Trace(InStep, Access):
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         kwargs = {} if model_kwargs is None else model_kwargs
-        check_arguments(bridge.core, kwargs, _OURS)
-        self._layers = checked_layers(bridge, start_at_layer, stop_at_layer)
+        if kwargs:
+            check_arguments(bridge.core, kwargs, _OURS)
+        layers = start_at_layer, stop_at_layer
+        self._layers = _ALL if layers == _ALL else checked_layers(bridge, *layers)
         if isinstance(capture, str):
             raise TypeError(f"capture is {capture!r}; it must be a list of names")
-        kept = [bridge.names.find(name) for name in capture]
+        kept = tuple([bridge.names.find(name) for name in capture]) if capture else ()
         scope = Scope(of_one_run=True)
         stops = Stops(bridge.wiring, scope, places, kept)
-        InStep.__init__(self, stops)
-        Access.__init__(self, bridge, stops)
+        super().__init__(stops)
+        self.bridge = bridge
         for hook in kept if self._layers != _ALL else ():
             self._check_runs(hook.name)
-        self._scope = scope
-        self._ready: Callable[[], AbstractContextManager[ReadyPass]] | None = partial(
-            ready, bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, traced=True
+        self._pass: ReadyPass | None = ReadyPass(
+            bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, True, scope
         )
-        self._pass: ReadyPass | None = None
-        self._around: AbstractContextManager[ReadyPass] | None = None
+        self._is_ready = False
         self._output: Any = None
-        self._rows: list[tuple[int, int]] | None = None
-        self._tokens: Tensor | None = None
-        self._shape: tuple[int, int] = (0, 0)
+        self._inputs: Inputs | None = None
 
     # The block.
 
     once = "a trace is one run: make a new one for the next (with bridge.trace(prompt) as run: ...)"
 
-    def _check(self) -> None:
-        refuse_checkpointing(self.bridge)
-
     def _begin(self, turns: Turns) -> None:
-        self.stops.listen_to_captured()
+        refuse_checkpointing(self.bridge)
+        if self.stops.captured:
+            self.stops.listen_to_captured()
         turns.beside(self._get_ready)  # what can be refused is refused here
         self._show(self.bridge.names, self)
 
     def _get_ready(self) -> None:
         """All up to the call of the model, in its context."""
-        assert self._ready is not None
-        CURRENT.set(context_of_the_next_run(self._scope))  # it is the trace's own, and ends with it
-        around = self._ready()
-        self._pass = around.__enter__()
-        self._around = around
+        assert self._pass is not None
+        self._inputs = self._pass.__enter__().inputs
+        self._is_ready = True
 
     def _work(self) -> None:
         """The model's side."""
@@ -108,18 +101,18 @@ class Trace(InStep, Access):
 
     def _after(self) -> None:
         """Ends what was made ready, once."""
-        around, self._around = self._around, None
-        if around is not None:
-            around.__exit__(None, None, None)
+        if self._is_ready:
+            assert self._pass is not None
+            self._is_ready = False
+            self._pass.__exit__()
 
     def _end(self) -> None:
         try:
             super()._end()
         finally:
-            self._remember_rows()
-            if self.stops.turns is not None:
+            if self._is_ready and self.stops.turns is not None:
                 self.stops.turns.beside(self._after)  # where the model was never called
-            self._pass = self._ready = None
+            self._pass = None
 
     # What it ran, and what came of it.
 
@@ -158,8 +151,11 @@ class Trace(InStep, Access):
     @property
     def tokens(self) -> Tensor | None:
         """The tokens that are run, ``[batch, pos]``; None for embeddings."""
-        self._remember_rows()
-        return self._tokens
+        if self._inputs is None:
+            return None
+        reads_tokens = takes(self.bridge.core).main not in self._inputs.kwargs
+        tokens: Tensor | None = self._inputs.kwargs.get("input_ids") if reads_tokens else self._inputs.tokens
+        return tokens
 
     def grad(self, name: str) -> Tensor:
         """The gradient at a hook point that was asked for, after a backward pass.
@@ -226,30 +222,32 @@ class Trace(InStep, Access):
             IndexError: there is no such prompt.
             ValueError: its tokens do not stand together.
         """
-        self._remember_rows()
-        batch, length = self._shape
+        batch, length, pieces = self._all_rows()
         if not -batch <= index < batch:
             raise IndexError(f"rows({index}): the run has {batch} prompts")
         index %= batch
-        start, stop = (0, length) if self._rows is None else self._rows[index]
+        start, stop = (0, length) if pieces is None else pieces[index]
         if start < 0:
             raise ValueError(f"the tokens of prompt {index} have padding between them, so it is no one piece")
         return Rows(self, index, start, stop, length)
 
-    def _remember_rows(self) -> None:
-        if self._pass is None or self._tokens is not None or self._shape != (0, 0):
-            return
-        inputs = self._pass.inputs
-        if (main := takes(self._pass.bridge.core).main) in inputs.kwargs:  # images or sound, which have no padding
-            self._tokens, self._shape = inputs.tokens, (int(inputs.kwargs[main].shape[0]), 0)
-            return
-        given = inputs.kwargs.get("input_ids")
-        given = inputs.kwargs["inputs_embeds"] if given is None else given
-        self._tokens = inputs.kwargs.get("input_ids")
-        self._shape = (int(given.shape[0]), int(given.shape[1]))
-        mask = inputs.kwargs.get("attention_mask")
-        if mask is not None and mask.ndim == 2:
-            self._rows = [_piece(row[-self._shape[1] :]) for row in mask]
+    def _all_rows(self) -> tuple[int, int, list[tuple[int, int]] | None]:
+        """How many prompts there are, their length, and where in it their own tokens stand; None: everywhere.
+
+        Raises:
+            RuntimeError: nothing is known of them yet.
+        """
+        if self._inputs is None:
+            raise RuntimeError("the trace has not begun: with bridge.trace(prompt) as run: ...")
+        kwargs = self._inputs.kwargs
+        if (main := takes(self.bridge.core).main) in kwargs:  # images or sound, which have no padding
+            return int(kwargs[main].shape[0]), 0, None
+        given = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+        batch, length = int(given.shape[0]), int(given.shape[1])
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask.ndim != 2:
+            return batch, length, None
+        return batch, length, [_piece(row[-length:]) for row in mask]
 
     # Asking.
 
@@ -273,7 +271,7 @@ class Trace(InStep, Access):
         super().__setitem__(name, value)
 
     def reach(self, asked: Any) -> Stop:
-        if self._state in ("new", "stopped") or self.stops.turns is None:
+        if self._state == "new" or self._state == "stopped" or self.stops.turns is None:
             raise RuntimeError(
                 "the trace has not begun: with bridge.trace(prompt) as run: ..."
                 if self._state == "new"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from greenlet import getcurrent, greenlet
@@ -19,6 +19,28 @@ class Leave(BaseException):
     """Takes a forward pass apart that is no longer needed. It never leaves its greenlet."""
 
 
+class _Idle(threading.local):
+    """A thread's greenlet that waits for its next piece of work: the frames of a new one need pages from the system.
+
+    Attributes:
+        worker: the greenlet, and the list in which it finds its work; None where it is at work, or there is none yet.
+    """
+
+    worker: tuple[greenlet, list[Callable[[], None]]] | None = None
+
+
+_IDLE = _Idle()
+
+
+def _serve(next_work: list[Callable[[], None]]) -> None:
+    """What such a greenlet runs, until a piece of work ends with an exception, or nobody holds the greenlet."""
+    while True:
+        next_work.pop()()
+        back = getcurrent().parent
+        assert back is not None
+        back.switch()
+
+
 class Turns:
     """A piece of work that pauses in the middle of its calls, and goes on when it is told to.
 
@@ -27,17 +49,21 @@ class Turns:
 
     Args:
         work: the work.
+
+    Attributes:
+        finished: whether the work is done, or was left.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self._thread = threading.get_ident()
         self._context = contextvars.copy_context()
-        self._greenlet: greenlet | None = greenlet(self._begin)
-        self._greenlet.gr_context = self._context
+        self._greenlet: greenlet | None = None
+        self._next_work: list[Callable[[], None]] = []
         self._state = TorchState.now()
         self._switchboard = Switchboard()
         self._leaving = False
+        self.finished = False
 
     def beside(self, function: Callable[[], T]) -> T:
         """Calls a function in the work's context, before the work begins or after it ended.
@@ -47,34 +73,30 @@ class Turns:
         """
         return self._context.run(function)
 
-    @property
-    def finished(self) -> bool:
-        """Whether the work is done, or was left."""
-        return self._greenlet is None
-
     def go_on(self) -> None:
         """Lets the work go on until it pauses or ends.
 
         Raises:
             RuntimeError: another thread than the one that began it does this.
         """
-        if self._greenlet is None:
+        if self.finished:
             return
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "a trace goes on in the thread that began it; hand the values to another thread, not the trace"
             )
+        worker = self._greenlet or self._begin()
         mine = TorchState.now()
         self._switchboard.exchange(mine, self._state)
-        self._greenlet.parent = getcurrent()
+        worker.parent = getcurrent()
         try:
-            self._greenlet.switch()
+            worker.switch()
         finally:
-            ended = self._greenlet.dead
+            self.finished = self.finished or worker.dead
             self._state = TorchState.now()
-            self._switchboard.exchange(self._state, mine, last=ended)
-            if ended:
-                self._greenlet = None
+            self._switchboard.exchange(self._state, mine, last=self.finished)
+            if self.finished:
+                self._give_back(worker)
 
     def pause(self) -> None:
         """Called by the work: gives the turn back until it is to go on."""
@@ -88,13 +110,33 @@ class Turns:
     def leave(self) -> None:
         """Ends the work where it is: what it holds open is closed."""
         self._leaving = True
-        if self._work is not None:  # it never began
-            self._work = self._greenlet = None
+        if self._greenlet is None:  # it never began, or has ended
+            self._work, self.finished = None, True
         while not self.finished:
             self.go_on()
 
-    def _begin(self) -> None:
+    def _begin(self) -> greenlet:
+        idle, _IDLE.worker = _IDLE.worker, None
+        if idle is None:
+            idle = greenlet(partial(_serve, self._next_work)), self._next_work
+        worker, self._next_work = idle
+        self._next_work.append(self._do)
+        worker.gr_context = self._context
+        self._greenlet = worker
+        return worker
+
+    def _give_back(self, worker: greenlet) -> None:
+        self._greenlet = None
+        back = getcurrent()
+        if not worker.dead and back.parent is None:  # else it would keep somebody's greenlet
+            worker.gr_context = None
+            _IDLE.worker = worker, self._next_work
+
+    def _do(self) -> None:
         work, self._work = self._work, None
         assert work is not None
-        with contextlib.suppress(Leave):
+        try:
             work()
+        except Leave:
+            self._leaving = True  # it is; `contextlib.suppress` takes longer
+        self.finished = True

@@ -17,10 +17,13 @@ class Calls:
     """Counts, in each pass, the calls of modules that run several times.
 
     Nothing is attached for a model that has none, or while nobody may listen.
+
+    Attributes:
+        modules: finds those modules, by path.
     """
 
     def __init__(self) -> None:
-        self._modules: dict[str, Finder] = {}
+        self.modules: dict[str, Finder] = {}
         self._handles: list[RemovableHandle] = []
         self._users = 0
 
@@ -35,20 +38,15 @@ class Calls:
         """Takes in the modules at paths that mean one of a module's calls."""
         for path in paths:
             if call_number(path) is not None:
-                self._modules[module_path(path)] = Finder(root, path)
-
-    @property
-    def are_counted(self) -> bool:
-        """Whether any module runs several times."""
-        return bool(self._modules)
+                self.modules[module_path(path)] = Finder(root, path)
 
     def change(self, by: int) -> None:
         """One more (or less) who needs to know."""
-        if not self._modules:
+        if not self.modules:
             return
         before, self._users = self._users, self._users + by
         if not before and self._users:
-            for finder in self._modules.values():
+            for finder in self.modules.values():
                 self._handles.append(finder.module.register_forward_pre_hook(self.count, prepend=True))
         elif before and not self._users:
             while self._handles:

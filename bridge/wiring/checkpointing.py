@@ -105,6 +105,9 @@ class _WithItsHooks:
         context = CURRENT.get()
         self._function, self._path, self._attaches = function, path, attaches
         self._shared = context.shared
+        for scope in self._shared:
+            if scope is not None:
+                scope.recomputed = True
         self._changes = attaches.changes
         # The block's own input, which is outside of what is computed again.
         self._sources = {} if context.run is None else _sources_outside(context.run, path)

@@ -80,11 +80,11 @@ class SiteHook:
 
     def discard(self, point: HookPoint) -> None:
         """The reverse of `add`."""
-        self.points = tuple([p for p in self.points if p is not point])
-        if self.points:
+        if len(self.points) > 1:
+            self.points = tuple([p for p in self.points if p is not point])
             self.listeners_changed()
-        else:
-            self._last_writer = -1
+        elif point in self.points:
+            self.points, self._last_writer = (), -1
             self.update()
 
     def update(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -19,7 +19,7 @@ from bridge.hooks.listener import Listener
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.taps.tap import Tap
 from bridge.taps.taps import TAPS, tap_on
-from bridge.wiring.boundary import PassBoundary, only_there
+from bridge.wiring.boundary import PassBoundary
 from bridge.wiring.calls import Calls
 from bridge.wiring.checkpointing import CheckpointedBlocks
 from bridge.wiring.clashes import check_clash
@@ -27,7 +27,6 @@ from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
 from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import put_behind, take_away
 
 
 class Wiring:
@@ -43,21 +42,24 @@ class Wiring:
         changes: how often a hook was added or removed that every run sees.
         embedding: finds the token embeddings.
         calls: counts those of modules that run several times.
+        tapped: the kind of tap that stands on a module, by its path.
+        lock: held while hooks come and go.
     """
 
     def __init__(self, model: nn.Module, points: Iterable[Point], make: type[HookPoint] = HookPoint) -> None:
         self.model = model
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
+        self.tapped: dict[str, str] = {}
         self.calls = Calls()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._sites: dict[Site, SiteHook] = {}
         self._homes: dict[HookPoint, SiteHook | None] = {}
         self._taps: dict[HookPoint, Tap] = {}
         self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | Following]] = {}
-        self._opened: dict[Scope, dict[str, list[Callable[[], None]]]] = {}
-        self._tapped_paths: dict[str, str] = {}
-        self._siblings: dict[tuple[str, str], list[Site]] = {}
+        self._siblings: dict[tuple[str, str], tuple[SiteHook, ...]] = {}
+        self._finders: dict[str, Finder] = {}
+        self._sources: dict[tuple[str, int], tuple[SiteHook, ...]] = {}
         self._connected = 0
         self._editors = 0
         self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
@@ -86,11 +88,12 @@ class Wiring:
         self.points[hook.name] = hook
         self._homes[hook] = None if point.site.kind in TAPS else self._site(point.site)
         if point.site.kind in TAPS:
-            self._tapped_paths[point.site.path] = point.site.kind
+            self.tapped[point.site.path] = point.site.kind
         hook.sources = tuple([self._site(source) for source in point.sources])
         self.calls.add(self.model, [site.path for site in (point.site, *point.sources)])
         self._by_block.clear()
         self._siblings.clear()
+        self._sources.clear()
         self._plans.clear()
 
     def adopt(self, hook: HookPoint) -> None:
@@ -107,12 +110,14 @@ class Wiring:
             RuntimeError: a module was replaced while hooks were on it.
             ValueError: one module stands at two places in the list of blocks.
         """
-        blocks = {block for held in self._lists for block in held.module._modules.values()}
+        blocks: set[nn.Module | None] = set()
+        for held in self._lists:
+            blocks.update(held.module._modules.values())
         if len(blocks) != len(self._blocks):  # one stands twice, or is gone
             check_places(self._blocks)
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
-        with self._lock:  # other threads may attach hooks meanwhile
+        with self.lock:  # other threads may attach hooks meanwhile
             moved = [hook.site.path for hook in self._sites.values() if not hook.is_in_place]
             for point, tap in self._taps.items():
                 if Finder(self.model, point.point.site.path).module is not tap.module:
@@ -135,7 +140,7 @@ class Wiring:
             ValueError: see `check_clash`; nothing is attached then.
         """
         refuse_inside_compiled()
-        with self._lock:
+        with self.lock:
             declared = point.point
             if listener.kind != "read" and (declared.branches or declared.flag is not None):
                 check_clash(point, listener, partial(self._in_block, declared.stack, declared.depth))
@@ -143,27 +148,31 @@ class Wiring:
                 self._connect(point)
             point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
             if listener.kind != "read":
-                self._count_editor(listener, 1)
+                if listener.scope is None or not listener.scope.of_one_run:
+                    self._count_editor(listener, 1)
                 self._listeners_changed(point)
                 if declared.followers or declared.branches:
                     self._connect_followers(point, listener)
 
-    def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
+    def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
         """Removes listeners, and the torch hook if nobody is left. Those that are not there are ignored."""
-        with self._lock:
+        with self.lock:
             before = point.listeners
-            gone = [listener for listener in gone if listener in before]
+            left: tuple[Listener, ...] = ()
+            if gone != before:
+                gone = tuple([listener for listener in gone if listener in before])
+                left = tuple([listener for listener in before if listener not in gone])
             if not gone:
                 return
-            left = tuple([listener for listener in before if listener not in gone])
             point.set_listeners(left)
             for listener in gone:
-                if listener.kind != "read":
+                if listener.kind != "read" and (listener.scope is None or not listener.scope.of_one_run):
                     self._count_editor(listener, -1)
-            self._listeners_changed(point)
             if self._following:
                 self._disconnect_followers(point, left)
-            if not left:
+            if left:
+                self._listeners_changed(point)
+            else:
                 self._disconnect(point)
 
     @contextmanager
@@ -185,7 +194,7 @@ class Wiring:
 
     def attach_scope(self, scope: Scope) -> None:
         """Attaches the hooks of a scope, if they are not attached already."""
-        with self._lock:
+        with self.lock:
             scope.users += 1
             if scope.users > 1:
                 return
@@ -199,17 +208,21 @@ class Wiring:
 
     def detach_scope(self, scope: Scope) -> None:
         """The reverse of `attach_scope`, once nobody needs them any more."""
-        with self._lock:
+        with self.lock:
             scope.users -= 1
             if not scope.users:
                 for point, listener in scope.members:
                     self.remove(point, (listener,))
+                if (
+                    not scope.recomputed
+                ):  # a listener holds its scope: the user's function would live until a collection
+                    scope.members.clear()
 
     def listen(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Attaches a listener that only looks to many points."""
         refuse_inside_compiled()
         attached: list[HookPoint] = []
-        with self._lock:
+        with self.lock:
             try:
                 for point in points:
                     if not point.listeners:
@@ -230,7 +243,7 @@ class Wiring:
             keep: is given what passes all other places.
         """
         refuse_inside_compiled()
-        with self._lock:
+        with self.lock:
             plan = next((plan for plan in self._plans if plan.points == points and plan.holds), None)
             if plan is None:
                 plan = ReadingPlan(points, self._homes)
@@ -248,75 +261,40 @@ class Wiring:
 
     def stop_listening(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Removes what `listen` attached."""
-        with self._lock:
+        with self.lock:
             for point in points:
                 left = tuple([other for other in point.listeners if other is not listener])
                 point.set_listeners(left)
                 if not left:
                     self._disconnect(point)
 
-    def open_path(self, path: str, scope: Scope) -> None:
-        """Lets a scope begin to listen to the modules on a path, and inside them, while they run.
+    def finder(self, path: str) -> Finder:
+        """What finds the module at a path."""
+        found = self._finders.get(path)
+        if found is None:
+            found = self._finders[path] = Finder(self.model, path)
+        return found
 
-        torch looks for hooks once, when a module is called, and a tap stands before its module's forward.
-        """
-        with self._lock:
-            opened = self._opened.setdefault(scope, {})
-            modules = [] if path in opened else Finder(self.model, path).on_the_way
-            while path not in opened:
-                module, opened[path] = modules.pop(), []
-                if type(module).forward is not nn.Module.forward:  # a list of modules is never called
-                    put_behind(module, scope, only_there)
-                    opened[path].append(partial(take_away, module, scope))
-                kind = self._tapped_paths.get(path)
-                if kind is not None and kind != "experts":  # that tap computes one expert at a time
-                    tap = tap_on(kind, module)
-                    tap.open(scope)
-                    opened[path].append(partial(tap.close, scope))
-                path = path.rpartition(".")[0]
+    def sources_in(self, stack: str, depth: int) -> tuple[SiteHook, ...]:
+        """The sites whose tensors the views of a block's points need."""
+        found = self._sources.get((stack, depth))
+        if found is None:
+            sites = [source for point in self._in_block(stack, depth) for source in point.point.sources]
+            found = self._sources[stack, depth] = tuple([self._sites[site] for site in dict.fromkeys(sites)])
+        return found
 
-    def watch_sources(self, stack: str, depth: int, scope: Scope) -> None:
-        """Lets a scope begin to listen to the points of a block whose views need what is seen before them."""
-        with self._lock:
-            opened, key = self._opened.setdefault(scope, {}), f"sources of {stack} {depth}"
-            if key in opened:
-                return
-            opened[key] = []
-            for point in self._in_block(stack, depth):
-                for source in point.point.sources:
-                    opened[key].append(self._watched(self._sites[source]))
-
-    def watch_siblings(self, site: Site, scope: Scope) -> None:
-        """Lets a scope begin to listen to the other elements of what a module returns while one of them is shown."""
-        with self._lock:
-            if not self._siblings:
-                for other in self._sites:
-                    self._siblings.setdefault((other.path, other.kind), []).append(other)
-            siblings = self._siblings.get((site.path, site.kind), [])
-            opened, key = self._opened.setdefault(scope, {}), f"{site.kind} of {site.path}"
-            if len(siblings) > 1 and key not in opened:
-                opened[key] = [self._watched(self._sites[other]) for other in siblings]
-
-    def _watched(self, hook: SiteHook) -> Callable[[], None]:
-        """Watches a site; what ends it again."""
-        hook.watchers += 1
-        hook.update()
-
-        def leave() -> None:
-            hook.watchers -= 1
-            hook.update()
-
-        return leave
-
-    def close_paths(self, scope: Scope) -> None:
-        """The reverse of `open_path`, for all of a scope's."""
-        with self._lock:
-            for closers in self._opened.pop(scope, {}).values():
-                for close in closers:
-                    close()
+    def elements_of(self, site: Site) -> tuple[SiteHook, ...]:
+        """The sites of all elements of what a module returns, or is given; none where there is one alone."""
+        if not self._siblings:
+            for other in self._sites.values():
+                key = other.site.path, other.site.kind
+                self._siblings[key] = (*self._siblings.get(key, ()), other)
+        found = self._siblings.get((site.path, site.kind), ())
+        return found if len(found) > 1 else ()
 
     def _connect(self, point: HookPoint) -> None:
-        self.calls.change(1)
+        if self.calls.modules:
+            self.calls.change(1)
         home = self._homes[point]
         if home is None:
             site = point.point.site
@@ -333,7 +311,8 @@ class Wiring:
 
     def _disconnect(self, point: HookPoint) -> None:
         self._connected -= 1
-        self.calls.change(-1)
+        if self.calls.modules:
+            self.calls.change(-1)
         home = self._homes[point]
         if home is None:
             self._taps.pop(point).disconnect(str(point.point.site.key), point)
@@ -359,8 +338,6 @@ class Wiring:
         """Direct calls of the model have to be told apart as passes while anyone may change something."""
         if listener.scope is None:
             self.changes += 1
-        elif listener.scope.of_one_run:
-            return
         self._editors += by
         if self._editors == by == 1:
             self._boundary.attach()

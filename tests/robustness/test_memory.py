@@ -88,6 +88,8 @@ KINDS: dict[str, Callable[[TransformerBridge], Any]] = {
     ),
 }
 TIMES = 1000 if os.environ.get("MATRIX") == "all" else 100
+#: Those that make bridges or copies of models, whose parts know each other; or are made of torch's own cycles.
+MAKES_CYCLES = ("copy", "new-bridge")
 #: Those that take several milliseconds each run a tenth as often, with the same bound.
 SLOW = ("stream", "stream-left", "generate", "generate-cache", "patching", "copy", "new-bridge")
 
@@ -123,6 +125,25 @@ def test_memory_is_flat(small, kind):
     more_tensors, more_objects = alive()
     assert more_tensors <= tensors
     assert more_objects - objects < max(times // 10, 10)  # caches of Python's own; a leak is one in each run
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAKES_CYCLES])
+def test_nothing_waits_for_a_collection(small, kind):
+    """What a run held, a user's function and all that it holds, is free when the run is over, not some time later."""
+    KINDS[kind](small)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        KINDS[kind](small)
+        gc.collect()
+        left = [type(x) for x in gc.garbage if type(x).__module__.partition(".")[0] == "bridge"]
+        assert not left and not [x for x in gc.garbage if issubclass(type(x), torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 @pytest.mark.unchecked
