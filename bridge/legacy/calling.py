@@ -140,16 +140,6 @@ class CallsParts(TransformerBridge):
 
         Raises:
             TypeError: the part cannot be called by itself, or not with these.
-
-        Example:
-            >>> import torch
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> residual = model("Mary and John", stop_at_layer=3)
-            >>> logits = model.unembed(model.ln_final(model.blocks[3](residual)))
-            >>> torch.allclose(logits, model("Mary and John"), atol=1e-4)
-            True
         """
         above, _, last = name.rpartition(".")
         if above == "blocks":

@@ -19,8 +19,8 @@ from bridge.hooks.listener import Handle, Listener, checked
 from bridge.hooks.names import suggestion
 from bridge.legacy.calling import CallsParts, InPlace
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
+from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.kinds import kind_of
-from bridge.legacy.model_config import HookedModelConfig
 from bridge.legacy.parts import Blocks, Part, put_in
 from bridge.weights.component_tree import Tree
 from weight_processing.saving import untie

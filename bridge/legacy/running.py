@@ -93,18 +93,7 @@ class RunsAsBefore(TransformerBridge):
         past_kv_cache: HookedTransformerKeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """What enters the first block, for runs with `start_at_layer`: the residual stream, the tokens, the positional
-        embeddings of a shortformer model, and the mask of all tokens so far; None where there are none.
-
-        Example:
-            >>> import torch
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> residual, tokens, _, mask = model.input_to_embed("Mary and John")
-            >>> loss = model(residual, "loss", start_at_layer=0, tokens=tokens, attention_mask=mask)
-            >>> torch.allclose(loss, model("Mary and John", "loss"))
-            True
-        """
+        embeddings of a shortformer model, and the mask of all tokens so far; None where there are none."""
         side = padding_side or (self.tokenizer.padding_side if self.tokenizer is not None else "right")
         masked = attention_mask is not None or past_kv_cache is not None or side == "left"
         tokens, mask = self._tokens_of(input, prepend_bos, padding_side, attention_mask, masked)

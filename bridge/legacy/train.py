@@ -41,18 +41,6 @@ def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any
 
     Raises:
         ValueError: an unknown optimizer, or `wandb`.
-
-    Example:
-        >>> import torch
-        >>> from bridge.legacy import HookedTransformer
-        >>> from bridge.legacy.train import HookedTransformerTrainConfig, train
-        >>> model = HookedTransformer({"n_layers": 1, "d_model": 8, "n_ctx": 4, "d_head": 4, "d_vocab": 5,
-        ...     "attn_only": True, "device": "cpu", "seed": 0})
-        >>> data = [{"tokens": torch.tensor([1, 2, 3, 4])}] * 8
-        >>> before = model([[1, 2, 3, 4]], return_type="loss")
-        >>> model = train(model, HookedTransformerTrainConfig(3, 4, lr=0.05, device="cpu", print_every=None), data)
-        >>> bool(model([[1, 2, 3, 4]], return_type="loss") < before)
-        True
     """
     if config.wandb:
         raise ValueError("wandb=True: there is no connection to Weights and Biases; log from a loop of your own")

@@ -32,16 +32,6 @@ class UngroupsAsBefore(PartsAsBefore):
         Raises:
             ValueError: keys and values do not come from layers of their own, or the model would compute another thing.
             RuntimeError: hooks are attached; or weights were changed in between, which False would lose.
-
-        Example:
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer({"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 2, "n_key_value_heads": 2,
-            ...     "d_vocab": 10, "act_fn": "relu", "device": "cpu"})
-            >>> model.run_with_cache([[1, 2, 3]])[1]["k", 0].shape
-            torch.Size([1, 3, 2, 2])
-            >>> model.set_ungroup_grouped_query_attention(True)
-            >>> model.run_with_cache([[1, 2, 3]])[1]["k", 0].shape
-            torch.Size([1, 3, 4, 2])
         """
         if ungroup_grouped_query_attention and self.grouped is None and self.cfg.n_key_value_heads is not None:
             self._check_unheard()
