@@ -62,9 +62,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
     Args:
         cfg: a `HookedTransformerConfig` or its fields, or another model's `cfg`, for a model with random weights
             (`bridge.native`); or a Hugging Face model, which is wrapped as it is.
-        tokenizer: for text; it is copied, never changed. None: the one that `cfg.tokenizer_name` names.
-        move_to_device: put a new model where `cfg.device` says.
-        default_padding_side: where shorter texts are padded.
+        tokenizer, move_to_device, default_padding_side: HookedTransformer's. The tokenizer is copied, never changed.
 
     Raises:
         ValueError, TypeError: as for `HookedTransformerConfig`; or fields that only loaded models have.

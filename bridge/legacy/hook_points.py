@@ -193,12 +193,7 @@ class HookedRootModule(nn.Module, AddsHooks):
         return self.hook_dict.values()
 
     def select_hooks(self, names: NamesFilter | bridge_point.HookPoint) -> Sequence[bridge_point.HookPoint]:
-        """The hook points that a filter chooses.
-
-        Raises:
-            UnknownHookError: a name that no hook point has.
-            ValueError: a filter that matches nothing, or a hook point of another module.
-        """
+        """The hook points that a filter chooses."""
         if isinstance(names, bridge_point.HookPoint):
             if not any(names is each for each in self.hook_dict.values()):
                 raise ValueError(f"{names!r} belongs to another module")
