@@ -87,10 +87,8 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
         **kwargs: Any,
     ) -> Any:
         """Runs the model."""
-        if one_zero_attention_mask is not None:
-            kwargs["attention_mask"] = one_zero_attention_mask
-        if token_type_ids is not None:
-            kwargs["token_type_ids"] = token_type_ids
+        given = {"attention_mask": one_zero_attention_mask, "token_type_ids": token_type_ids}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
         if return_type != "predictions":
             return super().forward(input, return_type, **kwargs)
         mask_token = self.tokenizer_facts.tokenizer.mask_token_id
@@ -105,9 +103,8 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
 
     def _paths(self) -> Iterator[tuple[str, str]]:
         yield from super()._paths()
-        base, core = base_path(self.original_model), core_path(self.original_model)
-        for start, below in ((base, _INSIDE), (core, _BESIDE)):
-            yield from ((name, join(start, path)) for name, path in below.items())
+        for start, below in ((base_path, _INSIDE), (core_path, _BESIDE)):
+            yield from ((name, join(start(self.original_model), path)) for name, path in below.items())
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors: also ``embed`` (of tokens and ``token_type_ids``, with positions

@@ -67,21 +67,13 @@ NOT_HERE = {
 
 
 def why_not(where: str, name: str) -> str | None:
-    """What to use in place of a name that is left out on purpose.
-
-    Args:
-        where: the module or class that it would be in.
-        name: the name.
-    """
+    """What to use in place of a name that is left out on purpose of a module or a class."""
     instead = NOT_HERE.get(where, {}).get(name) or NOT_HERE[_ROOM].get(name)
     return None if instead is None else f"{where} has no {name}: {instead}. See docs/migration.md"
 
 
 def says_what_is_missing(module: str) -> Callable[[str], NoReturn]:
     """A module's ``__getattr__``.
-
-    Args:
-        module: the module's name.
 
     Example:
         >>> from bridge.legacy.missing import says_what_is_missing
@@ -98,12 +90,7 @@ def says_what_is_missing(module: str) -> Callable[[str], NoReturn]:
 
 
 def not_done(name: str, why: str = _MMLU) -> Callable[..., Any]:
-    """A function that can be imported, and says why it is not done when it is called.
-
-    Args:
-        name: its name.
-        why: and what to do in its place.
-    """
+    """A function that can be imported, and says why it is not done when it is called."""
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"{name} is not done here: {why}. See docs/migration.md")

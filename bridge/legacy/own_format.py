@@ -95,9 +95,7 @@ class OwnFormat:
         return HookedTransformerConfig(**(given | changes))
 
     def state_dict(self, cfg: HookedTransformerConfig) -> dict[str, Tensor]:
-        """The weights by HookedTransformer's names, in `cfg.dtype`, of as many layers as `cfg` says.
-
-        Nothing in the file is run: it is read with ``weights_only=True``.
+        """The weights by HookedTransformer's names, in `cfg.dtype`, of as many layers as `cfg` says; nothing is run.
 
         Raises:
             FileNotFoundError: there is no file of weights.

@@ -160,15 +160,12 @@ class Part(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        own, found = self.host.own_weights.get(self.name, ()), {}
-        for name in own:
-            if prefix + name not in state_dict:
-                missing_keys.append(prefix + name)
-            elif (why := self.host.fits(full := join(self.name, name), state_dict[prefix + name])) is not None:
-                error_msgs.append(why)
-            else:
-                found[full] = state_dict[prefix + name]
-        self.host.write(found)
+        own = self.host.own_weights.get(self.name, ())
+        missing_keys += [prefix + name for name in own if prefix + name not in state_dict]
+        given = {join(self.name, name): state_dict[prefix + name] for name in own if prefix + name in state_dict}
+        unfit = {name: why for name, value in given.items() if (why := self.host.fits(name, value)) is not None}
+        error_msgs += unfit.values()
+        self.host.write({name: value for name, value in given.items() if name not in unfit})
         known = {*own, *self._modules, *BUFFERS}
         inside = (key[len(prefix) :] for key in state_dict if key.startswith(prefix))
         unexpected_keys += [prefix + key for key in inside if key.partition(".")[0] not in known]
