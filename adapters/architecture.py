@@ -219,14 +219,20 @@ class Architecture:
         """Norms stand on the residual stream itself."""
         return any(step.stream_norm for stack in self.stacks for block in stack.every_block for step in block.steps)
 
-    @property
-    def streams_are_sums(self) -> bool:
-        """What leaves every block is what enters it and what its parts put out, without norms or factors on it."""
-        return (
-            not self.norms_on_the_stream
-            and self.embed_adjust is None
-            and all(stack.keeps_its_stream for stack in self.stacks)
-        )
+    def why_no_sum(self, *, of_normed: bool = False) -> str:
+        """Why a residual stream is no sum of what the embeddings and the parts wrote; "" where it is.
+
+        Args:
+            of_normed: norms that stand on the stream itself are no reason: every term is taken through them.
+        """
+        if self.norms_on_the_stream and not of_normed:
+            return "norms stand on its residual stream itself, which is then no sum of what was written to it"
+        if self.embed_adjust or not all(stack.keeps_its_stream for stack in self.stacks):
+            return (
+                "its residual stream is multiplied, or normed as it enters a block, and so no sum of what was written "
+                "to it"
+            )
+        return ""
 
     def refuse_several_streams(self, name: str) -> None:
         """Decompositions and lenses are for models with one residual stream.

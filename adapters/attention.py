@@ -146,8 +146,6 @@ class Attention:
         clip: queries, keys and values are clamped to this behind their projections, which the hook points stand on.
         q_bias, k_bias, v_bias: parameters that are added behind the projections, relative to the attention module:
             `hook_q` (`hook_k`, `hook_v`) shows the sum (DeBERTa).
-        o_bias: a parameter of the attention module that is added behind it, where the output projection has no bias of
-            its own (GPT-NeoX Japanese): `hook_attn_out` shows the sum.
         adds: something that queries alone, keys alone, or places alone make is added to the product of queries and keys
             (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to the attention
             module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
@@ -196,7 +194,6 @@ class Attention:
     q_bias: str | None = None
     k_bias: str | None = None
     v_bias: str | None = None
-    o_bias: str | None = None
     adds: tuple[str, ...] | None = None
     branch: str | None = None
     scale: float | None = None
@@ -239,8 +236,7 @@ def attention_points(
     key_pos: str = "key_pos",
     norm: Site | None = None,
     shift: Site | None = None,
-    factor: float = 1.0,
-    results: bool = True,
+    factor: float | None = 1.0,
 ) -> None:
     """Adds the points of one attention module, but for its output.
 
@@ -253,8 +249,8 @@ def attention_points(
         key_pos: the axis of keys.
         norm: the site at which the attention's input enters its norm (None: not normed).
         shift: what is added to the inputs of queries and keys after the norm.
-        factor: what its result is multiplied with before it is added to the stream.
-        results: what each head adds can be said by that.
+        factor: what its result is multiplied with before it is added to the stream; None: no constant, so that what
+            each head adds is not shown.
     """
     pos = points.pos
     n_heads, n_kv_heads = part.n_heads or n_heads, part.n_kv_heads or n_kv_heads
@@ -330,7 +326,7 @@ def attention_points(
     output = join(module, part.o)
     z_axes = f"batch {pos} {part.heads('q')} {part.width('v')}"
     inner.add("hook_z", Site(output, "input"), Heads(n_heads), z_axes, aliases=("o.hook_in",))
-    if results:
+    if factor is not None:
         inner.add(
             "hook_result",
             Site(output, "output"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
@@ -83,7 +83,8 @@ class Step:
         post: the norm that its result goes through before it is added. Where that result is put out by no module, the
             part's `out` is the path of this norm, too.
         factor: what its result is multiplied with, behind `post`.
-        adjust: what happens to its result besides, by parameters of the block.
+        adjust: what happens to its result besides, by parameters of the block: a bias that is added behind the part
+            (GPT-NeoX Japanese), a scale.
         carry: what happens to the stream before the result is added to it (None: nothing); of parallel steps, the first
             says it.
         total: the module that puts out the sum, where there is one (None: the block computes it itself).
@@ -126,6 +127,31 @@ class Step:
     def last_factor(self) -> float:
         """What the result of its last matrix is multiplied with: the factor, where no norm stands between."""
         return 1.0 if self.post else self.factor
+
+    @property
+    def constant_factor(self) -> float | None:
+        """The same with the constant of `adjust`; None where parameters multiply the result, too."""
+        if self.adjust is None or self.post:
+            return self.last_factor
+        return None if self.adjust.weight else self.factor * self.adjust.factor
+
+    def added(self, result: Tensor, block: nn.Module) -> Tensor:
+        """What is added to the stream where this is what the part, or the norm behind it, puts out.
+
+        Args:
+            result: ``[..., d_model]``.
+            block: the block, whose parameters `adjust` names.
+        """
+        made = result * self.factor
+        return self.adjust.of(made, block) if self.adjust else made
+
+    @property
+    def changes_its_result(self) -> bool:
+        """Whether what the part puts out and what is added to the stream are two things, with a hook point each.
+
+        A factor and a bias behind the part are no such change: HookedTransformer has them in the last matrix and bias.
+        """
+        return self.post is not None or self.constant_factor is None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Adjusted, Branch, Composed, FlatRows, Heads, Scaled, View, WithParameter, WriteThrough
+from adapters.views import Adjusted, Branch, Composed, FlatRows, Heads, Scaled, View, WriteThrough
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -264,8 +264,7 @@ class BlockBuilder:
                 key_pos=self.stack.key_pos if not part.cross else "key_pos" if self.stack.one_of_two else "memory_pos",
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
-                factor=step.last_factor,
-                results=step.adjust is None or step.adjust.weight is None,
+                factor=step.constant_factor,
             )
         elif isinstance(part, MLP):
             mlp_points(self.points.inside(named.name), part, module, self.rows)
@@ -294,18 +293,17 @@ class BlockBuilder:
         if step.adjust:
             scaled = Composed(scaled, Adjusted(step.adjust)) if scaled else Adjusted(step.adjust)
         more = self.rows if step.adjust else ()
-        added = WithParameter(part.o_bias) if isinstance(part, Attention) and part.o_bias else None
-        if step.post is None and not step.adjust:
-            shown = Composed(added, scaled) if added and scaled else added or scaled
-            self._add(flat, f"hook_{name}_out", returned, shown, aliases=(f"{name}.hook_out", *projection))
+        if step.changes_its_result:
+            self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
         else:
-            self._add(flat, f"{name}.hook_out", returned, added, group="extra", aliases=projection)
+            aliases = (f"{name}.hook_out", *projection)
+            self._add(flat, f"hook_{name}_out", returned, scaled, aliases=aliases, sources=more)
         if isinstance(part, Attention):
             qk_norm_points(self.points.inside(name), part, join(self.path, part.path))
         if step.post:
             self._add_norm(f"{named.norm}_post", step.post)
             returned, flat = Site(join(self.path, step.post.path), "output"), False
-        if step.post or step.adjust:
+        if step.changes_its_result:
             self._add(flat, f"hook_{name}_out", returned, scaled, sources=more)
         if step.total and named.after != "hook_resid_post":
             self.points.add(named.after, Site(join(self.path, step.total), "output"))

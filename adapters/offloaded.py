@@ -27,8 +27,14 @@ def held(module: nn.Module, name: str) -> Any:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where a model's input goes: where its weights are, or where accelerate brings them when they are needed."""
-    first = first_parameter(model)
+    """Where a model's input goes: where its weights are, or where accelerate brings them when they are needed.
+
+    Raises:
+        StopIteration: it has no parameters.
+    """
+    first = _first_parameter(model)
+    if first is None:
+        first = next(model.parameters())
     if first.is_meta:
         for module in model.modules():
             for hook in _hooks(module):
@@ -38,17 +44,8 @@ def input_device(model: nn.Module) -> torch.device:
     return first.device
 
 
-def first_parameter(model: nn.Module) -> nn.Parameter:
-    """The first of a model's parameters. (`Module.parameters` takes ten times as long, in every run.)
-
-    Raises:
-        StopIteration: it has none.
-    """
-    found = _first_parameter(model)
-    return next(model.parameters()) if found is None else found
-
-
 def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """The first of a model's parameters. (`Module.parameters` takes ten times as long, in every run.)"""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from adapters.inputs.made import Given
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import driven, places_of, some_tokens, with_graph, with_what_it_needs
+from adapters.proofs.evidence import driven, evaluating, places_of, some_tokens, with_graph, with_what_it_needs
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -93,7 +92,7 @@ def verify(
     if not there.passed:  # nothing else can be looked at
         report.checks.append(there)
         return report
-    with evaluating(bridge):
+    with evaluating(bridge.original_model):
         with torch.no_grad():
             mechanics = Mechanics(bridge, tokens, more, _tolerance(bridge))
             report.checks += mechanics.quick()
@@ -104,17 +103,6 @@ def verify(
                     report.checks += mechanics.full()
         report.checks += mechanics.last()
     return report
-
-
-@contextmanager
-def evaluating(bridge: Bridge) -> Iterator[None]:
-    """In evaluation mode, and then in the mode that it was in."""
-    was_training = bridge.training
-    bridge.train(False)
-    try:
-        yield
-    finally:
-        bridge.train(was_training)
 
 
 def _tolerance(bridge: Bridge) -> float:

@@ -216,8 +216,7 @@ class Weights:
                     self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, added))
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = times(factor, lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads))
-        b_O = self.bias(out, lambda: (self.cfg.d_model,))
-        self.getters[f"{name}.b_O"] = times(factor, self._with_bias(b_O, join(at, part.o_bias)) if part.o_bias else b_O)
+        self.getters[f"{name}.b_O"] = times(factor, self.bias(out, lambda: (self.cfg.d_model,)))
         for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
             if norm:
                 self.add_norm(f"{name}.{letter}_norm", at, norm)

@@ -23,6 +23,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from adapters import registry
 from bridge import TransformerBridge
 
 transformers.utils.logging.set_verbosity_error()
@@ -111,6 +112,16 @@ def torch_hooks(model: torch.nn.Module) -> int:
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + ("forward" in m.__dict__)
         for m in model.modules()
     )
+
+
+@pytest.fixture(autouse=True)
+def registered_declarations_are_forgotten() -> Iterator[None]:
+    """What a test registers, or a page that a test runs, is a declaration for that test alone."""
+    registry.supported()  # our own are imported, and stay
+    held, before = registry._REGISTRY, dict(registry._REGISTRY)
+    yield
+    held.clear()
+    held.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ MODULES = [
 def test_pages(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")
-    namespace = {}
+    namespace = {"__name__": "__main__"}
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
         exec(compile(block, str(page), "exec"), namespace)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from adapters.config import ModelConfig
 from adapters.inputs.arguments import accepted_arguments
 from adapters.inputs.made import with_the_rest
+from adapters.proofs.evidence import evaluating
 
 _HALF = (torch.float16, torch.bfloat16)
 #: How much larger than before the rounding error of a model in half precision may be. Each transform rounds the weights
@@ -32,30 +33,6 @@ _BACKENDS: tuple[Any, ...] = tuple(
 
 class ProcessingError(ValueError):
     """A transform that was asked for cannot be done, or did not leave the model's function as it was."""
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside a ``with`` statement; afterwards every module is in the mode in which it was.
-
-    Args:
-        model: the model.
-
-    Example:
-        >>> from torch import nn
-        >>> from weight_processing.check import evaluating
-        >>> with evaluating(model := nn.Dropout()):
-        ...     inside = model.training
-        >>> inside, model.training
-        (False, True)
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _products_are_rounded() -> bool:

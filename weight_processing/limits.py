@@ -23,8 +23,8 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
             f"{type(core).__name__} is not one stack of blocks, each reading the residual stream through a norm; "
             "HookedTransformer has no processing for it either"
         )
-    if not architecture.streams_are_sums:
-        return "its blocks multiply the residual stream, or norm it as it enters: it is no sum of what was written"
+    if reason := architecture.why_no_sum():
+        return reason
     steps = list(architecture.steps())
     if any(step.adjust or step.reads is not None for step in steps):
         return "its blocks change what a part puts out by parameters of their own, or add it later than it was made"

@@ -16,6 +16,7 @@ from adapters.automatic.parts import FoundPart, Norms
 from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
 from adapters.proofs.gradients import by_position, disjoint_sets, gradients_of_scores, gradients_of_z
+from adapters.proofs.report import said
 from adapters.views import Composed, Heads, OneHead
 
 #: The columns of each head, in a projection's output.
@@ -112,7 +113,7 @@ class FoundAttention:
             )
             from_values = gradients_of_z(self.mixed, live, query=query, key_pos=key_pos)
         except RuntimeError as error:
-            raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
+            raise NotFound(f"no gradient can be taken: {said(error)}") from None
         values = [
             reached if self._from_before(call, query) else None
             for call, reached in zip(self.sources, from_values, strict=True)

@@ -21,7 +21,7 @@ from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind, with_gated
-from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun, with_bias
+from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
 from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
@@ -35,6 +35,7 @@ from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
+from adapters.proofs.evidence import evaluating
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
 
 
@@ -73,16 +74,13 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
         'layers'
     """
     subject = _subject(model)
-    was_training = subject.training
-    subject.train(False)
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # wherever it is asked for: it goes by gradients
+        # Wherever it is asked for: it goes by gradients.
+        with evaluating(subject), torch.inference_mode(False), torch.enable_grad():
             given = sample_inputs(subject, inputs)
             return _Inference(subject, given, record(subject, given)).run()
-    except CannotBeMade as why:
+    except (CannotBeMade, NotFound) as why:
         raise NotInferable(str(why)) from None
-    finally:
-        subject.train(was_training)
 
 
 def _subject(model: nn.Module) -> nn.Module:
@@ -140,7 +138,7 @@ class _Inference:
             self.facts.speak_of_the_first()
             decoder, last_norm = self._decoder(other, found)
             declared.append(decoder)
-        values = self.facts.values(found, unembed, self.not_offered)
+        values = self.facts.values(found, unembed, self.given, self.not_offered)
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
             embed=embedding.embed and self.relative(embedding.embed),
@@ -239,11 +237,23 @@ class _Inference:
         """A path of the model as one from its base model."""
         try:
             return relative(path, self.base)
-        except ValueError:
+        except NotFound:
             raise NotInferable(f"{path} stands outside of its base model, {self.base}") from None
 
-    def _block(self, stack: FoundStack, index: int, name: str = "blocks") -> Block:
-        """One block. What is not found out about it is noted by the name of the hook point that it costs."""
+    def _block(self, stack: FoundStack, index: int, name: str) -> Block:
+        """One block, without steps where it cannot be declared."""
+        try:
+            return self._with_steps(stack, index, name)
+        except NotFound as why:
+            self.not_offered[f"{name}.{index}.hook_resid_mid"] = str(why)
+            return Block(())
+
+    def _with_steps(self, stack: FoundStack, index: int, name: str) -> Block:
+        """One block. What is not found out about it is noted by the name of the hook point that it costs.
+
+        Raises:
+            NotFound: what its steps are is not known, or something of them stands outside of it.
+        """
         if index not in stack.indices:
             self.not_offered[f"{name}.{index}"] = "it does not run with text alone"
             return Block(())
@@ -255,21 +265,14 @@ class _Inference:
         sums, found = self._sums(stack, place, norms)
         prefix = f"{name}.{index}"
         if found is None:
-            self.not_offered[f"{prefix}.hook_resid_mid"] = (
-                "what leaves the block is not what enters it and what its modules put out"
-            )
-            return Block(())
+            raise NotFound("what leaves the block is not what enters it and what its modules put out")
         parts = Parts(call, self.recording, norms, sums, found.sums)
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
         for total in found.sums:
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
                 note = dict(part.missing)
-                try:
-                    declared = with_bias(self._part(part, norms, call, note), term.bias)
-                except NotFound as unnamed:
-                    self.not_offered[f"{prefix}.hook_resid_mid"] = str(unnamed)
-                    return Block(())
+                declared = self._part(part, norms, call, note)
                 on_stream = _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
                     Step(
@@ -324,8 +327,6 @@ class _Inference:
         except NotFound as why:
             plays = "attn" if attends and mixes is not False else "mlp"
             return self._opaque(part, block, Opaque, note, str(why), plays)
-        except ValueError as why:  # a path outside of the module that it should be in
-            return self._opaque(part, block, Opaque, note, str(why), "attn" if attends else "mlp")
 
     def _mixes(self, part: FoundPart) -> bool | None:
         """Whether a part mixes positions; None where it cannot be told."""
@@ -385,8 +386,9 @@ class _Inference:
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:
-    """What the model writes over, at the borders of modules that hook points may stand on."""
-    return tuple((relative(call.path, block.path), which) for call in (block, *inside) for which in call.changed)
+    """What the model writes over, at the borders of modules that hook points may stand on: those of the block."""
+    own = [call for call in (block, *inside) if f"{call.path}.".startswith(f"{block.path}.")]
+    return tuple((relative(call.path, block.path), which) for call in own for which in call.changed)
 
 
 def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:

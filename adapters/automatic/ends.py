@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.blocks import power_between
-from adapters.automatic.norms import norm_kind, tolerance
-from adapters.automatic.recording import ModuleCall, Recording, Seen, mark
+from adapters.automatic.norms import norm_kind, rounded, tolerance
+from adapters.automatic.recording import ModuleCall, Recording, Seen, elements_of, mark
 from adapters.config import config_of
+from adapters.inputs.made import Given
 from adapters.norms import Norm
 from adapters.paths import base_path, token_embedding
 from adapters.views import Affine
@@ -161,7 +162,7 @@ def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> tuple[float, 
         return None
     own = {name: p.detach().double().to(x.device) for name, p in base.named_parameters(recurse=False)}
     own = {name: p for name, p in own.items() if p.shape == weight.shape}
-    factor = float(f"{float(weight.mean()):.5g}")
+    factor = rounded(float(weight.mean()))
     tried = [(factor, Affine(bias=name)) for name in own]
     tried += [(1.0, Affine(weight=name)) for name in own]
     tried += [(1.0, Affine(weight=name, bias=other)) for name in own for other in own]
@@ -208,7 +209,7 @@ def _weights(target: Tensor, terms: list[Tensor]) -> list[float] | None:
             columns = columns[:, :1]
         solution = torch.linalg.lstsq(columns, flat[:, None]).solution[:, 0]
         if bool(((columns @ solution - flat).abs() <= close * flat.abs().max()).all()):
-            found = [float(f"{w:.5g}") if abs(w) > 1e-4 else 0.0 for w in solution.tolist()]
+            found = [rounded(w) if abs(w) > 1e-4 else 0.0 for w in solution.tolist()]
             return found + [0.0] * (len(terms) - len(found))
         if count == 1:
             return None
@@ -269,11 +270,35 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
     return None
 
 
-def soft_cap(before: Tensor, logits: Tensor) -> float | None:
+def soft_cap(model: nn.Module, inputs: Given, unembed: ModuleCall) -> float | None:
     """The soft cap between an output layer and the logits: ``cap * tanh(x / cap)``; -1 where there is none.
 
-    None where something else stands between that is neither a factor nor a bias.
+    It is seen in what the model makes of numbers as large as a trained model's logits: its own may be so small that the
+    cap is nearly a straight line.
+
+    Args:
+        model, inputs: as for `record`.
+        unembed: the call of the output layer.
+
+    Returns:
+        None where something else stands between that is neither a factor nor a bias.
     """
+    generator = torch.Generator().manual_seed(0)
+    before = unembed.left[0].value
+    before = (torch.randn(before.shape, generator=generator, dtype=torch.float64) * 20).to(before)
+    handle = unembed.module.register_forward_hook(
+        lambda module, args, output: before if isinstance(output, Tensor) and output.shape == before.shape else output
+    )
+    try:
+        with torch.no_grad():
+            logits = next(iter(elements_of(model(**inputs))), None)
+    finally:
+        handle.remove()
+    return _cap_between(before, logits) if isinstance(logits, Tensor) else None
+
+
+def _cap_between(before: Tensor, logits: Tensor) -> float | None:
+    """The same, from what leaves the output layer and what the model returns."""
     x, y = before.double().flatten(), logits.double().flatten()
     if x.shape != y.shape:
         return None

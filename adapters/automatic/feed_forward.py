@@ -23,6 +23,18 @@ from adapters.proofs.feed_forward import product
 ACTIVATIONS = (
     "silu", "gelu", "gelu_new", "relu", "relu2", "gelu_pytorch_tanh", "quick_gelu", "gelu_fast", "tanh", "sigmoid",
 )  # fmt: skip
+
+
+def activations(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The activation functions to try: of several that compute the same, the first is the one, as the model says it.
+
+    Args:
+        config: the model's.
+    """
+    said = first(config, "hidden_act", "hidden_activation", "activation_function")
+    return (*((said,) if isinstance(said, str) and said in ACT2FN else ()), *ACTIVATIONS)
+
+
 #: A projection, and which of its columns are one for each neuron.
 Found = tuple[ModuleCall, tuple[int, ...]]
 
@@ -50,8 +62,7 @@ class FoundMLP:
         self, part: FoundPart, block: str, config: PreTrainedConfig, norms: Norms, given: Mapping[str, Tensor]
     ) -> None:
         self.part, self.block, self.config, self.given = part, block, config, given
-        said = first(config, "hidden_act", "hidden_activation", "activation_function")
-        self.names = (*((said,) if isinstance(said, str) and said in ACT2FN else ()), *ACTIVATIONS)
+        self.names = activations(config)
         if hasattr(config, "swiglu_limit") and hasattr(config, "swiglu_alpha"):
             self.names += ("clamped_swiglu",)
         if not part.producer.is_linear or part.producer.entered is None:

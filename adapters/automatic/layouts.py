@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from adapters.automatic.recording import NotFound
 from adapters.views import View, columns, gathered, interleaved
 
 
@@ -13,12 +14,12 @@ def relative(path: str, base: str) -> str:
     """A path from a module that stands above it.
 
     Raises:
-        ValueError: it does not stand above it.
+        NotFound: it does not stand above it.
     """
     if path == base:
         return ""
     if base and not path.startswith(base + "."):
-        raise ValueError(f"{path} is not inside {base}")
+        raise NotFound(f"{path} is not inside {base}")
     return path[len(base) + 1 :] if base else path
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from adapters.automatic.feed_forward import ACTIVATIONS, FoundMLP
+from adapters.automatic.feed_forward import FoundMLP, activations
 from adapters.automatic.layouts import relative
-from adapters.automatic.norms import tolerance
+from adapters.automatic.norms import rounded, tolerance
 from adapters.automatic.parts import FoundPart
 from adapters.automatic.recording import ModuleCall, NotFound, Recording
 from adapters.experts import (
@@ -279,7 +279,7 @@ class FoundMixture:
         close = 10 * tolerance(self.part.out[1].value) * float(total.abs().max())
         if not bool(((columns @ weights - total).abs() <= close).all()) or bool((weights.abs() < 1e-3).any()):
             return False
-        first, *second = (float(f"{weight:.5g}") for weight in weights.tolist())
+        first, *second = map(rounded, weights.tolist())
         self.factors = (first, second[0] if second else 1.0)
         return True
 
@@ -296,11 +296,13 @@ class FoundMixture:
         return replace(found.declare(), d_mlp=None), found
 
     def _activation(self) -> str | None:
+        """The name of the activation function of experts that are kept in one parameter for all."""
         for call in self.recording.calls:
             if not self.experts.holds(call) or call.entered is None or not call.is_leaf or not call.left:
                 continue
             x, y = call.entered.value, call.left[0].value
-            for name in ACTIVATIONS:
-                if x.shape == y.shape and torch.allclose(ACT2FN[name](x), y, rtol=1e-3, atol=tolerance(y)):
+            close = tolerance(y) * float(y.abs().max()) if y.numel() else 0.0
+            for name in activations(self.config) if x.shape == y.shape else ():
+                if bool(((ACT2FN[name](x) - y).abs() <= close).all()):
                     return name
         return None

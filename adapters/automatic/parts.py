@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Part
-from adapters.attention import Attention
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import tolerance
 from adapters.automatic.recording import (
@@ -18,11 +16,11 @@ from adapters.automatic.recording import (
     Recording,
     Seen,
     Softmax,
-    arguments_of,
     elements_of,
     gradient_of,
 )
 from adapters.automatic.stream import Sum, Term, Value
+from adapters.inputs.arguments import argument_names
 from adapters.mixers.part import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
 from adapters.views import Args, Kwargs
@@ -231,7 +229,7 @@ def rerun(
         The tensor that it returns first; None where the two do not run once each.
     """
     seen: list[Tensor] = []
-    name = next(iter(arguments_of(entry.module)), "")
+    name = next(iter(argument_names(entry.module)), "")
 
     def change(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         x = args[0] if args else kwargs[name]
@@ -270,17 +268,3 @@ def modules_of(owner: ModuleCall, recording: Recording) -> tuple[tuple[str, str]
     direct = [each for each in found if "." not in each[0]]
     names = [path.rpartition(".")[2] for path, _ in found]
     return tuple(direct or (found if len(set(names)) == len(names) else []))
-
-
-def with_bias(part: Part, bias: str | None) -> Part:
-    """A part with the parameter that is added behind it.
-
-    Raises:
-        NotFound: it is none of an attention's own.
-    """
-    if bias is None:
-        return part
-    holder, _, name = bias.rpartition(".")
-    if isinstance(part, Attention) and part.out is None and holder == part.path:
-        return replace(part, o_bias=name)
-    raise NotFound(f"{bias} is added behind a part that it does not belong to")

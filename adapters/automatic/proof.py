@@ -13,11 +13,10 @@ from torch import Tensor
 from adapters.automatic.norms import tolerance
 from adapters.inputs.made import Given, repeated, sample_inputs, split
 from adapters.points import Point
+from adapters.proofs.evidence import evaluating
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
+from adapters.proofs.report import WRONG, said
 from adapters.views import Kwargs
-
-#: What goes wrong inside a run where a point does not stand where it should.
-_WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 class Proof:
@@ -43,18 +42,13 @@ class Proof:
 
     def run(self) -> Proof:
         """Tries everything. The model's mode is evaluation meanwhile."""
-        was_training = self.bridge.training
-        self.bridge.train(False)
-        try:
-            with torch.no_grad():
-                self.plain = self._logits([])
-                names = self._each(list(self.bridge.hook_dict), self._shown)
-                names = self._each(names, self._shown_of_few)
-                names = self._each(names, self._written_back)
-                self._each([name for name in names if self._has_rows(name)], self._edited)
-                self._start_and_stop()
-        finally:
-            self.bridge.train(was_training)
+        with evaluating(self.bridge.original_model), torch.no_grad():
+            self.plain = self._logits([])
+            names = self._each(list(self.bridge.hook_dict), self._shown)
+            names = self._each(names, self._shown_of_few)
+            names = self._each(names, self._written_back)
+            self._each([name for name in names if self._has_rows(name)], self._edited)
+            self._start_and_stop()
         return self
 
     def _logits(self, hooks: Sequence[NamedHook], times: int = 1) -> Tensor:
@@ -85,11 +79,12 @@ class Proof:
                 continue
             try:
                 failed = test(some)
-            except _WRONG as error:
+            except WRONG as error:
+                why = said(error)
                 if len(some) > 1:
                     pending = [some[: len(some) // 2], some[len(some) // 2 :], *pending]
                     continue
-                failed = {some[0]: f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+                failed = {some[0]: why}
             self.not_offered |= failed
             held += [name for name in some if name not in failed]
         return held
@@ -134,8 +129,16 @@ class Proof:
         def look(x: Tensor, hook: Hook) -> None:
             seen.add(hook.name)
 
-        few = {name: x[:, : x.shape[1] // 2] for name, x in self.inputs.items()}
-        self.bridge.run_with_hooks(self.tokens[:, : self.tokens.shape[1] // 2], fwd_hooks=[(names, look)], **few)
+        tokens, few = (
+            self.tokens[:, : self.pos // 2],
+            {name: x[:, : x.shape[1] // 2] for name, x in self.inputs.items()},
+        )
+        try:
+            self.bridge.run_with_hooks(tokens, fwd_hooks=[], **few)
+        except WRONG as error:  # the model itself takes no such text
+            said(error)
+            return {}
+        self.bridge.run_with_hooks(tokens, fwd_hooks=[(names, look)], **few)
         left = [name for name in names if name not in seen and ".experts." not in name]
         return dict.fromkeys(left, "it is not seen in a run of few tokens")
 
@@ -191,8 +194,8 @@ class Proof:
             try:
                 residual = self.bridge(self.tokens, stop_at_layer=layer, **more)
                 logits = self.bridge(residual, start_at_layer=layer, **more)
-            except _WRONG as error:
-                self.no_layer_runs = f"its blocks cannot be run by themselves ({str(error).splitlines()[0]})"
+            except WRONG as error:
+                self.no_layer_runs = f"its blocks cannot be run by themselves ({said(error)})"
                 return
             if float((logits - self.plain).abs().max()) > 10 * tolerance(logits) * float(self.plain.abs().max()):
                 self.no_layer_runs = f"a run that starts at layer {layer} gives other logits: blocks are given more"

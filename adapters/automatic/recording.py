@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from adapters.inputs.arguments import argument_names
 from adapters.paths import token_embedding
+from adapters.proofs.report import said
 from adapters.views.kernel_arguments import KernelArguments
 
 #: What two tensors of the same numbers share, whatever their shapes.
@@ -127,13 +128,11 @@ class Recording:
         softmaxes: in order.
         batch, pos: the shape of the tokens.
         choices: the times at which the best of something were chosen (`topk`).
-        logits: the first thing that the model returned.
         lengths: of the rows of tokens that it was given.
     """
 
     batch: int
     pos: int
-    logits: Tensor | None = None
     lengths: tuple[int, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     softmaxes: list[Softmax] = field(default_factory=list)
@@ -185,7 +184,7 @@ def gradient_of(total: Tensor, live: Tensor) -> Tensor | None:
     try:
         return torch.autograd.grad(total, [live], retain_graph=True, allow_unused=True)[0]
     except RuntimeError as error:
-        raise NotFound(f"no gradient can be taken: {str(error).splitlines()[0][:90]}") from None
+        raise NotFound(f"no gradient can be taken: {said(error)}") from None
 
 
 def is_linear_through(made: Tensor, through: Tensor, source: Tensor) -> bool:
@@ -277,15 +276,25 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
         model: a Hugging Face model.
         inputs: what it is given; ``input_ids`` is ``[batch, pos]``. Without them, positions are those of what its
             first blocks make of images or sound, which is not known yet.
+
+    Raises:
+        NotFound: it exchanges modules for others in every run.
     """
+    for _ in range(2):  # it may exchange some in its first run (BigBird)
+        before = [module for _, module in _modules(model)]
+        recording = _recorded(model, inputs)
+        if all(module is other for (_, module), other in zip(_modules(model), before, strict=False)):
+            return recording
+    raise NotFound(f"{type(model).__name__} exchanges modules for others in every run: there is no place for hooks")
+
+
+def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     tokens = inputs.get("input_ids")
     recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
     recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name in ("input_ids", "decoder_input_ids"))
     watch = _Watch(recording)
     embedding = token_embedding(model)
     handles = []
-    modules: list[nn.Module] = []
-    again = False
     watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
 
     def enters(path: str, names: list[str]) -> Callable[..., None]:
@@ -320,26 +329,17 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
 
     try:
         for path, module in list(_modules(model)):
-            modules.append(module)
-            handles.append(module.register_forward_pre_hook(enters(path, arguments_of(module)), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(enters(path, argument_names(module)), with_kwargs=True))
             handles.append(module.register_forward_hook(leaves))
         with torch.enable_grad(), watch:
-            output = elements_of(model(**inputs))
-        if any(module is not before for (_, module), before in zip(_modules(model), modules, strict=False)):
-            again = True  # it exchanged modules for others as it ran (BigBird), which are there from now on
+            model(**inputs)
         for call, which, x, version in watched:
             if x._version != version:
                 call.changed = (*call.changed, which)
-        recording.logits = output[0].detach() if output and isinstance(output[0], Tensor) else None
     finally:
         for handle in handles:
             handle.remove()
-    return record(model, inputs) if again else recording
-
-
-def arguments_of(module: nn.Module) -> list[str]:
-    """The names of what a module is given."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+    return recording
 
 
 def _modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

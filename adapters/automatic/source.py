@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -113,7 +115,9 @@ def _written(value: Any, indent: int, constants: Mapping[Any, str]) -> str:
     if isinstance(value, list):
         return f"[{', '.join(_written(each, 0, {}) for each in value)}]"
     if isinstance(value, str):
-        return '"' + value.replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     inner = [_written(each, indent + 4, constants) for each in vars(value).values() if not isinstance(each, bool)]

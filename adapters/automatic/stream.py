@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import Mix
 from adapters.automatic.layouts import parameter_of, relative
-from adapters.automatic.norms import tolerance
+from adapters.automatic.norms import rounded, tolerance
 from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen
 from adapters.views import Affine
 
@@ -41,13 +41,11 @@ class Term:
 
     Attributes:
         value, factor: what, and what it is multiplied with.
-        bias: a parameter that is added behind it.
         adjust: what parameters of the block do to it in place of that.
     """
 
     value: Value
     factor: float = 1.0
-    bias: str | None = None
     adjust: Affine | None = None
 
 
@@ -279,7 +277,7 @@ class Sums:
         for i in range(n):
             factor = d[i] / g[i][i]
             if abs(square - factor * d[i]) <= rough and abs(factor) > 1e-3 and left({i: factor}) <= bound:
-                return terms({i: _rounded(factor)})
+                return terms({i: rounded(factor)})
         for i, j in pairs:
             det = g[i][i] * g[j][j] - g[i][j] ** 2
             if det < 1e-9 * g[i][i] * g[j][j]:
@@ -287,7 +285,7 @@ class Sums:
             u, v = (d[i] * g[j][j] - d[j] * g[i][j]) / det, (d[j] * g[i][i] - d[i] * g[i][j]) / det
             rest = square - u * d[i] - v * d[j]
             if min(abs(u), abs(v)) > 1e-3 and abs(rest) <= rough and left({i: u, j: v}) <= bound:
-                return terms({i: _rounded(u), j: _rounded(v)})
+                return terms({i: rounded(u), j: rounded(v)})
         return self._with_parameter(difference, candidates)
 
     def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
@@ -299,7 +297,7 @@ class Sums:
             if bool(((rows - rows[0]).abs() <= close).all()):
                 name = parameter_of(self.block.module, rows.mean(0), close)
                 if name is not None:
-                    return (Term(value, 1.0, name),)
+                    return (Term(value, adjust=Affine(plus=name)),)
         return None
 
 
@@ -354,16 +352,10 @@ def _weight(seen: Tensor, parameters: Mapping[str, Tensor]) -> Affine | None:
         if p.numel() == 1 and _alike(seen, p.tanh().expand_as(seen)):
             return Affine(weight=name, squashed=True)
     mean = seen.mean()
-    return Affine(_rounded(float(mean))) if _alike(seen, mean.expand_as(seen)) else None
+    return Affine(rounded(float(mean))) if _alike(seen, mean.expand_as(seen)) else None
 
 
 def _alike(x: Tensor, y: Tensor, size: float | None = None) -> bool:
     """Whether numbers are the same, but for what a fit of a few rows leaves open."""
     size = float(y.abs().max()) if size is None else size
     return bool(((x - y).abs() <= 2e-3 * size).all())
-
-
-def _rounded(factor: float) -> float:
-    """A factor as it was written, if that is in a few digits; else as far as the run says it."""
-    short = float(f"{factor:.5g}")
-    return short if abs(short - factor) <= 2e-6 * abs(factor) else float(f"{factor:.8g}")

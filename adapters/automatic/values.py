@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import heads_view, parameter_of, relative
-from adapters.automatic.norms import tolerance
+from adapters.automatic.norms import rounded, tolerance
 from adapters.automatic.parts import Norms
 from adapters.automatic.recording import NotFound, is_linear_through
 from adapters.mixers.part import axes_of
@@ -43,7 +43,7 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
 
     if is_z(mixed):
         return declared
-    factor = float(f"{float((mixed * z).sum() / (mixed * mixed).sum()):.6g}")
+    factor = rounded(float((mixed * z).sum() / (mixed * mixed).sum()))
     made, entered = found.made_by("v").left[0].live, found.found["v"][0].entered
     if is_z(mixed * factor) and entered and is_linear_through(found.z_by_head, made, entered.live):
         return replace(declared, z_is="factor", z_factor=factor)

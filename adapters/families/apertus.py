@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.families.llama import UNGATED
-from adapters.families.shapes.llama import NORMED_ATTENTION, llama_like
+from adapters.families.shapes.llama import HEADS_FIRST, llama_like
 from adapters.registry import register
 
 
@@ -17,7 +17,7 @@ def apertus(config: PreTrainedConfig) -> Architecture:
     learned = config.hidden_act == "xielu"
     return llama_like(
         config,
-        attn=replace(NORMED_ATTENTION, qk_norm_over="heads first"),
+        attn=HEADS_FIRST,
         mlp=replace(UNGATED, activation="act_fn") if learned else UNGATED,
         pre=("attention_layernorm", "feedforward_layernorm"),
         config_values={"act_fn": None} if learned else {},

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
-from adapters.attention import Attention, Projection
-from adapters.feed_forward import MLP
-from adapters.norms import LAYER_NORM, Norm
+from adapters.architecture import Architecture
+from adapters.attention import Attention
+from adapters.families.shapes.gpt2 import WIDE_AND_BACK, fused, gpt2_like
 from adapters.registry import UnsupportedModelError, register
-from adapters.views import AlibiScores, interleaved
+from adapters.views import AlibiScores
 
 
 @register("BloomPreTrainedModel")
@@ -24,22 +25,16 @@ def bloom(config: PreTrainedConfig) -> Architecture:
             "BLOOM with slow_but_exact=True and pretraining_tp > 1 does not call its output projections, on which hook "
             "points stand; load it with slow_but_exact=False"
         )
-    q, k, v = (Projection("query_key_value", interleaved(config.num_attention_heads, i)) for i in range(3))
+    q, k, v = fused("query_key_value", config)
     # Attention and MLP add the residual stream to their result themselves: the points stand before that.
     out = "self_attention.dense"
-    attn = Attention("self_attention", q, k, v, o="dense", out=out, out_key=None, scores=AlibiScores())
-    mlp = MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h", out="mlp.dense_4h_to_h")
-    block = Block(
-        (
-            Step(attn, pre=Norm("input_layernorm", LAYER_NORM)),
-            Step(mlp, pre=Norm("post_attention_layernorm", LAYER_NORM)),
-        )
-    )
-    return Architecture(
+    return gpt2_like(
+        Attention("self_attention", q, k, v, o="dense", out=out, out_key=None, scores=AlibiScores()),
+        replace(WIDE_AND_BACK, out="mlp.dense_4h_to_h"),
+        pre=("input_layernorm", "post_attention_layernorm"),
+        output=(0, 2),
         embed="word_embeddings",
-        embed_norm=Norm("word_embeddings_layernorm", LAYER_NORM),
-        stacks=(Stack("h", block, final_norm=Norm("ln_f", LAYER_NORM), output_key=0, output_length=2),),
-        unembed="lm_head",
+        embed_norm="word_embeddings_layernorm",
         config_values={
             "d_mlp": 4 * config.hidden_size,
             "act_fn": "gelu_fast",

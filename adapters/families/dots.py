@@ -7,7 +7,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.shapes.llama import ATTENTION, NORMED_ATTENTION
+from adapters.families.shapes.llama import NORMED_ATTENTION, NORMED_WIDTH
 from adapters.families.shapes.mixture import SHARED, SIGMOID, dense_first, dense_listed, mixture_like
 from adapters.feed_forward import MoE
 from adapters.registry import only, register
@@ -28,9 +28,8 @@ def solar_open(config: PreTrainedConfig) -> Architecture:
 
 @register("MiniMaxM2PreTrainedModel")
 def minimax_m2(config: PreTrainedConfig) -> Architecture:
-    attn = replace(NORMED_ATTENTION, qk_norm_over="width")
     moe = replace(SIGMOID, shared=None)
-    return mixture_like(config, moe, config.num_local_experts, config.intermediate_size, attn=attn)
+    return mixture_like(config, moe, config.num_local_experts, config.intermediate_size, attn=NORMED_WIDTH)
 
 
 @register("AriaTextPreTrainedModel")
@@ -38,15 +37,8 @@ def aria_text(config: PreTrainedConfig) -> Architecture:
     only(config, hidden_act="silu")  # its experts have that, whatever its configuration says
     width = config.intermediate_size
     moe = MoE("mlp", router="router", chosen_by="logits", shared=SHARED)
-    return mixture_like(
-        config,
-        moe,
-        config.moe_num_experts,
-        width,
-        width * config.moe_num_shared_experts,
-        per_token=config.moe_topk,
-        attn=ATTENTION,
-    )
+    n, shared = config.moe_num_experts, width * config.moe_num_shared_experts
+    return mixture_like(config, moe, n, width, shared, per_token=config.moe_topk)
 
 
 @register("MellumPreTrainedModel")

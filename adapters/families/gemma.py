@@ -7,13 +7,12 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, language_part
-from adapters.families.shapes.llama import ATTENTION, llama_like
+from adapters.families.shapes.llama import ATTENTION, POST, llama_like
 from adapters.norms import GEMMA_NORM, Norm
 from adapters.registry import register
 
 # From Gemma 2 on there is a norm on both sides of attention and MLP.
 PRE = ("input_layernorm", "pre_feedforward_layernorm")
-POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def _direction(config: PreTrainedConfig) -> dict[str, object]:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.attention import Projection
-from adapters.families.shapes.llama import ATTENTION, NORMED_ATTENTION, llama_like
+from adapters.families.shapes.llama import ATTENTION, NORMED_ATTENTION, fused_gate, llama_like
 from adapters.families.shapes.mixture import SIGMOID, dense_first, mixture_like
 from adapters.feed_forward import MLP
 from adapters.registry import register
-from adapters.views import columns
 
 POST = ("post_self_attn_layernorm", "post_mlp_layernorm")
 PAIRS = {"rotary_adjacent_pairs": True}
 
 
 def _mlp(config: PreTrainedConfig) -> MLP:
-    width = config.intermediate_size
-    gate, up = (Projection("gate_up_proj", columns(i * width, (i + 1) * width)) for i in range(2))
+    gate, up = fused_gate("gate_up_proj", config.intermediate_size)
     return MLP("mlp", up=up, gate=gate, down="down_proj")
 
 

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.shapes.llama import ATTENTION, llama_like
+from adapters.families.shapes.llama import ATTENTION
+from adapters.families.shapes.mixture import mixture_like
 from adapters.feed_forward import MoE
 from adapters.registry import UnsupportedModelError, register
 
@@ -16,17 +17,12 @@ from adapters.registry import UnsupportedModelError, register
 @register("GptOssPreTrainedModel")
 def gpt_oss(config: PreTrainedConfig) -> Architecture:
     """Llama with attention sinks and a mixture of experts, chosen by their logits."""
-    values = {
-        "num_experts": config.num_local_experts,
-        "experts_per_token": config.num_experts_per_tok,
-        "d_expert": config.intermediate_size,
-        "gated_mlp": True,
-        # Its configuration says silu. What its experts compute is min(gate, limit) * sigmoid(alpha * min(gate, limit)),
-        # times the clamped other half plus one.
-        "act_fn": "clamped_swiglu",
-    }
+    # Its configuration says silu. What its experts compute is min(gate, limit) * sigmoid(alpha * min(gate, limit)),
+    # times the clamped other half plus one.
+    values = {"act_fn": "clamped_swiglu"}
     moe = MoE("mlp", router="router", chosen_by="logits", out_key=0)
-    declared = llama_like(config, attn=replace(ATTENTION, sinks="sinks"), mlp=moe, config_values=values)
+    n, width, attn = config.num_local_experts, config.intermediate_size, replace(ATTENTION, sinks="sinks")
+    declared = mixture_like(config, moe, n, width, attn=attn, config_values=values)
     return replace(declared, refuse=_refuse_packed)
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, NORMED_ATTENTION, llama_like
-from adapters.families.shapes.mixture import SHARED, SIGMOID, dense_listed, mixture_like
+from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, HEADS_FIRST, llama_like
+from adapters.families.shapes.mixture import FLAT_SIGMOID, dense_listed, mixture_like
 from adapters.feed_forward import MoE
 from adapters.norms import RMS_NORM, Norm
 from adapters.registry import only, register
@@ -39,7 +39,6 @@ def hunyuan_moe(config: PreTrainedConfig) -> Architecture:
 
 @register("HYV3PreTrainedModel")
 def hy_v3(config: PreTrainedConfig) -> Architecture:
-    moe = replace(SIGMOID, shared=replace(SHARED, flat=True))
-    attn, width = replace(NORMED_ATTENTION, qk_norm_over="heads first"), config.moe_intermediate_size
+    width, dense = config.moe_intermediate_size, dense_listed(config)
     shared = width * config.num_shared_experts
-    return mixture_like(config, moe, config.num_experts, width, shared, dense=dense_listed(config), attn=attn)
+    return mixture_like(config, FLAT_SIGMOID, config.num_experts, width, shared, dense=dense, attn=HEADS_FIRST)

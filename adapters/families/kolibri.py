@@ -8,11 +8,9 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.attention import Projection
-from adapters.families.shapes.llama import NORMED_ATTENTION
-from adapters.families.shapes.mixture import SHARED, SIGMOID, dense_listed, mixture_like
+from adapters.families.shapes.llama import HEADS_FIRST, NORMED_ATTENTION
+from adapters.families.shapes.mixture import FLAT_SIGMOID, SIGMOID, dense_listed, mixture_like
 from adapters.registry import only, register
-
-FLAT = replace(SIGMOID, shared=replace(SHARED, flat=True))
 
 
 @register("Kolibri1PreTrainedModel")
@@ -24,7 +22,7 @@ def kolibri1(config: PreTrainedConfig) -> Architecture:
         config.num_experts,
         width,
         config.shared_expert_intermediate_size,
-        attn=replace(NORMED_ATTENTION, qk_norm_over="heads first"),
+        attn=HEADS_FIRST,
         post=("post_self_attn_layernorm", "post_mlp_layernorm"),
     )
 
@@ -35,7 +33,7 @@ def laguna(config: PreTrainedConfig) -> Architecture:
     only(config, moe_router_logit_softcapping=0.0)
     attn = replace(NORMED_ATTENTION, z_is="gate", gate=Projection("g_proj"), gate_fn="softplus")
     width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
-    moe = replace(FLAT, factor=config.moe_routed_scaling_factor)
+    moe = replace(FLAT_SIGMOID, factor=config.moe_routed_scaling_factor)
     return mixture_like(config, moe, config.num_experts, width, shared, dense=dense_listed(config), attn=attn)
 
 
@@ -46,7 +44,7 @@ def afmoe(config: PreTrainedConfig) -> Architecture:
     width = config.moe_intermediate_size
     return mixture_like(
         config,
-        replace(FLAT, router="router", router_matrix="gate"),
+        replace(FLAT_SIGMOID, router="router", router_matrix="gate"),
         config.num_experts,
         width,
         width * config.num_shared_experts,

@@ -7,17 +7,16 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture, Block, Head, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
+from adapters.families.shapes.llama import fused_gate
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import register
-from adapters.views import columns
 
 
 @register("ModernBertDecoderPreTrainedModel")
 def modernbert_decoder(config: PreTrainedConfig) -> Architecture:
-    width = config.intermediate_size
     q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
-    gate, up = (Projection("Wi", columns(i * width, (i + 1) * width)) for i in range(2))
+    gate, up = fused_gate("Wi", config.intermediate_size)
     attn = Attention("attn", q, k, v, o="Wo", rotary=True)
     mlp = Step(MLP("mlp", up=up, gate=gate, down="Wo"), pre=Norm("mlp_norm", LAYER_NORM))
     block = Block((Step(attn, pre=Norm("attn_norm", LAYER_NORM)), mlp))

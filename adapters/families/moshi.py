@@ -6,17 +6,16 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
-from adapters.families.shapes.llama import llama_like
+from adapters.families.shapes.llama import fused_gate, llama_like
 from adapters.feed_forward import MLP
 from adapters.registry import register
-from adapters.views import columns
 
 
 @register("MoshiForCausalLM", "MoshiModel")
 def moshi(config: PreTrainedConfig) -> Architecture:
     width = config.ffn_dim // 2
     q, k, v = (Projection(f"{letter}_proj.linear") for letter in "qkv")
-    gate, up = (Projection("fc1", columns(i * width, (i + 1) * width)) for i in range(2))
+    gate, up = fused_gate("fc1", width)
     return llama_like(
         config,
         attn=Attention("self_attn", q, k, v, o="o_proj.linear", rotary=True),

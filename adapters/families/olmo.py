@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.shapes.llama import NORMED_ATTENTION, llama_like
+from adapters.families.shapes.llama import NORMED_WIDTH, POST, llama_like
 from adapters.families.shapes.mixture import mixture_like
 from adapters.feed_forward import MoE
 from adapters.norms import NormKind
 from adapters.registry import only, register
-
-#: All queries of a position have one norm, and so have all keys.
-ATTENTION = replace(NORMED_ATTENTION, qk_norm_over="width")
-#: Norms behind attention and MLP.
-POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 @register("OlmoPreTrainedModel")
@@ -27,18 +20,20 @@ def olmo(config: PreTrainedConfig) -> Architecture:
 
 @register("Olmo2PreTrainedModel", "Olmo3PreTrainedModel")
 def olmo2(config: PreTrainedConfig) -> Architecture:
-    return llama_like(config, attn=ATTENTION, pre=(None, None), post=POST)
+    return llama_like(config, attn=NORMED_WIDTH, pre=(None, None), post=POST)
 
 
 @register("OlmoePreTrainedModel")
 def olmoe(config: PreTrainedConfig) -> Architecture:
     only(config, clip_qkv=None)
-    return mixture_like(config, MoE("mlp", router="gate"), config.num_experts, config.intermediate_size, attn=ATTENTION)
+    return mixture_like(
+        config, MoE("mlp", router="gate"), config.num_experts, config.intermediate_size, attn=NORMED_WIDTH
+    )
 
 
 @register("FlexOlmoPreTrainedModel")
 def flex_olmo(config: PreTrainedConfig) -> Architecture:
     moe = MoE("mlp", router="gate")
     return mixture_like(
-        config, moe, config.num_experts, config.intermediate_size, attn=ATTENTION, pre=(None, None), post=POST
+        config, moe, config.num_experts, config.intermediate_size, attn=NORMED_WIDTH, pre=(None, None), post=POST
     )

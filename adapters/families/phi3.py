@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.attention import Projection
 from adapters.config import first
-from adapters.families.shapes.llama import ATTENTION, llama_like
+from adapters.families.shapes.llama import ATTENTION, fused_gate, llama_like
 from adapters.feed_forward import MLP
 from adapters.registry import register
 from adapters.views import columns
@@ -19,7 +19,6 @@ from adapters.views import columns
 def phi3(config: PreTrainedConfig) -> Architecture:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     d_head = first(config, "head_dim") or config.hidden_size // heads
-    d_mlp = config.intermediate_size
     keys, values, end = heads * d_head, (heads + kv_heads) * d_head, (heads + 2 * kv_heads) * d_head
     attn = replace(
         ATTENTION,
@@ -29,5 +28,5 @@ def phi3(config: PreTrainedConfig) -> Architecture:
         out="resid_attn_dropout",
         out_key=None,
     )
-    gate, up = (Projection("gate_up_proj", columns(i * d_mlp, (i + 1) * d_mlp)) for i in range(2))
+    gate, up = fused_gate("gate_up_proj", config.intermediate_size)
     return llama_like(config, attn=attn, mlp=MLP("mlp", up=up, gate=gate, down="down_proj", out="resid_mlp_dropout"))

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture
 from adapters.attention import Attention
 from adapters.families.qwen import VALUES
-from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, NORMED_ATTENTION, llama_like
+from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, NORMED_ATTENTION
+from adapters.families.shapes.mixture import mixture_like
 from adapters.feed_forward import MoE
 from adapters.registry import register
 
@@ -41,18 +42,18 @@ def sparse_steps(
     said: Mapping[str, object] = VALUES,
 ) -> Architecture:
     """A mixture in each layer, but for those that the configuration excepts."""
-    n, step, excepted = config.num_hidden_layers, config.decoder_sparse_step, config.mlp_only_layers
-    mixtures = [i for i in range(n) if config.num_experts > 0 and i not in excepted and (i + 1) % step == 0]
-    if not mixtures:
-        return llama_like(config, attn=attn, config_values=said)
-    values = {
-        **said,
-        "num_experts": config.num_experts,
-        "experts_per_token": config.num_experts_per_tok,
-        "d_expert": config.moe_intermediate_size,
-        "d_shared_expert": d_shared_expert,
-        "d_mlp": config.moe_intermediate_size if len(mixtures) == n else config.intermediate_size,
-        "gated_mlp": True,
-    }
-    dense = {i: FEED_FORWARD for i in range(n) if i not in mixtures}
-    return llama_like(config, attn=attn, mlp=moe, layers=dense, config_values=values)
+    step, excepted = config.decoder_sparse_step, config.mlp_only_layers
+    mixed = [
+        config.num_experts > 0 and i not in excepted and (i + 1) % step == 0 for i in range(config.num_hidden_layers)
+    ]
+    dense = [index for index, mixes in enumerate(mixed) if not mixes]
+    return mixture_like(
+        config,
+        moe,
+        config.num_experts,
+        config.moe_intermediate_size,
+        d_shared_expert,
+        dense=dense,
+        attn=attn,
+        config_values=said,
+    )

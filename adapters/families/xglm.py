@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
+from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
 from adapters.feed_forward import MLP
-from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import only, register
 
 
@@ -23,20 +23,14 @@ def biogpt(config: PreTrainedConfig) -> Architecture:
 
 
 def _declared(unembed: str, *, flat_heads: bool, d_mlp: int) -> Architecture:
-    q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
-    attn = Attention("self_attn", q, k, v, o="out_proj", flat_heads=flat_heads)
-    mlp = MLP("", up=Projection("fc1"), down="fc2", out="fc2")
-    norms = Norm("self_attn_layer_norm", LAYER_NORM), Norm("final_layer_norm", LAYER_NORM)
-    return Architecture(
+    return gpt2_like(
+        Attention("self_attn", Q, K, V, o="out_proj", flat_heads=flat_heads),
+        MLP("", up=Projection("fc1"), down="fc2", out="fc2"),
+        pre=("self_attn_layer_norm", "final_layer_norm"),
+        path="layers",
+        final_norm="layer_norm",
         embed="embed_tokens",
         pos_embed="embed_positions",
-        stacks=(
-            Stack(
-                "layers",
-                Block((Step(attn, pre=norms[0]), Step(mlp, pre=norms[1]))),
-                final_norm=Norm("layer_norm", LAYER_NORM),
-            ),
-        ),
         unembed=unembed,
         config_values={"d_mlp": d_mlp},
     )

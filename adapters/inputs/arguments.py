@@ -31,6 +31,11 @@ def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(names - {"self", "args"})
 
 
+def argument_names(module: nn.Module) -> list[str]:
+    """The names of what a module's forward takes, in order."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
 @dataclass(frozen=True)
 class Takes:
     """What a model takes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from adapters.inputs.arguments import argument_names
 from adapters.inputs.made import Given
 from adapters.views import Args, Kwargs
 
@@ -37,9 +38,10 @@ def text_places(model: nn.Module, arguments: Given, first: nn.Module, stream: Te
     if not others:
         return None
     seen: list[Tensor] = []
+    name = next(iter(argument_names(first)), "")
 
     def enters(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        seen.append((args[0] if args else next(iter(kwargs.values()))).detach().clone())
+        seen.append((args[0] if args else kwargs[name]).detach().clone())
 
     handle = first.register_forward_pre_hook(enters, with_kwargs=True)
     try:

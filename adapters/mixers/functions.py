@@ -19,11 +19,15 @@ class Seen:
         parameter: the name of the argument; None for the result (of a tuple, its first element).
         axes: the tensor's axes: ``b`` the batch, ``p`` positions (missing in functions of one step), ``_`` an axis
             along which all values are one and the same, any other letter as it is.
+        gate: of a result, the name of an argument that the function may be given, by whose SiLU it multiplies the
+            result last. What is shown is the result before that: the function of a whole sequence leaves the gate to
+            the mixer, and so do most mixers in a step (Falcon H1 does not).
     """
 
     channel: str
     parameter: str | None
     axes: str
+    gate: str | None = None
 
     @property
     def shown(self) -> str:
@@ -77,7 +81,7 @@ FUNCTIONS: dict[str, tuple[Seen, ...]] = {
         Seen("dt", "dt", "b h _"),
         Seen("B", "B", "b g n"),
         Seen("C", "C", "b g n"),
-        Seen("recurrence", None, "b h d"),
+        Seen("recurrence", None, "b h d", gate="z"),
     ),
     "torch_chunk_gated_delta_rule": _delta_rule("b p h"),
     "torch_recurrent_gated_delta_rule": _delta_rule("b p h"),

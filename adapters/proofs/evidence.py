@@ -18,6 +18,30 @@ from adapters.paths import base_path, call_number, has_module, join, module_path
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside a ``with`` statement; afterwards every module is in the mode in which it was.
+
+    Args:
+        model: the model.
+
+    Example:
+        >>> from torch import nn
+        >>> from adapters.proofs.evidence import evaluating
+        >>> with evaluating(model := nn.Dropout()):
+        ...     inside = model.training
+        >>> inside, model.training
+        (False, True)
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """One call of a module.

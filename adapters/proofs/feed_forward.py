@@ -207,9 +207,8 @@ class _Mixture:
         at, module = self.place.part, self.place.module
         experts = module_at(self.evidence.bridge.original_model, join(module, self.part.experts))
         # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
-        later = self.step.post or self.step.adjust
-        name = f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out"
-        added, factor = self.evidence.get(name), 1.0 if later else self.step.factor
+        later = self.step.changes_its_result
+        added = self.evidence.get(f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out")
         if added is None:
             self.findings.untold(CHOICE, f"{at}: what it returns is not seen")
             return
@@ -231,8 +230,9 @@ class _Mixture:
                 gate = self.evidence.get(f"{at}shared_expert_gate.hook_out")
                 shared = shared * (gate.flatten(0, 1).double().sigmoid() if gate is not None else 0)
             total = total + shared * self.part.shared_factor
-        expected = like((total * factor).to(added.dtype), added)
-        self.findings.equal(CHOICE, f"{at}(sum)", added, expected)
+        if not later:
+            total = self.step.added(total, module_at(self.evidence.bridge.original_model, self.place.path))
+        self.findings.equal(CHOICE, f"{at}(sum)", added, like(total.to(added.dtype), added))
 
 
 def has_matrix(module: nn.Module) -> bool:

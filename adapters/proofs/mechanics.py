@@ -8,11 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adapters.attention import HeadResults
 from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
-from adapters.paths import call_number, module_at
-from adapters.proofs.evidence import Place, places_of
+from adapters.paths import call_number, module_at, module_path
+from adapters.proofs.evidence import Place, places_of, recorded
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
 from adapters.proofs.report import WRONG, Check, said
 from adapters.views import Kwargs, SinkPattern
@@ -227,33 +226,27 @@ class Mechanics:
 
     def z_through_w_o(self) -> None:
         """z through W_O gives attn_out."""
-        hooks = self.bridge.hook_dict
-        results = [n for n in self.names if n.endswith(".hook_result")]
-        outputs: dict[str, list[Tensor]] = {name: [] for name in results}
-        handles = []
-        try:
-            for name in results:
-                path = hooks[name.replace("hook_result", "hook_z")].point.site.path
-                module = module_at(self.model, path)
-                handles.append(
-                    module.register_forward_hook(lambda module, args, out, name=name: outputs[name].append(out))
-                )
-            zs = {name: name.replace("hook_result", "hook_z") for name in results}
-            cache = self.cache([*zs.values(), *results]) if results else {}
-        finally:
-            for handle in handles:
-                handle.remove()
-
-        seen = {n: outputs[n][call_number(hooks[z].point.site.path) or 0] for n, z in zs.items()}
+        places = [place for place in places_of(self.bridge) if f"{place.part}hook_result" in self.names]
+        sites = {place.part: self.bridge.hook_dict[f"{place.part}hook_z"].point.site.path for place in places}
+        ends = {
+            place.part: f"{place.part}hook_out"
+            if place.named.step.post
+            else f"{place.prefix}hook_{place.named.name}_out"
+            for place in places
+        }
+        names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")] + list(ends.values())
+        with recorded(self.model, [module_path(path) for path in sites.values()]) as calls:
+            cache = self.cache(names) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            for name, z_name in zs.items():
-                projection, z = module_at(self.model, hooks[z_name].point.site.path), cache[z_name]
+            for place in places:
+                at, step, path = place.part, place.named.step, sites[place.part]
+                projection, z = module_at(self.model, path), cache[f"{at}hook_z"]
                 bias = bias_of(projection, z.flatten(-2))
-                yield name, head_results(projection, z).sum(-2) + bias, seen[name]
-                view = hooks[name].view
-                factor = view.factor if isinstance(view, HeadResults) else 1.0
-                yield name, cache[name].sum(-2) / factor + bias, seen[name]
+                made = calls[module_path(path)][call_number(path) or 0].output
+                yield f"{at}hook_z", head_results(projection, z).sum(-2) + bias, made
+                bias = bias if step.post else step.added(bias, module_at(self.model, place.path))
+                yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[ends[at]]
 
         self.add_worst("z through W_O gives attn_out", pairs())
 

@@ -103,9 +103,11 @@ def recognise_module(
     Args:
         module: it is called through `forward`: no hook sees it.
         width: of what it norms.
-        like, weight, bias, tolerance: as for `probe` and `recognise_norm`.
+        like: a tensor as it is given in a run: of that type, and with as many axes.
+        weight, bias, tolerance: as for `recognise_norm`.
     """
     x = probe(width, like)
+    x = x.reshape(*(1 for _ in range(like.ndim - 2)), *x.shape)
     with torch.no_grad():
         y = module.forward(x)
     if not isinstance(y, Tensor) or y.shape != x.shape or not y.is_floating_point():

@@ -59,7 +59,8 @@ def said(error: Exception) -> str:
     """
     if isinstance(error, torch.OutOfMemoryError):
         raise error
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}"[:300] if words else type(error).__name__
 
 
 @dataclass

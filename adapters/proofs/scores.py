@@ -106,7 +106,7 @@ class _Attention:
             return rotated
         self._scores(q, k, scores, biases)
         self._pattern(scores, pattern)
-        self._values(v, pattern, z)
+        self._values(v, pattern, z, self._sees_something(scores).transpose(1, 2))
         if not self.padded:
             self._mask(pattern)
         return rotated
@@ -146,8 +146,8 @@ class _Attention:
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
         return bool((turned_q != q).any())
 
-    def _values(self, v: Heads, pattern: Tensor, z: Tensor) -> None:
-        """``pattern @ v = z``, with what is declared to stand between."""
+    def _values(self, v: Heads, pattern: Tensor, z: Tensor, seen: Tensor) -> None:
+        """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
         part, place, at = self.part, self.place, f"{self.place.part}hook_z"
         if part.v_norm is not None:
             call = self.evidence.call(place.module, part.v_norm.path)
@@ -182,7 +182,7 @@ class _Attention:
                 self.findings.holds(VALUES, at, False, f"{part.branch} returned no tensor of heads")
                 return
             product = product + call.result.transpose(1, 2).double()
-        self.findings.equal(VALUES, at, z, product.to(z.dtype), float(v.abs().max()))
+        self.findings.equal(VALUES, at, z.where(seen, 0), product.where(seen, 0).to(z.dtype), float(v.abs().max()))
 
     def _normed_values(self, product: Tensor, z: Tensor) -> None:
         """A norm of each head, or of all, stands between."""

@@ -152,15 +152,6 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: A
         findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
-def behind(evidence: Evidence, place: Place, made: Tensor) -> Tensor:
-    """What a part's last layer made, with the parameter that is added behind the part."""
-    part = place.named.step.part
-    if not isinstance(part, Attention) or part.o_bias is None:
-        return made
-    bias = module_at(evidence.bridge.original_model, place.module).get_parameter(part.o_bias)
-    return made + bias.detach()
-
-
 def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
     """Without an encoder in the declaration: keys and values are made from one thing, which is not made of text."""
     own = [evidence.call(place.module, each.path) for each in (part.k, part.v)]
@@ -183,24 +174,21 @@ def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: At
 def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     step, part = place.named.step, place.named.step.part
     at = f"{place.prefix}hook_{place.named.name}_out"
-    added = evidence.get(at)
+    added, block = evidence.get(at), module_at(evidence.bridge.original_model, place.path)
+    raw = evidence.get(f"{place.part}hook_out") if step.changes_its_result else None
     if isinstance(part, Attention | MLP):
         last = evidence.call(place.module, part.o if isinstance(part, Attention) else part.down)
-        made = behind(evidence, place, last.result) if last and last.result is not None else None
-        raw = evidence.get(f"{place.part}hook_out") if step.post or step.adjust else added
-        if made is not None and not (step.post or step.adjust):
-            made = made * step.factor
-        findings.equal(RETURNS, at, raw, like(made, raw))
+        made = last.result if last else None
+        if step.changes_its_result:
+            findings.equal(RETURNS, at, raw, like(made, raw))
+        else:
+            findings.equal(RETURNS, at, added, like(None if made is None else step.added(made, block), added))
     if step.post:
         call = evidence.call(place.path, step.post.path)
-        findings.equal(RETURNS, at, call.input if call else None, evidence.get(f"{place.part}hook_out"))
-        made = None if call is None or call.result is None else call.result * step.factor
-        if not step.adjust:
-            findings.equal(RETURNS, at, added, made)
-    if step.adjust:
-        block = module_at(evidence.bridge.original_model, place.path)
-        raw = evidence.get(f"{place.part}hook_out") if not step.post else made
-        made = None if raw is None else step.adjust.of(raw * (1 if step.post else step.factor), block)
+        findings.equal(RETURNS, at, call.input if call else None, raw)
+        raw = call.result if call else None
+    if step.changes_its_result:
+        made = None if raw is None else step.added(raw, block)
         findings.equal(RETURNS, at, like(added, made), made)
     if step.stream_norm:
         call = evidence.call(place.path, step.stream_norm.path)

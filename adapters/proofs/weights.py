@@ -12,7 +12,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
-from adapters.proofs.stream import behind, like
+from adapters.proofs.stream import like
 from adapters.views import Call
 from adapters.weights import Weights
 
@@ -95,8 +95,7 @@ class _Layer:
         expected = entered @ matrix.double().flatten(0, -2) + bias.double()
         step = self.place.named.step
         own = step.part.shared_factor if isinstance(step.part, MoE) and "shared" in matrix_name else 1.0
-        made = behind(self.evidence, self.place, call.result) if matrix_name == "W_O" else call.result
-        made = made * (own * step.last_factor)
+        made = call.result * (own * step.last_factor)
         if step.adjust and not step.post:
             block = module_at(self.evidence.bridge.original_model, self.place.path)
             made = step.adjust.of(made, block) if own == 1 else step.adjust.linear(made, block)

@@ -26,7 +26,6 @@ from adapters.views.stream import (
     PositionsFirst,
     Scaled,
     WithBatchAxis,
-    WithParameter,
 )
 
 __all__ = [
@@ -56,7 +55,6 @@ __all__ = [
     "SinkScores",
     "View",
     "WithBatchAxis",
-    "WithParameter",
     "WriteThrough",
     "columns",
     "gathered",

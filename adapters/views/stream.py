@@ -100,21 +100,6 @@ class Adjusted(View):
         return self.by.undone(new, call.sources[-1][0])
 
 
-@dataclass(frozen=True, repr=False)
-class WithParameter(View):
-    """What a module returns, and a parameter of its own that is added behind it, ``[d_model]``."""
-
-    name: str
-    identity = False
-    contextual = True
-
-    def get(self, x: Tensor, call: Call) -> Tensor:
-        return x + call.module.get_parameter(self.name)
-
-    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return new - call.module.get_parameter(self.name)
-
-
 class Copied(View):
     """Of a tensor that the model writes over afterwards, a copy of what `inner` sees."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters.config import is_language_part
 from bridge.analysis.layer_outputs import bias_written, neuron_labels, results_of_heads, results_of_neurons
-from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, require
+from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.residual_norms import StreamNorm, gradients_of, is_normed_stream, norm_of
 
 Group = Literal["embed", "attn", "mixer", "mlp", "bias"]
@@ -60,11 +60,7 @@ class _Walk:
         #: It is the text of a model that is given images or sound, too.
         self.sees = is_language_part(self.model.original_model)
         stack = self.model.architecture.stack
-        if not stack.keeps_its_stream or self.model.architecture.embed_adjust:
-            raise ValueError(
-                f"{self.model.cfg.model_name} multiplies its residual stream, or norms it as it enters a block: it is "
-                "no sum of what was written. The hook points show each stream and each part"
-            )
+        refuse_no_sum(self.model, of_normed=True)
         for layer in range(self.model.cfg.n_layers):
             steps = stack.block_at(layer).named
             names = [named.name for named in steps]

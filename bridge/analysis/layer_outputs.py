@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adapters.attention import Attention
 from adapters.linear import bias_of, head_results, weight_in_out
 from adapters.paths import module_at
 from bridge.analysis.requirements import Activations, AnalysedModel, Index, pick, require
@@ -135,25 +134,23 @@ def bias_written(model: AnalysedModel, layer: int, part: Literal["attn", "mlp"])
     if weight_in_out(module) is not None or width is None:
         return bias
     like = _to_module(torch.zeros(1, 1, width, dtype=bias.dtype), module)  # LoRA may have a bias of its own
-    step = model.architecture.step_at(layer, part)
-    if isinstance(step.part, Attention) and step.part.o_bias:
-        return bias
-    return bias_of(module, like)[0, 0].to(bias.device) * _factor(model, layer, part)
+    step, own = model.architecture.step_at(layer, part), bias_of(module, like)[0, 0].to(bias.device)
+    return own if step.post else step.added(own, _module_at(model, f"blocks.{layer}.hook_resid_pre"))
 
 
 def _factor(model: AnalysedModel, layer: int, part: str) -> float:
     """What the result of a part's last matrix is multiplied with.
 
     Raises:
-        ValueError: it goes through parameters of the block besides.
+        ValueError: that is no constant.
     """
-    step = model.architecture.step_at(layer, part)
-    if step.adjust:
+    factor = model.architecture.step_at(layer, part).constant_factor
+    if factor is None:
         raise ValueError(
-            f"block {layer} of {model.cfg.model_name} multiplies what its {part} puts out with parameters of its own, "
-            f"or adds them: it cannot be taken apart into heads or neurons. hook_{part}_out is what is added, whole"
+            f"block {layer} of {model.cfg.model_name} multiplies what its {part} puts out with parameters of its own: "
+            f"it cannot be taken apart into heads or neurons. hook_{part}_out is what is added, whole"
         )
-    return step.last_factor
+    return factor
 
 
 def neuron_labels(model: AnalysedModel, layer: int, neuron_slice: Index = None) -> list[str]:

@@ -57,6 +57,20 @@ class AnalysedModel(Protocol):
         ...
 
 
+def refuse_no_sum(model: AnalysedModel, *, of_normed: bool = False) -> None:
+    """Refuses a model whose residual stream cannot be taken apart into what was written to it.
+
+    Args:
+        model: the bridge.
+        of_normed: norms on the stream itself are gone through, term by term.
+
+    Raises:
+        ValueError: its stream is no sum; the message says why.
+    """
+    if reason := model.architecture.why_no_sum(of_normed=of_normed):
+        raise ValueError(f"{model.cfg.model_name}: {reason}. The hook points show each stream and each part")
+
+
 class Activations(Mapping[str, Tensor]):
     """The activations of one run by hook name, and the model that made them.
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bridge.analysis.layer_outputs import bias_written
-from bridge.analysis.requirements import AnalysedModel, layer_of
+from bridge.analysis.requirements import AnalysedModel, layer_of, refuse_no_sum
 
 
 class Labels(list[str]):
@@ -36,11 +36,7 @@ def accumulated_bias(
         torch.Size([128])
     """
     layer = layer_of(model, layer, mlp_input)
-    if not model.architecture.stack.keeps_its_stream:
-        raise ValueError(
-            f"{model.cfg.model_name} multiplies its residual stream, or norms it as it enters a block: what was added "
-            "before a layer is no part of it as it was"
-        )
+    refuse_no_sum(model, of_normed=True)
     total = torch.zeros(model.cfg.d_model, device=model.cfg.device, dtype=model.cfg.dtype)
     for index in range(layer + mlp_input):
         parts: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp") if index < layer else ("attn",)

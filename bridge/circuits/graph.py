@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from bridge.analysis.requirements import refuse_no_sum
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.names import suggestion
@@ -138,12 +139,7 @@ class Graph:
         name, hooks = bridge.cfg.model_name, bridge.hook_dict
         if "blocks.0.hook_resid_pre" not in hooks or bridge.core.config.is_encoder_decoder:
             raise ValueError(f"{name} has no single list of blocks; a graph needs one residual stream")
-        if "blocks.0.hook_normalized_resid_post" in hooks:
-            raise ValueError(
-                f"{name} has norms on the residual stream itself, which is then no sum of what was written"
-            )
-        if not bridge.architecture.streams_are_sums:
-            raise ValueError(f"blocks of {name} multiply the residual stream: it is no sum of what was written")
+        refuse_no_sum(bridge)
         return cls([_shape_of(bridge, index) for index in range(bridge.cfg.n_layers)])
 
     @cached_property

@@ -130,21 +130,13 @@ class TokenEmbedding:
         """The module that it is now; None where the model does not say."""
         found = None
         for path in self._paths:
-            here = _at(self.model, path)
+            here: nn.Module | None = self.model
+            for part in path:
+                here = None if here is None else here._modules.get(part)  # None where an attribute leads to it
             if here is None or (found is not None and here is not found):
                 return token_embedding(self.model)
             found = here
         return token_embedding(self.model) if found is None else found
-
-
-def _at(model: nn.Module, path: list[str]) -> nn.Module | None:
-    """The module that stands at a path; None where none does, or an attribute leads to it."""
-    found: nn.Module | None = model
-    for part in path:
-        if found is None:
-            return None
-        found = found._modules.get(part)
-    return found
 
 
 def check_places(finders: Iterable[Finder]) -> None:

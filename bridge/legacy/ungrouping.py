@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from adapters.paths import join
+from adapters.proofs.evidence import evaluating
 from bridge.bridge import TransformerBridge
 from bridge.legacy.placing import PartsAsBefore
-from weight_processing.check import evaluating
 
 #: What attention modules call the number of key heads.
 _COUNTS = ("num_key_value_heads", "num_kv_heads")

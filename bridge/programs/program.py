@@ -70,7 +70,7 @@ class Program(nn.Module):
         self.compiled = False
         self.training = self.model.training
         self._known = known
-        self._counted = places_of(bridge.core)
+        self._counted = places_of(bridge)
         self._places = bridge.cfg.positions_from_mask and "position_ids" in known
         self._caches = "use_cache" in known
         self._max_length = bridge.cfg.n_ctx

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,8 +16,8 @@ from adapters.views.kernel_arguments import KernelArguments
 from bridge.programs.one_pass import AnyFunction, OnePass, current
 from bridge.programs.steps import Step
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
-from bridge.taps.experts import CHOICES, LINEAR_PRODUCTS
 from bridge.taps.kernels import implementation_of, is_looked_up
+from bridge.taps.router import RouterSteps
 from bridge.taps.tap import PRODUCTS, SOFTMAXES
 
 
@@ -190,38 +189,23 @@ class AttentionWatch(_Watch):
 
 
 class LoweredRouter(LoweredTap):
-    """A router. Its channels are ``product``, ``logits`` and ``weights`` (see `bridge.taps.experts`)."""
+    """A router. Its channels are those of `bridge.taps.router`."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's forward."""
-        one_pass = current(self.here)
-        call = Call(self.module, args, kwargs)
-        with _ChoiceWatch(self, call, one_pass):
-            output: Any = self.original(*args, **kwargs)
-        if "weights" not in self.steps:
-            return output
-        logits, chosen, indices = output
-        everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
-        return logits, self.show("weights", everyone, call, one_pass).gather(-1, indices), indices
+        watch = _RouterWatch(self, Call(self.module, args, kwargs), current(self.here))
+        with watch:
+            output: object = self.original(*args, **kwargs)
+        return watch.router.with_weights(output) if "weights" in self.steps else output
 
 
-class _ChoiceWatch(_Watch):
-    """Shows what the router's matrix makes, and what the first choice of the best is made from."""
+class _RouterWatch(_Watch):
+    """Shows what one call of a router computes."""
 
-    multiplied = done = False
+    def __init__(self, tap: LoweredTap, call: Call, one_pass: OnePass) -> None:
+        super().__init__(tap, call, one_pass)
+        self.router = RouterSteps(self.show)
 
     def watched(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
-        """Shows what the matrix makes, and what the best are chosen from."""
-        if func in LINEAR_PRODUCTS and not self.multiplied:
-            self.multiplied = True
-            return self.show("product", func(*args, **kwargs))
-        if self.done or func not in CHOICES:
-            return func(*args, **kwargs)
-        self.done = True
-        logits, *others = args
-        logits = self.show("logits", logits)
-        best: Any = func(logits, *others, **kwargs)
-        if "indices" not in self.tap.steps:
-            return best
-        indices = self.show("indices", best.indices)
-        return torch.return_types.topk((logits.gather(-1, indices), indices))
+        """Shows the router's product and its choice."""
+        return self.router.call(func, args, kwargs)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from adapters.inputs.arguments import Takes, accepted_arguments, takes
 from adapters.offloaded import input_device
-from adapters.paths import learns_prompt
+from adapters.paths import learns_prompt, module_at, module_path
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import suggestion
 from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
@@ -114,10 +115,10 @@ def prepare(
         if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
             kwargs["attention_mask"] = mask.to(device)
             return Inputs(kwargs, tokens, None)
-        wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs and not _places(bridge.core, kwargs)
+        wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs and not _places(bridge, kwargs.keys())
         # A model that needs an image hands what it does not know to that image's own model, too.
         if wanted and not taken.needed and "position_ids" in accepted_arguments(type(bridge.core).forward):
-            positions = _positions(mask, bridge.core)
+            positions = _positions(mask, bridge)
             if positions is not None:
                 if learns_prompt(bridge.original_model):
                     raise ValueError(
@@ -196,11 +197,27 @@ def _images_or_sound(
     return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))
 
 
-def _places(core: nn.Module, given: Collection[str]) -> bool:
+def _around_blocks(bridge: Runs) -> Iterator[nn.Module]:
+    """The model's modules but for those inside of its lists of blocks, which are nearly all of them.
+
+    Looked for in each run: a user may exchange an embedding between two, or wrap the model.
+    """
+    lists = {module_path(path).rpartition(".")[0] for path in bridge.block_paths}
+    left_out = {module_at(bridge.original_model, path) for path in lists if path}
+    waiting: list[nn.Module] = [bridge.core]
+    while waiting:
+        yield (module := waiting.pop())
+        inside = [child for child in module._modules.values() if child is not None]
+        waiting += [child for child in reversed(inside) if not (isinstance(child, nn.ModuleList) and child in left_out)]
+
+
+def _places(bridge: Runs, given: AbstractSet[str]) -> bool:
     """Whether the model itself finds out the positions of what it is given, of the mask too: those of images' parts."""
-    find = next((f for module in core.modules() if (f := getattr(module, "get_rope_index", None))), None)
-    taken = () if find is None else inspect.signature(find).parameters
-    return any(name in given for name in taken if name not in ("input_ids", "inputs_embeds", "attention_mask"))
+    beside = given - {"input_ids", "inputs_embeds", "attention_mask"}
+    if not beside:
+        return False
+    find = next((f for module in _around_blocks(bridge) if (f := getattr(module, "get_rope_index", None))), None)
+    return find is not None and not beside.isdisjoint(inspect.signature(find).parameters)
 
 
 @dataclass(frozen=True)
@@ -216,10 +233,14 @@ class Places:
     first: Tensor | None = None
 
 
-def places_of(core: nn.Module) -> Places:
-    """How a model counts places, from its embeddings."""
+def places_of(bridge: Runs) -> Places:
+    """How a model counts places, from its embeddings.
+
+    Args:
+        bridge: the bridge.
+    """
     name = "create_position_ids_from_input_ids"
-    for module in core.modules():
+    for module in _around_blocks(bridge):
         index = None if isinstance(module, nn.Embedding) else getattr(module, "padding_idx", None)
         if index is not None and (hasattr(module, name) or name in inspect.unwrap(type(module).forward).__globals__):
             return Places(padding=int(index))
@@ -229,7 +250,7 @@ def places_of(core: nn.Module) -> Places:
     return Places()
 
 
-def _positions(mask: Tensor, core: nn.Module) -> Tensor | None:
+def _positions(mask: Tensor, bridge: Runs) -> Tensor | None:
     """Each token's place among the tokens of its row; None where that is its place in the row.
 
     What is in the memory of an accelerator is not looked at: that would wait for everything under way there. Padding
@@ -237,7 +258,7 @@ def _positions(mask: Tensor, core: nn.Module) -> Tensor | None:
     """
     if mask.device.type == "cpu" and not ((mask[:, 0] == 0) | (mask[:, 1:] > mask[:, :-1]).any(-1)).any():
         return None  # there is no padding before a token
-    return places_among_tokens(mask, places_of(core))
+    return places_among_tokens(mask, places_of(bridge))
 
 
 def places_among_tokens(mask: Tensor, counted: Places) -> Tensor:

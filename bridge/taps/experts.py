@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.views import Call, Kwargs
-from bridge.taps.tap import Tap, Watch
+from bridge.taps.tap import LINEAR_PRODUCTS, Tap, Watch
 
 
 class ExpertsTap(Tap):
@@ -172,53 +172,8 @@ class _BatchesWatch(Watch):
         return torch.stack(rows)
 
 
-class RouterTap(Tap):
-    """For routers that choose experts by their logits, and return these, and weights and indices of the chosen ones.
-
-    Its channels are ``product``, what its matrix makes of its input, ``logits``, what the experts are chosen by, and
-    ``weights``, what their outputs are multiplied with (zero for those that are not chosen): all ``[row, n_experts]``;
-    and ``indices``, those of the chosen ones, for routers that do not return them.
-    """
-
-    def watched(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward when somebody listens."""
-        call = Call(self.module, args, kwargs)
-        with _Choice(self, call):
-            output = self.original(*args, **kwargs)
-        if not self.heard(("weights",)):
-            return output
-        logits, chosen, indices = output
-        everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
-        return logits, self.show("weights", everyone, call).gather(-1, indices), indices
-
-
-class _Choice(Watch):
-    """Shows what the first choice of the best is made from."""
-
-    def __init__(self, tap: RouterTap, call: Call) -> None:
-        super().__init__()
-        self._tap, self._call, self._done, self._multiplied = tap, call, False, False
-
-    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
-        """Shows what the matrix makes, and what the best are chosen from."""
-        if func in LINEAR_PRODUCTS and not self._multiplied:
-            self._multiplied = True
-            return self._tap.show("product", func(*args, **kwargs), self._call)
-        if self._done or func not in CHOICES:
-            return func(*args, **kwargs)
-        self._done = True
-        logits, *others = args
-        assert isinstance(logits, Tensor)
-        logits = self._tap.show("logits", logits, self._call)
-        best = func(logits, *others, **kwargs)
-        indices = self._tap.show("indices", best.indices, self._call)
-        return best if indices is best.indices else torch.return_types.topk((logits.gather(-1, indices), indices))
-
-
-LINEAR_PRODUCTS = {torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__}
-CHOICES = {torch.topk, Tensor.topk}
 
 
 def _operands(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Any, Any]:

@@ -81,16 +81,12 @@ class _MixerCall:
         return returned if gate is None else returned * silu(gate)
 
     def _gate_behind(self, name: str, given: inspect.BoundArguments) -> Tensor | None:
-        """The gate that a step's function is not to apply, since what is shown stands before it.
-
-        Mamba 2 gates what its scan returns; Falcon H1 leaves that to the function of a step.
-        """
-        if name != "mamba2_selective_state_update" or not self._tap.heard(("recurrence",)):
-            return None
-        gate: Tensor | None = given.arguments.get("z")
-        if gate is not None:
-            given.arguments["z"] = None
-        return gate
+        """The gate that a function is not to apply, since what is shown stands before it."""
+        for seen in FUNCTIONS[name]:
+            if seen.gate is not None and self._tap.heard((seen.channel,)):
+                gate: Tensor | None = given.arguments.pop(seen.gate, None)
+                return gate
+        return None
 
     def _show(self, seen: Seen, x: Tensor) -> Tensor:
         """Shows an argument or a result, and returns what is made of it."""

@@ -170,3 +170,5 @@ SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 #: The one that does so with the heads in the batch, ``[(batch head), query, key]``, behind what it adds to.
 FLAT_PRODUCT = torch.baddbmm
+#: Those in which a linear layer multiplies its input with its matrix.
+LINEAR_PRODUCTS = {torch.nn.functional.linear, *PRODUCTS}

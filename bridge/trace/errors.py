@@ -44,7 +44,7 @@ class Line:
 
 def asking_line() -> Line:
     """The line outside of this package that is asking."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_USER):
         frame = frame.f_back
     return Line(frame.f_code, frame.f_lasti)

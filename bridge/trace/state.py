@@ -71,10 +71,14 @@ _packing = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Switchboard:
-    """Exchanges the state of the two sides whenever they take turns."""
+    """Exchanges the state of the two sides when they take turns and it is not the same.
+
+    Attributes:
+        guard: what keeps one side in another inference mode, which has to be ended at the next turn; None: nothing.
+    """
 
     def __init__(self) -> None:
-        self._guard: Any = None  # of torch's own class for inference mode
+        self.guard: Any = None  # of torch's own class for inference mode
 
     def exchange(self, now: TorchState, wanted: TorchState, last: bool = False) -> None:
         """Puts one side's state in the place of the other's.
@@ -84,20 +88,20 @@ class Switchboard:
             wanted: the state of the side that goes on.
             last: there will be no further turn.
         """
-        if self._guard is not None:
+        if self.guard is not None:
             # It was entered when the side that now goes on was left, and restores all that was there then.
-            self._guard.__exit__(None, None, None)
-            self._guard = None
+            self.guard.__exit__(None, None, None)
+            self.guard = None
             now = TorchState.now()
         if now == wanted:
             return
         _replace_modes(now, wanted)
         if now.inference != wanted.inference:
-            self._guard = torch._C._InferenceMode(wanted.inference)
-            self._guard.__enter__()
+            self.guard = torch._C._InferenceMode(wanted.inference)
+            self.guard.__enter__()
             if last:  # it must never be left: the side that stays leaves its own
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._guard))
-                self._guard = None
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.guard))
+                self.guard = None
         torch._C._set_grad_enabled(wanted.grad)
         if now.autocast != wanted.autocast or now.autocast_cache != wanted.autocast_cache:
             torch.clear_autocast_cache()

@@ -262,7 +262,8 @@ class Trace(InStep, Access):
             return kept
         if self._layers != _ALL:
             self._check_runs(name)
-        found: Tensor = self.reach(hook).value
+        stop = self.stops.reach(hook) if self._state == "open" else self.reach(hook)
+        found: Tensor = stop.value
         return found
 
     def __setitem__(self, name: str, value: Tensor) -> None:

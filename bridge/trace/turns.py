@@ -85,16 +85,18 @@ class Turns:
             raise RuntimeError(
                 "a trace goes on in the thread that began it; hand the values to another thread, not the trace"
             )
-        worker = self._greenlet or self._begin()
-        mine = TorchState.now()
-        self._switchboard.exchange(mine, self._state)
+        worker = self._begin() if self._greenlet is None else self._greenlet
+        switchboard, mine = self._switchboard, TorchState.now()
+        if mine != self._state or switchboard.guard is not None:
+            switchboard.exchange(mine, self._state)
         worker.parent = getcurrent()
         try:
             worker.switch()
         finally:
             self.finished = self.finished or worker.dead
             self._state = TorchState.now()
-            self._switchboard.exchange(self._state, mine, last=self.finished)
+            if mine != self._state or switchboard.guard is not None:
+                switchboard.exchange(self._state, mine, last=self.finished)
             if self.finished:
                 self._give_back(worker)
 

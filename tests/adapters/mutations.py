@@ -209,8 +209,6 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     if part.clip:
         yield "clamp left out", replace(part, clip=None), ""
         yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
-    if part.o_bias:
-        yield "o_bias left out", replace(part, o_bias=None), ""
     for letter in ("q", "kv"):
         if getattr(part, f"{letter}_latent"):
             yield f"{letter}_latent left out", replace(part, **{f"{letter}_latent": None}), ""

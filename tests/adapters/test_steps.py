@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from adapters import (
     Step,
     map_model,
     register,
-    registry,
     verify,
 )
 from adapters.config import rotary_values
@@ -37,14 +36,6 @@ from weight_processing.check import ProcessingError
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(5))
 Edits = dict[str, Callable[[Tensor], Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is forgotten after it."""
-    registry.supported()
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    return
 
 
 class ByHand:

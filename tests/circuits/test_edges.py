@@ -195,7 +195,7 @@ def test_refusals(gpt2, clean, corrupted, metric):
         path_patching(gpt2, clean, corrupted, metric, [], ["logits"])
     with pytest.raises((ValueError, TypeCheckError)):  # whichever looks first at the shapes
         edge_effects(gpt2, clean, corrupted[:, :4], metric, verbose=False)
-    with pytest.raises(ValueError, match="norms on the residual stream itself"):
+    with pytest.raises(ValueError, match="norms stand on its residual stream itself"):
         Graph.of(bridge_of("bert"))
 
 

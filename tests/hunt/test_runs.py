@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -304,3 +305,27 @@ def test_positions_of_a_model_whose_first_is_not_zero(kind):
     if kind == "roberta":
         padded = tokens.where(mask.bool(), padding)
         assert torch.equal(bridge(padded, attention_mask=mask), model(padded, attention_mask=mask).logits)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("how", ["replaced", "PEFT"])
+def test_positions_follow_embeddings_that_are_exchanged_between_two_runs(how):
+    """How a model counts positions is asked in each run, of what stands around its blocks then."""
+    model = tiny_model("roberta", "masked", num_hidden_layers=1)
+    bridge, padding = TransformerBridge(model), model.config.pad_token_id
+    tokens = torch.randint(8, 99, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    before = bridge(tokens, attention_mask=mask)
+    config = copy.deepcopy(model.config)
+    config.pad_token_id = padding + 4
+    exchanged = type(model.roberta.embeddings)(config).eval()
+    if how == "PEFT":
+        bridge = TransformerBridge(peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"])).eval())
+    model.roberta.embeddings = exchanged
+    after = bridge(tokens, attention_mask=mask)
+    padded = tokens.where(mask.bool(), config.pad_token_id)
+    assert torch.equal(after[1, 3:], model(padded, attention_mask=mask).logits[1, 3:])
+    assert not torch.allclose(before, after, atol=1e-2)
+    torch.testing.assert_close(after[1:, 3:], model(tokens[1:, 3:]).logits, atol=1e-5, rtol=1e-4)

@@ -43,6 +43,10 @@ class SequentialExperts(nn.ModuleList):
 
 
 class FusedAttention(nn.Module):
+    """Queries, and keys and values of as many heads or of groups, in one projection."""
+
+    bias = True
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
@@ -50,8 +54,9 @@ class FusedAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.num_attention_heads * self.head_dim, bias=True)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+        self.sizes = [self.head_dim * n for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=self.bias)
+        self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=False)
 
     def forward(
         self,
@@ -62,7 +67,7 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         shape = hidden_states.shape[:-1]
-        parts = self.qkv_proj(hidden_states).chunk(3, dim=-1)
+        parts = torch.split(self.qkv_proj(hidden_states), self.sizes, dim=-1)
         query, key, value = (part.view(*shape, -1, self.head_dim).transpose(1, 2) for part in parts)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:

@@ -20,8 +20,11 @@ from transformers.monkey_patching import clear_patch_mapping, get_patch_mapping,
 from adapters import verify
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
-from tests.loading.patched_llama import FusedLlamaAttention
 from tests.loading.patched_qwen2_moe import FusedAttention, SequentialExperts
+
+
+class FusedLlamaAttention(FusedAttention):
+    bias = False
 
 
 class MyAttention(LlamaAttention):

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bridge import TransformerBridge
 from bridge.hooks.context import Scope
 from bridge.taps.attention import AttentionTap
-from bridge.taps.experts import RouterTap
+from bridge.taps.router import RouterTap
 from bridge.taps.stand_ins import StandIn
 from tests.adapters.by_hand.families import tiny
 from tests.adapters.test_reference import bridge_of

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters import registry
 from adapters.mixers.functions import FUNCTIONS, ONE_STEP, POINTS
 from bridge import TransformerBridge
 from tests.conftest import torch_hooks
@@ -19,9 +18,7 @@ TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3)
 
 
 @pytest.fixture(params=MODELS)
-def bridge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TransformerBridge:
-    registry.supported()  # which loads it
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+def bridge(request: pytest.FixtureRequest) -> TransformerBridge:
     return build(request.param)
 
 

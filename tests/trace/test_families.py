@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from adapters import register, registry
+from adapters import register
 from bridge import TransformerBridge
 from tests.adapters.hybrid import hybrid, tiny_hybrid
 from tests.adapters.test_verify_all import OTHER, USUAL, tiny
@@ -110,14 +109,7 @@ def test_shapes_are_those_of_a_run(name):
         assert sum(None in shape.shape for shape in found.values()) == sum(".experts." in point for point in found)
 
 
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    registry.supported()
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    return
-
-
-def test_mixers(own_registry):
+def test_mixers():
     model = tiny_hybrid()
     register(type(model).__name__)(hybrid)
     bridge = TransformerBridge(model)

@@ -13,6 +13,7 @@ from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import RMS_NORM, Norm, NormKind
+from adapters.views import columns
 
 ATTENTION = Attention(
     "self_attn", Projection("q_proj"), Projection("k_proj"), Projection("v_proj"), o="o_proj", rotary=True
@@ -20,6 +21,22 @@ ATTENTION = Attention(
 FEED_FORWARD = MLP("mlp", up=Projection("up_proj"), gate=Projection("gate_proj"), down="down_proj")
 #: The same with a norm of each head's queries and keys.
 NORMED_ATTENTION = replace(ATTENTION, q_norm=Norm("q_norm", RMS_NORM), k_norm=Norm("k_norm", RMS_NORM))
+#: The same with heads before positions where they are normed.
+HEADS_FIRST = replace(NORMED_ATTENTION, qk_norm_over="heads first")
+#: The same with one norm over all queries of a position, and one over all keys.
+NORMED_WIDTH = replace(NORMED_ATTENTION, qk_norm_over="width")
+#: Norms that the results of attention and MLP go through (Gemma 2, OLMo 2).
+POST = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def fused_gate(path: str, width: int) -> tuple[Projection, Projection]:
+    """Gate and up of one projection, one after the other.
+
+    Args:
+        path: of the projection.
+        width: how many neurons there are.
+    """
+    return Projection(path, columns(0, width)), Projection(path, columns(width, 2 * width))
 
 
 class Factors(TypedDict, total=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Unpack
 
 from transformers import PreTrainedConfig
@@ -16,6 +17,8 @@ from adapters.registry import UndeclaredOptionError
 SHARED = MLP("shared_experts", FEED_FORWARD.up, FEED_FORWARD.down, FEED_FORWARD.gate)
 #: Experts are chosen by a sigmoid of their logits and a term of their own, as in DeepSeek V3.
 SIGMOID = MoE("mlp", router="gate", chosen_by="scores", corrected=True, shared=SHARED)
+#: The same with a shared expert that works on rows ``(batch pos)``.
+FLAT_SIGMOID = replace(SIGMOID, shared=replace(SHARED, flat=True))
 
 
 def mixture_like(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters import verify
 from adapters.inputs.made import sample_inputs, split
@@ -117,3 +117,27 @@ def test_padding_before_an_image_is_left_to_the_model() -> None:
     with torch.no_grad():
         own = model(input_ids=tokens, attention_mask=mask, **given).logits
         assert torch.equal(bridge(tokens, attention_mask=mask, **given), own)
+
+
+class ByName(nn.Module):
+    """A model that gives its first block the stream by name, behind a mask."""
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask[..., None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(9, 4), ByName.Block()
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+        stream = torch.cat([self.embed(input_ids[:, :1]), pixel_values, self.embed(input_ids[:, 1:])], 1)
+        made: Tensor = self.block(mask=torch.ones(stream.shape[:2]), x=stream)
+        return made
+
+
+@torch.no_grad()
+def test_where_images_are_in_a_stream_that_is_given_by_name() -> None:
+    model, given = ByName(), {"input_ids": torch.tensor([[1, 2, 3]]), "pixel_values": torch.randn(1, 2, 4)}
+    places = text_places(model, given, model.block, model(**given))
+    assert places is not None and places.tolist() == [[True, False, False, True, True]]

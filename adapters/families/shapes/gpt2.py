@@ -1,0 +1,82 @@
+"""GPT-2's shape: attention and an MLP, each behind a layer norm, one after the other or side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from transformers import PreTrainedConfig
+
+from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.attention import Attention, Projection
+from adapters.feed_forward import MLP
+from adapters.norms import LAYER_NORM, Norm
+from adapters.views import View, columns, interleaved
+
+FEED_FORWARD = MLP("mlp", up=Projection("c_fc"), down="c_proj")
+#: The MLP of GPT-NeoX, BLOOM and Falcon.
+WIDE_AND_BACK = MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h")
+#: Queries, keys and values of modules of their own.
+Q, K, V = (Projection(f"{letter}_proj") for letter in "qkv")
+
+
+def fused(path: str, config: PreTrainedConfig, one: bool = False) -> tuple[Projection, Projection, Projection]:
+    """Queries, keys and values of one projection, head by head; or all queries, and then `one` head of keys and values.
+
+    Args:
+        path: of the projection.
+        config: the Hugging Face configuration.
+        one: there is one head of keys and one of values.
+    """
+    width, heads = config.hidden_size, config.num_attention_heads
+    d_head = width // heads
+    views: list[View] = [interleaved(heads, i) for i in range(3)]
+    if one:
+        places = ((0, heads), (width, 1), (width + d_head, 1))
+        views = [columns(start, start + n * d_head, n) for start, n in places]
+    q, k, v = (Projection(path, view) for view in views)
+    return q, k, v
+
+
+def gpt2_like(
+    attn: Attention,
+    mlp: MLP = FEED_FORWARD,
+    *,
+    pre: tuple[str, str] = ("ln_1", "ln_2"),
+    parallel: bool = False,
+    path: str = "h",
+    output: tuple[int | None, int] = (None, 1),
+    final_norm: str | None = "ln_f",
+    embed: str = "wte",
+    pos_embed: str | None = None,
+    embed_norm: str | None = None,
+    unembed: str = "lm_head",
+    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = (),
+    config_values: Mapping[str, object] | None = None,
+) -> Architecture:
+    """GPT-2 with differences.
+
+    Args:
+        attn, mlp: the parts of a block.
+        pre: the norms that they read through.
+        parallel: both read the same stream.
+        path: of the list of blocks.
+        output: which element of what a block returns is the stream (None: it returns a tensor), and of how many.
+        final_norm: the norm behind the last block.
+        embed, pos_embed, embed_norm: the embeddings of tokens and of positions, and a norm behind those of tokens.
+        unembed: the output layer.
+        changed_in_place: as for `Block`.
+        config_values: fields of `ModelConfig` that the configuration does not say by itself.
+    """
+    first, second = (Norm(name, LAYER_NORM) for name in pre)
+    last, embedded = (name and Norm(name, LAYER_NORM) for name in (final_norm, embed_norm))
+    block = Block((Step(attn, first), Step(mlp, second, parallel=parallel)), changed_in_place)
+    key, length = output
+    return Architecture(
+        stacks=(Stack(path, block, final_norm=last or None, output_key=key, output_length=length),),
+        embed=embed,
+        unembed=unembed,
+        pos_embed=pos_embed,
+        embed_norm=embedded or None,
+        config_values=config_values or {},
+    )

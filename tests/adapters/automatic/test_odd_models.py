@@ -1,0 +1,181 @@
+"""What inference and proofs leave as it was, and what they make of modules that do not take what they try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adapters import UnsupportedModelError, verify
+from adapters.architecture import Architecture
+from adapters.automatic.declaration import infer
+from adapters.automatic.source import source_of
+from bridge import TransformerBridge
+from tests.conftest import tiny
+from tests.tiny_models import model_class, tiny_config, tiny_model
+
+
+def inferred(model: nn.Module) -> TransformerBridge:
+    return TransformerBridge(model, automatic="always")
+
+
+@pytest.mark.parametrize("look", [inferred, lambda model: verify(TransformerBridge(model))], ids=["infer", "verify"])
+def test_every_module_is_left_in_the_mode_that_it_was_in(look: Callable[[nn.Module], object]) -> None:
+    model = tiny("llama").train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    look(model)
+    assert [module.training for module in model.modules()] == before
+
+
+class ThreeAxes(nn.Module):
+    """Takes ``[batch, pos, d]``, of at least two positions, and nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, pos, _ = x.shape
+        if pos < 2:
+            raise IndexError("no position before the last")
+        return torch.cat([x[:, :1], x[:, 1:] + 0 * x[:, :-1]], 1).view(batch, pos, -1)
+
+
+def test_a_module_that_takes_no_rows_alone() -> None:
+    """Whether it is a norm is asked of rows as it is given them."""
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Sequential(nn.SiLU(), ThreeAxes())
+    bridge = inferred(model)
+    assert not bridge.offered().not_offered and verify(bridge).passed
+
+
+class Raises(nn.Module):
+    """Raises for texts of fewer than eight tokens, or for numbers larger than all that it was given first."""
+
+    def __init__(self, error: Exception, of: str) -> None:
+        super().__init__()
+        self.error, self.of, self.most = error, of, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        most = float(x.detach().abs().max())
+        self.most = self.most or 1.01 * most
+        if x.shape[1] < 8 if self.of == "short texts" else most > self.most:
+            raise self.error
+        return x
+
+
+def raising(error: Exception, of: str) -> nn.Module:
+    model = tiny("llama")
+    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), Raises(error, of))
+    return model
+
+
+def test_a_model_that_takes_no_short_texts() -> None:
+    assert not inferred(raising(ValueError("eight tokens at least"), "short texts")).offered().not_offered
+
+
+def test_an_error_without_words_is_a_reason() -> None:
+    reasons = set(inferred(raising(NotImplementedError(), "large numbers")).offered().not_offered.values())
+    assert reasons == {"NotImplementedError"}
+
+
+@pytest.mark.parametrize("of", ["short texts", "large numbers"])
+def test_full_memory_is_no_finding(of: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        inferred(raising(torch.OutOfMemoryError("full"), of))
+
+
+def test_the_source_of_numbers_and_texts_of_any_kind() -> None:
+    found = infer(tiny("llama")).architecture
+    odd = {**found.config_values, "extra": {"quotes": '"\\', "lines": "a\nb", "most": float("inf")}}
+    namespace: dict[str, object] = {"__name__": "odd"}
+    exec(source_of(replace(found, config_values=odd), "OddPreTrainedModel", "Odd"), namespace)
+    declare = namespace["odd"]
+    assert callable(declare)
+    declared = declare(None)
+    assert isinstance(declared, Architecture) and declared.config_values == odd
+
+
+class InPlace(nn.Module):
+    """Writes over what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(1.0)
+
+
+def with_shared_norm() -> nn.Module:
+    model = tiny("llama")
+    model.model.layers[1].input_layernorm = model.model.layers[0].input_layernorm
+    return model
+
+
+def with_shared_activation() -> nn.Module:
+    model, shared = tiny("llama"), nn.Sequential(nn.SiLU(), InPlace())
+    for layer in model.model.layers:
+        layer.mlp.act_fn = shared
+    return model
+
+
+def test_a_module_of_several_layers() -> None:
+    """A norm of two layers is at one place: the other layer is not offered. An activation function has no place."""
+    bridge = inferred(with_shared_norm())
+    reasons = bridge.offered().not_offered
+    assert reasons["blocks.0.hook_resid_mid"] == "model.layers.1.input_layernorm is not inside model.layers.0"
+    assert "blocks.0.hook_resid_pre" in bridge.hook_dict and "blocks.0.hook_attn_out" not in bridge.hook_dict
+    assert "blocks.1.ln1.hook_scale" in reasons and "blocks.2.ln1.hook_scale" in bridge.hook_dict
+    bridge = inferred(with_shared_activation())
+    assert not bridge.offered().not_offered and verify(bridge).passed
+
+
+class Exchanges(nn.Module):
+    """Has another module inside after each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        self.inner = nn.SiLU()
+        return made
+
+
+def test_a_model_that_exchanges_modules_in_every_run_is_refused() -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp.act_fn = Exchanges()
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM exchanges modules for others in every run"):
+        inferred(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_model_in_float64_is_found_as_it_is_in_float32(model_type: str) -> None:
+    """Its norms compute in float32 all the same."""
+    single, double = inferred(tiny_model(model_type)), inferred(tiny_model(model_type).double())
+    assert double.offered().names == single.offered().names and not double.offered().not_offered
+    assert verify(double).passed
+
+
+@pytest.mark.parametrize("act_fn", ["gelu_pytorch_tanh", "gelu", "quick_gelu"])
+def test_the_activation_function_of_experts_is_the_one_that_the_configuration_names(act_fn: str) -> None:
+    """Of numbers so small that several are alike."""
+    model = tiny_model("mixtral", hidden_act=act_fn)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj.mul_(0.02)
+    assert inferred(model).cfg.act_fn == act_fn
+
+
+def untrained(model_type: str) -> nn.Module:
+    """As it is initialised: its activations and logits are small."""
+    torch.manual_seed(0)
+    return model_class(model_type)._from_config(tiny_config(model_type)).eval()
+
+
+def test_a_soft_cap_of_logits_that_are_far_below_it() -> None:
+    assert inferred(untrained("gemma2")).cfg.output_logits_soft_cap == 30
+
+
+def test_a_factor_of_the_embedding_that_is_not_written_in_five_digits() -> None:
+    """The square root of 32 in bfloat16."""
+    assert inferred(tiny_model("recurrent_gemma")).architecture.embed_factor == 5.65625
