@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -159,6 +160,16 @@ class WrappedModel(nn.Module):
         self.original_model.to(*args, **kwargs)
         return self
 
+    def cuda(self, device: int | torch.device | str | None = None) -> Self:
+        """Moves the model to a GPU."""
+        return self.to(
+            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
+        )
+
+    def cpu(self) -> Self:
+        """Moves the model to the CPU."""
+        return self.to("cpu")
+
     def mps(self) -> Self:
         """Moves the model to Apple's GPU."""
         return self.to("mps")
@@ -191,7 +202,7 @@ class WrappedModel(nn.Module):
     @property  # as many attributes of a bridge are read in every run, it has no `__getattribute__` of its own
     def training(self) -> bool:
         """Whether the model is in training mode."""
-        model = self._modules.get("original_model")
+        model = self._modules.get("original_model", self.__dict__.get("original_model"))
         return True if model is None else model.training
 
     @training.setter

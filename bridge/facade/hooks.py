@@ -94,11 +94,15 @@ class AddsHooks:
         if direction not in ("fwd", "bwd", "both"):
             raise ValueError(f'direction is {direction!r}; it must be "fwd", "bwd" or "both"')
         if clear_contexts:
-            for point in self.hook_points():
-                point.clear_context()
+            self.clear_contexts()
         for point in self.hook_points():
             if point.listeners:
                 point.remove_hooks(direction, including_permanent, level)
+
+    def clear_contexts(self) -> None:
+        """Empties the `ctx` of all hook points."""
+        for point in self.hook_points():
+            point.clear_context()
 
     def get_caching_hooks(
         self,

@@ -54,7 +54,8 @@ class LoadingMethods(ProcessingMethods):
         """Loads a model from the hub or a folder.
 
         Args:
-            model_name: a hub name, or a folder (which needs no network).
+            model_name: a hub name, one of HookedTransformer's short names (``gpt2-small``, ``pythia-70m``), or a folder
+                (which needs no network).
             hf_model: use this model rather than load one.
             tokenizer: use this tokenizer rather than load one.
             hf_config_overrides: fields of the Hugging Face configuration to change.
@@ -83,7 +84,8 @@ class LoadingMethods(ProcessingMethods):
 
         Raises:
             TypeError: a patch that is no class of modules.
-            ValueError: arguments that exclude each other, or a checkpoint that does not exist.
+            ValueError: arguments that exclude each other, a checkpoint that does not exist, or a model that is stored
+                in HookedTransformer's own format.
             TypeError: an argument that nobody knows.
 
         Example:

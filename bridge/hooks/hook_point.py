@@ -93,7 +93,7 @@ class HookPoint:
 
     def add_hook(
         self,
-        fn: HookFunction,
+        hook: HookFunction,
         dir: str = "fwd",
         is_permanent: bool = False,
         level: int | None = None,
@@ -102,7 +102,7 @@ class HookPoint:
         """Adds a function that sees, and may change, the activation in every run, of any thread, until it is removed.
 
         Args:
-            fn: called as ``fn(activation, hook=point)`` with the activation (or, with ``dir="bwd"``, its gradient).
+            hook: called as ``hook(activation, hook=point)`` with the activation (or, with ``dir="bwd"``, its gradient).
                 It may return a new tensor of the same shape, or change the given one in place, or neither.
             dir: ``"fwd"`` or ``"bwd"``.
             is_permanent: only `reset_hooks` with ``including_permanent=True`` removes it.
@@ -114,7 +114,7 @@ class HookPoint:
 
         Raises:
             ValueError: `dir` is neither ``"fwd"`` nor ``"bwd"``.
-            TypeError: `fn` cannot be called.
+            TypeError: `hook` cannot be called.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -124,19 +124,19 @@ class HookPoint:
         """
         if dir not in ("fwd", "bwd"):
             raise ValueError(f'dir is {dir!r}; it must be "fwd" or "bwd"')
-        if not callable(fn):
-            raise TypeError(f"the hook for {self.name} is {fn!r}, which cannot be called")
-        listener = Listener(cast(Kind, dir), fn, None, is_permanent, level)
+        if not callable(hook):
+            raise TypeError(f"the hook for {self.name} is {hook!r}, which cannot be called")
+        listener = Listener(cast(Kind, dir), hook, None, is_permanent, level)
         self._attaches.add(self, listener, prepend)
         return Handle(self, listener, self._attaches)
 
-    def add_perma_hook(self, fn: HookFunction, dir: str = "fwd") -> Handle:
+    def add_perma_hook(self, hook: HookFunction, dir: str = "fwd") -> Handle:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
 
         Args:
-            fn, dir: as for `add_hook`.
+            hook, dir: as for `add_hook`.
         """
-        return self.add_hook(fn, dir, is_permanent=True)
+        return self.add_hook(hook, dir, is_permanent=True)
 
     def remove_hooks(
         self,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
 HookFunction = Callable[..., Tensor | None]
 #: ``fwd`` and ``bwd`` are functions of the user; ``read`` only looks at the activation; ``edge`` is given the
-#: activation that later computation uses, to ask for its gradient; ``follow`` takes over what was written elsewhere.
+#: activation that later computation uses, to ask for its gradient; ``follow`` takes over what was made elsewhere.
 Kind = Literal["fwd", "bwd", "read", "edge", "follow"]
 
 
@@ -76,6 +76,16 @@ class Handle:
 
     def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
         self.hook, self._listener, self._attaches = hook, listener, attaches
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
+        return self._listener.permanent
+
+    @property
+    def context_level(self) -> int | None:
+        """The level that it was added at."""
+        return self._listener.level
 
     def remove(self) -> None:
         """Removes the hook. Doing it twice does nothing."""

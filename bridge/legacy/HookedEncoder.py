@@ -14,7 +14,7 @@ from adapters.paths import base_path, core_path, join
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
-from bridge.run.checks import as_tokens
+from bridge.run.checks import as_tokens, texts_in
 from bridge.run.protocol import Input
 
 _NAMES = {
@@ -40,12 +40,6 @@ class _WithItsHeads:
 
 class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[misc]  # another from_pretrained
     """A model that reads in both directions, such as BERT. There is no processing, as in HookedTransformer.
-
-    Args:
-        cfg: a `HookedTransformerConfig` or its fields, for a BERT with random weights; or a Hugging Face model, which
-            is wrapped as it is.
-        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
-        move_to_device: put a new model where ``cfg.device`` says.
 
     Example:
         >>> from bridge.legacy import HookedEncoder
@@ -81,10 +75,8 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
         one_zero_attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
         """What the last block makes of tokens."""
-        residual: Tensor = self.forward(
-            tokens, "logits", token_type_ids, one_zero_attention_mask, stop_at_layer=self.cfg.n_layers
-        )
-        return residual
+        last = self.cfg.n_layers
+        return self.forward(tokens, "logits", token_type_ids, one_zero_attention_mask, stop_at_layer=last)  # type: ignore[no-any-return]
 
     def forward(  # type: ignore[override]
         self,
@@ -95,15 +87,13 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
         **kwargs: Any,
     ) -> Any:
         """Runs the model."""
-        if one_zero_attention_mask is not None:
-            kwargs["attention_mask"] = one_zero_attention_mask
-        if token_type_ids is not None:
-            kwargs["token_type_ids"] = token_type_ids
+        given = {"attention_mask": one_zero_attention_mask, "token_type_ids": token_type_ids}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
         if return_type != "predictions":
             return super().forward(input, return_type, **kwargs)
         mask_token = self.tokenizer_facts.tokenizer.mask_token_id
-        if isinstance(input, str) or (isinstance(input, list) and isinstance(input[0], str)):
-            tokens, _, mask = self.to_tokens(input)  # type: ignore[arg-type]
+        if (texts := texts_in(input)) is not None:
+            tokens, _, mask = self.to_tokens(texts)
             kwargs.setdefault("attention_mask", mask)
         else:
             tokens = as_tokens(input).to(self.cfg.device)
@@ -113,9 +103,8 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
 
     def _paths(self) -> Iterator[tuple[str, str]]:
         yield from super()._paths()
-        base, core = base_path(self.original_model), core_path(self.original_model)
-        for start, below in ((base, _INSIDE), (core, _BESIDE)):
-            yield from ((name, join(start, path)) for name, path in below.items())
+        for start, below in ((base_path, _INSIDE), (core_path, _BESIDE)):
+            yield from ((name, join(start(self.original_model), path)) for name, path in below.items())
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors: also ``embed`` (of tokens and ``token_type_ids``, with positions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from adapters.paths import base_path, join
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import UnprocessedAsBefore
 from bridge.legacy.reweighing import WeightsAsBefore
@@ -28,12 +27,6 @@ _FIXED = {
 
 class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore):  # type: ignore[misc]
     """A model with an encoder and a decoder, such as T5. There is no processing, as in HookedTransformer.
-
-    Args:
-        cfg: a `HookedTransformerConfig` or its fields, for a T5 with random weights; or a Hugging Face model, which is
-            wrapped as it is.
-        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
-        move_to_device: put a new model where ``cfg.device`` says.
 
     Example:
         >>> from transformers import T5Config, T5ForConditionalGeneration
@@ -91,19 +84,6 @@ class HookedEncoderDecoder(UnprocessedAsBefore, RunsAsBefore, WeightsAsBefore): 
 
     def _stack(self, part: str, name: str) -> Tensor:
         return torch.stack([getattr(getattr(block, part), name) for block in (*self.encoder, *self.decoder)])
-
-    def _paths(self) -> Iterator[tuple[str, str]]:
-        base = base_path(self.original_model)
-        for stack in self.architecture.stacks:
-            blocks: Any = self.original_model.get_submodule(join(base, stack.path))
-            for i in range(len(blocks)):
-                path = join(base, stack.path, str(i))
-                for part, below in stack.block_at(i).module_paths.items():
-                    yield f"{stack.name}.{i}.{part}", join(path, below)
-                yield f"{stack.name}.{i}", path
-            assert stack.final_norm
-            yield f"{stack.name}_final_ln", join(base, stack.final_norm.path)
-        yield "embed", join(base, self.architecture.embed)
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors. Hooks inside of it act."""

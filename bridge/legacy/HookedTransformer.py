@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -15,31 +15,16 @@ from transformers import PreTrainedTokenizerBase
 import bridge.legacy.loading_from_pretrained as loading
 import bridge.legacy.utils as utils
 from bridge.cache.activation_cache import ActivationCache
-from bridge.legacy.datasets import get_dataset
+from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.kinds import (
-    Embed,
-    LayerNorm,
-    LayerNormPre,
-    PosEmbed,
-    RMSNorm,
-    RMSNormPre,
-    TransformerBlock,
-    Unembed,
-)
+from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
 from bridge.legacy.loaded import LoadedAsBefore, Made, as_type
-from bridge.legacy.loading_from_pretrained import (
-    DTYPE_FROM_STRING,
-    fill_missing_keys,
-    get_official_model_name,
-    starts_with_bos,
-)
+from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
+from bridge.legacy.missing import why_not
 from bridge.legacy.own_format import own_format, take_own
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
-from bridge.legacy.point import HookPoint
 from bridge.legacy.reweighing import TRANSFORMS, WeightsAsBefore
-from bridge.legacy.root_module import HookedRootModule
 from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
 from bridge.legacy.utils import USE_DEFAULT_VALUE
@@ -67,34 +52,17 @@ _KEPT = {
     "init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed",
     "ungroup_grouped_query_attention",
 }  # fmt: skip
-#: The data sets of HookedTransformer that are like what models were trained on.
-_LIKE_TRAINING = {"GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
-    ("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
-)
-_NOT_HERE = {
-    "get_residual": "input_to_embed, or a run with stop_at_layer=0, gives the first residual stream",
-    "get_pos_offset": "the model works its positions out itself",
-    "check_hooks_to_add": "heavy hook points need no switch before hooks are added",
-    "fold_layer_norm": "model.process_weights(fold_ln=True, ...) works on the model, not on a state dict",
-    "center_writing_weights": "model.process_weights(center_writing_weights=True, ...) works on the model",
-    "center_unembed": "model.process_weights(center_unembed=True, ...) works on the model",
-    "fold_value_biases": "model.process_weights(fold_value_biases=True, ...) works on the model",
-    "refactor_factored_attn_matrices": "model.process_weights(refactor_factored_attn_matrices=True, ...) does it",
-}
 
 
 class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsAsBefore):  # type: ignore[misc]
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
-    The Hugging Face model runs, as in any bridge; `state_dict` and `named_parameters` have its names, and
-    `tl_parameters` gives the weights by HookedTransformer's.
+    The Hugging Face model runs, as in any bridge.
 
     Args:
         cfg: a `HookedTransformerConfig` or its fields, or another model's `cfg`, for a model with random weights
             (`bridge.native`); or a Hugging Face model, which is wrapped as it is.
-        tokenizer: for text; it is copied, never changed. None: the one that `cfg.tokenizer_name` names.
-        move_to_device: put a new model where `cfg.device` says.
-        default_padding_side: where shorter texts are padded.
+        tokenizer, move_to_device, default_padding_side: HookedTransformer's. The tokenizer is copied, never changed.
 
     Raises:
         ValueError, TypeError: as for `HookedTransformerConfig`; or fields that only loaded models have.
@@ -115,19 +83,15 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         default_padding_side: Side = "right",
     ) -> None:
         given = HookedTransformerConfig.unwrap(cfg) if isinstance(cfg, Mapping | HookedTransformerConfig) else None
-        model, found, where = self._make(given or cfg, tokenizer, move_to_device)
+        model, found = self._make(given or cfg, tokenizer, move_to_device)
         super().__init__(model)
-        self.intended_device = where
-        self.dataset: Any = None
         if given is not None:
             for name in _KEPT:
                 setattr(self.cfg, name, getattr(given, name))
             if given.init_weights:
                 self.init_weights()
-        if tokenizer is not None:
-            self.set_tokenizer(tokenizer, default_padding_side)
-        elif found is not None:
-            self._adopt(found, default_padding_side)
+        if found is not None:
+            self.set_tokenizer(found, default_padding_side)
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
@@ -159,27 +123,13 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
     ) -> Any:
         """Loads a model and processes its weights. What it forbids is left out, with a warning in the log.
 
+        The arguments are HookedTransformer's. An `hf_model` is copied where anything has to change; a tokenizer always.
+
         Args:
-            model_name: a short name such as ``gpt2-small``, a hub name, or a folder.
-            fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: as for
-                `TransformerBridge.process_weights`.
-            checkpoint_index, checkpoint_value: a training checkpoint.
-            hf_model: use this model, or a copy of it where anything has to change.
-            device: where to put the model; None: the first accelerator, or the CPU.
-            n_devices: spread it over this many accelerators.
-            tokenizer: use a copy of this one rather than load one.
-            move_to_device: False leaves it on the CPU.
-            default_prepend_bos: whether texts start with BOS; None: as HookedTransformer has it for this model.
-            default_padding_side: where shorter texts are padded.
-            dtype: of the weights.
-            first_n_layers: only so many of the layers.
-            n_ctx: another context length.
-            from_pretrained_kwargs: ``revision``, ``trust_remote_code``, ``attn_implementation``, ``model_class``,
-                ``cache_dir``, ``force_download``, ``local_files_only``, ``token``, and ``torch_dtype`` for `dtype`.
+            from_pretrained_kwargs: what `TransformerBridge.boot_transformers` takes, and ``torch_dtype`` for `dtype`.
 
         Raises:
-            ValueError: an unknown name; a model in TransformerLens' own format; an encoder-decoder model; arguments
-                that exclude each other.
+            ValueError: an unknown name, a model that is no decoder, or arguments that exclude each other.
             TypeError: an argument that nobody knows.
 
         Example:
@@ -199,10 +149,10 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
                 default_prepend_bos=default_prepend_bos, checkpoint_index=checkpoint_index,
                 checkpoint_value=checkpoint_value, n_ctx=n_ctx, **own.hub,
             )  # fmt: skip
-            made = cls(config, tokenizer, move_to_device, default_padding_side)
-            take_own(made, own, config)
-            made.process_weights_(*steps)
-            return made
+            bridge: Any = cls(config, tokenizer, move_to_device, default_padding_side)
+            take_own(bridge, own, config)
+            bridge.process_weights_(*steps)
+            return bridge
         bridge = cls._load(
             model_name, hf_model=hf_model, tokenizer=tokenizer, device=device, move_to_device=move_to_device,
             dtype=dtype, passed_on=from_pretrained_kwargs, n_devices=n_devices, processing=any(steps),
@@ -220,8 +170,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         else:
             context_fields(bridge.core.config, n_ctx)  # an `hf_model` may have fewer positions
             cfg.n_ctx = n_ctx
-        if bridge.tokenizer is not None:
-            bridge._adopt(bridge.tokenizer, default_padding_side)  # a copy already
+        if bridge.tokenizer is not None and default_padding_side != "right":
+            bridge.set_tokenizer(bridge.tokenizer, default_padding_side)
         cfg.default_prepend_bos = starts_with_bos(cfg, default_prepend_bos)
         if any(steps):
             bridge.process_weights_(*steps)
@@ -257,36 +207,15 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
         """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"{type(tokenizer).__name__} is no Hugging Face tokenizer")
-        self._adopt(copy.deepcopy(tokenizer), default_padding_side)
-
-    def _adopt(self, tokenizer: Any, side: str) -> None:
-        if side not in ("left", "right"):
-            raise ValueError(f'default_padding_side is {side!r}; it must be "left" or "right"')
-        tokenizer.padding_side = side
-        if tokenizer.eos_token is not None:
-            for name in ("pad_token", "bos_token"):
-                if getattr(tokenizer, name) is None:
-                    setattr(tokenizer, name, tokenizer.eos_token)
-        self.tokenizer = tokenizer
+        if default_padding_side not in ("left", "right"):
+            raise ValueError(f'default_padding_side is {default_padding_side!r}; it must be "left" or "right"')
+        self.tokenizer = tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.padding_side = default_padding_side
+        for name in ("pad_token", "bos_token"):
+            if getattr(tokenizer, name) is None and tokenizer.eos_token is not None:
+                setattr(tokenizer, name, tokenizer.eos_token)
         self.cfg.tokenizer_name = tokenizer.name_or_path or None
         self.cfg.tokenizer_prepends_bos = self.tokenizer_facts.adds_bos
-
-    def load_sample_training_dataset(self, **kwargs: Any) -> Any:
-        """A small data set like what the model was trained on, as `dataset`."""
-        architecture = self.cfg.original_architecture
-        if architecture not in _LIKE_TRAINING:
-            raise ValueError(f"no data set is known for {architecture}; set model.dataset to one of your own")
-        self.dataset = get_dataset(_LIKE_TRAINING[architecture], **kwargs)
-        return self.dataset
-
-    def sample_datapoint(
-        self, tokenize: bool = False, prepend_bos: bool | None = None, padding_side: Side | None = None
-    ) -> Any:
-        """A text of `dataset`, drawn at random."""
-        if self.dataset is None:
-            self.load_sample_training_dataset()
-        text = self.dataset[int(np.random.randint(len(self.dataset)))]["text"]
-        return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
 
     def init_weights(self) -> None:
         """Draws the matrices of a model that was made from a configuration anew, as that says: the same numbers as in
@@ -300,25 +229,21 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""
-        return fill_missing_keys(self, state_dict)
+        return loading.fill_missing_keys(self, state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _NOT_HERE:
-            raise AttributeError(f"HookedTransformer has no {name} here: {_NOT_HERE[name]}. See docs/migration.md")
+        if why := why_not("HookedTransformer", name):
+            raise AttributeError(why)
         return super().__getattr__(name)
 
 
 def _with_one_layer(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
     """A model around a part that is made from a configuration."""
-    config = copy.copy(HookedTransformerConfig.unwrap(cfg))
+    config = HookedTransformerConfig.unwrap(cfg)
     length = kwargs.get("length", more[0] if more and "normalization_type" in fields else None)
     changes = {"n_layers": 1, "tokenizer_name": None, "d_vocab": max(config.d_vocab, 1), "seed": None} | fields
-    changes["d_vocab_out"] = max(config.d_vocab_out, 1)
-    if isinstance(length, int):
-        changes["d_model"] = length
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return HookedTransformer(config)
+    changes |= {"d_vocab_out": max(config.d_vocab_out, 1)} | ({"d_model": length} if isinstance(length, int) else {})
+    return HookedTransformer(replace(config, **changes))
 
 
 Part.makes_host = _with_one_layer

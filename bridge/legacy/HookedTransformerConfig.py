@@ -1,17 +1,16 @@
-"""`HookedTransformerConfig`: the configuration of a `HookedTransformer` made from scratch."""
+"""`HookedTransformerConfig`: the configuration of a `HookedTransformer`, made from scratch or read from its model."""
 
 from __future__ import annotations
 
 import logging
 import math
 import pprint
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import torch
+from transformers import set_seed
 
 from adapters.config import ModelConfig
 from bridge.hooks.names import suggestion
@@ -26,6 +25,7 @@ ONLY_LOADED: dict[str, Any] = {
     "use_normalization_before_and_after": False, "attn_scores_soft_cap": -1.0, "output_logits_soft_cap": -1.0,
     "use_NTK_by_parts_rope": False, "n_devices": 1,
 }  # fmt: skip
+_KNOWN_ACT_FNS = (*ACT_FNS, "xielu")
 _ROTARY = ("rotary_dim", "rotary_base")
 
 
@@ -147,11 +147,9 @@ class HookedTransformerConfig:
         if not self.attn_only:
             if self.act_fn is None:
                 raise ValueError("act_fn must be given, unless attn_only=True")
-            known = (*ACT_FNS, "xielu")
-            if self.act_fn not in known:
-                raise ValueError(
-                    f"act_fn is {self.act_fn!r}; it must be one of {', '.join(known)}.{suggestion(self.act_fn, known)}"
-                )
+            if self.act_fn not in _KNOWN_ACT_FNS:
+                hint = suggestion(self.act_fn, _KNOWN_ACT_FNS)
+                raise ValueError(f"act_fn is {self.act_fn!r}; it must be one of {', '.join(_KNOWN_ACT_FNS)}.{hint}")
         if (self.num_experts is None) != (self.experts_per_token is None):
             raise ValueError("num_experts and experts_per_token go together: give both or neither")
         if self.default_prepend_bos not in (True, False):
@@ -172,9 +170,8 @@ class HookedTransformerConfig:
     def from_dict(cls, config_dict: Mapping[str, Any]) -> HookedTransformerConfig:
         """A configuration from its fields."""
         known = [f.name for f in fields(cls)]
-        for name in config_dict:
-            if name not in known:
-                raise TypeError(f"{name!r} is no field of HookedTransformerConfig.{suggestion(name, known)}")
+        for name in (name for name in config_dict if name not in known):
+            raise TypeError(f"{name!r} is no field of HookedTransformerConfig.{suggestion(name, known)}")
         return cls(**config_dict)
 
     @classmethod
@@ -185,9 +182,8 @@ class HookedTransformerConfig:
         if isinstance(config, Mapping):
             return cls.from_dict(config)
         if not isinstance(config, cls):
-            raise TypeError(
-                f"{type(config).__name__} is no configuration: give a HookedTransformerConfig or its fields"
-            )
+            what = type(config).__name__
+            raise TypeError(f"{what} is no configuration: give a HookedTransformerConfig or its fields")
         return config
 
     @classmethod
@@ -197,16 +193,10 @@ class HookedTransformerConfig:
         names = {f.name for f in fields(cls)} - {"n_params", "seed"}
         given = {name: value for name, value in facts.items() if name in names and value is not None}
         # What a loaded model does not have, or says nothing of, has another sign here.
-        given["normalization_type"] = facts["normalization_type"]
-        given["n_ctx"] = facts["n_ctx"] or -1
-        given["device"] = str(facts["device"])
-        if given.get("act_fn") not in (*ACT_FNS, "xielu"):
-            given.pop("act_fn", None)
-            made = cls(**(given | {"act_fn": "gelu"}))
-            made.act_fn = facts["act_fn"]
-        else:
-            made = cls(**given)
-        made.seed = getattr(cfg, "seed", None)
+        given |= {"normalization_type": facts["normalization_type"], "device": str(facts["device"])}
+        given |= {"n_ctx": facts["n_ctx"] or -1, "act_fn": "gelu"}
+        made = cls(**given)
+        made.act_fn, made.seed = facts["act_fn"], getattr(cfg, "seed", None)
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,13 +205,11 @@ class HookedTransformerConfig:
 
     def is_layer_norm_activation(self) -> bool:
         """Whether a layer norm follows the activation function."""
-        return self.act_fn is not None and self.act_fn.endswith("_ln")
+        return str(self.act_fn).endswith("_ln")
 
     def set_seed_everywhere(self, seed: int) -> None:
         """Sets the seed of torch, Python and numpy."""
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        set_seed(seed)
 
     def native(self) -> dict[str, Any]:
         """The fields of a `NativeConfig` for the same model."""
@@ -248,3 +236,63 @@ class HookedTransformerConfig:
 
     def __repr__(self) -> str:
         return "HookedTransformerConfig:\n" + pprint.pformat(self.to_dict())
+
+
+#: What is read from the model at the time of asking.
+_READ = ("device", "dtype", "n_params")
+
+
+@dataclass(init=False, repr=False)
+class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[misc]  # the facts come first
+    """`ModelConfig` as a `HookedTransformerConfig`: what only that has keeps its default until it is set.
+
+    `device` and `dtype` are the model's until they are set. Setting them moves nothing: they then say what was set,
+    also after the model is moved.
+    """
+
+    @classmethod
+    def of(cls, cfg: ModelConfig) -> HookedModelConfig:
+        """The same facts."""
+        found = cls.__new__(cls)
+        known = {f.name for f in fields(cfg)}
+        for f in fields(cls):
+            if f.name not in _READ:
+                setattr(found, f.name, getattr(cfg, f.name) if f.name in known else f.default)
+        return found
+
+    @property  # type: ignore[misc]
+    def device(self) -> torch.device:
+        """Where the model is, or is said to be."""
+        return self.__dict__.get("said_device") or super().device
+
+    @device.setter
+    def device(self, device: torch.device | str | None) -> None:
+        self.__dict__["said_device"] = None if device is None else torch.device(device)
+
+    @property  # type: ignore[misc]
+    def dtype(self) -> torch.dtype:
+        """The type of the model's weights, or what it is said to be."""
+        return self.__dict__.get("said_dtype") or super().dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype | None) -> None:
+        self.__dict__["said_dtype"] = dtype
+
+    def to_dict(self) -> dict[str, Any]:
+        """HookedTransformer's fields, of which a model can be made again."""
+        return HookedTransformerConfig.of_model(self).to_dict()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keys and values are ungrouped where the field is set, as by the model's method."""
+        before = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        acts = self.__dict__.get("acts")
+        if name == "ungroup_grouped_query_attention" and acts is not None and bool(value) != bool(before):
+            try:
+                acts(value)
+            except BaseException:
+                self.__dict__[name] = before
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "acts"}

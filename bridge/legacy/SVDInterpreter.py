@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.svd import VECTOR_TYPES, SingularVectorError
+from bridge.analysis.svd import VECTOR_TYPES
 from bridge.analysis.svd import SVDInterpreter as _SVDInterpreter
 
 __all__ = ["OUTPUT_EMBEDDING", "VECTOR_TYPES", "SVDInterpreter"]
@@ -23,9 +23,3 @@ class SVDInterpreter(_SVDInterpreter):
         """The right singular vectors of a matrix of one layer, each through the unembedding."""
         head = None if vector_type in ("w_in", "w_out") else head_index
         return super().get_singular_vectors(vector_type, layer_index, num_vectors, head)
-
-    @staticmethod
-    def _check(name: str, index: int, n: int) -> None:
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < n:
-            what = name.capitalize().replace("_", " ")  # HookedTransformer's words, which programs compare
-            raise SingularVectorError(f"{what} must be between 0 and {n - 1} but got {index}")

@@ -17,40 +17,29 @@ if TYPE_CHECKING:
     from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig as HookedTransformerConfig
     from bridge.weights.factored_matrix import FactoredMatrix as FactoredMatrix
 
-#: The classes, by the modules that they are in.
-_CLASSES = {
-    **{name: name for name in (
-        "ActivationCache", "BertNextSentencePrediction", "FactoredMatrix", "HookedEncoder", "HookedEncoderDecoder",
-        "HookedTransformer", "HookedTransformerConfig", "SVDInterpreter",
-    )},
-    **dict.fromkeys(("HookedRootModule", "HookPoint"), "hook_points"),
-    **dict.fromkeys(
-        ("HookedTransformerKeyValueCache", "HookedTransformerKeyValueCacheEntry"), "past_key_value_caching"
-    ),
+#: The modules whose names are also those of classes, which stand for them here.
+_CLASSES = (
+    "ActivationCache", "BertNextSentencePrediction", "FactoredMatrix", "HookedEncoder", "HookedEncoderDecoder",
+    "HookedTransformer", "HookedTransformerConfig", "SVDInterpreter",
+)  # fmt: skip
+_MODULES = (
+    "components", "evals", "head_detector", "hook_points", "loading_from_pretrained", "past_key_value_caching",
+    "patching", "train", "utilities", "utils",
+)  # fmt: skip
+_CACHES = ("KeyValueCache", "KeyValueCacheEntry")
+#: Where each name is: a module, and the name in it ("": the module itself).
+_HOME = {
+    **{name: (name, name) for name in _CLASSES},
+    **{name: (name, "") for name in _MODULES},
+    "loading": ("loading_from_pretrained", ""),
+    **{name: ("hook_points", name) for name in ("HookedRootModule", "HookPoint")},
+    **{f"{whose}Transformer{name}": ("past_key_value_caching", f"HookedTransformer{name}")
+       for name in _CACHES for whose in ("Hooked", "Easy")},
+    "EasyTransformer": ("HookedTransformer", "HookedTransformer"),
+    "EasyTransformerConfig": ("HookedTransformerConfig", "HookedTransformerConfig"),
 }  # fmt: skip
-_MODULES = {
-    **{name: name for name in (
-        "components", "evals", "head_detector", "hook_points", "loading_from_pretrained", "past_key_value_caching",
-        "patching", "train", "utilities", "utils",
-    )},
-    "loading": "loading_from_pretrained",
-}  # fmt: skip
-_OLD_NAMES = {
-    "EasyTransformer": "HookedTransformer",
-    "EasyTransformerConfig": "HookedTransformerConfig",
-    "EasyTransformerKeyValueCache": "HookedTransformerKeyValueCache",
-    "EasyTransformerKeyValueCacheEntry": "HookedTransformerKeyValueCacheEntry",
-}
-#: What to use for names that are left out, in every module of this package.
-_NOT_HERE = {
-    "factories": "modules are Hugging Face's own: components.MLP(cfg) makes one of a configuration",
-    "lit": "there is no connection to LIT",
-    "pretrained": "weights are not converted but viewed: HookedTransformer(hf_model).state_dict()",
-    "model_bridge": "it is bridge.TransformerBridge",
-    "HookedAudioEncoder": "there is no adapter for audio encoders",
-}
 
-__all__ = [*_CLASSES, *_MODULES, *_OLD_NAMES]
+__all__ = [*_HOME]
 
 
 class _Package(ModuleType):
@@ -69,14 +58,12 @@ class _SaysWhy(MetaPathFinder):
     """Comes last, where there is no module of a name: an import of what is left out says what to use."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        if fullname.startswith(f"{__name__}."):
-            for word in fullname.split(".")[2:]:
-                where = sys.modules.get(fullname.rpartition(".")[0])
-                why = _NOT_HERE.get(word) or getattr(where, "NOT_HERE", {}).get(word)
-                if why is not None:
-                    raise ModuleNotFoundError(
-                        f"{where.__name__ if where else __name__} has no {word}: {why}. See docs/migration.md"
-                    )
+        where, _, name = fullname.rpartition(".")
+        if where.startswith(__name__):
+            from bridge.legacy.missing import why_not
+
+            if why := why_not(where, name):
+                raise ModuleNotFoundError(why)
 
 
 if not any(type(finder).__name__ == "_SaysWhy" for finder in sys.meta_path):
@@ -84,14 +71,13 @@ if not any(type(finder).__name__ == "_SaysWhy" for finder in sys.meta_path):
 
 
 def __getattr__(name: str) -> Any:
-    name = _OLD_NAMES.get(name, name)
-    if name in _CLASSES:
-        return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    from bridge.legacy.missing import missing
+    if name in _HOME:
+        where, attribute = _HOME[name]
+        module = importlib.import_module(f"{__name__}.{where}")
+        return getattr(module, attribute) if attribute else module
+    from bridge.legacy.missing import says_what_is_missing
 
-    raise missing(__name__, name, _NOT_HERE, __all__)
+    return says_what_is_missing(__name__)(name)
 
 
 def __dir__() -> list[str]:

@@ -1,24 +1,98 @@
-"""The parts of a model called by themselves, and the Hugging Face modules that play them."""
+"""The parts of a model called by themselves, and modules of users where the model calls its own."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adapters.paths import base_path, join
+from adapters.paths import base_path, core_path, join
+from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.context import CURRENT, Scope, forward_pass, without_hooks
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import suggestion
-from bridge.legacy.in_place import InPlace
+from bridge.legacy.hook_points import CALLS
+from bridge.legacy.kinds import AbstractAttention
+from bridge.legacy.parts import Part
 from bridge.legacy.tokens import position_embeddings
 from bridge.run.layer_range import StopRun
+from bridge.taps.tap import Tap
+
+#: What a call must not do twice: add keys and values to a cache.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class InPlace:
+    """The forward of a Hugging Face module in whose place another module is called.
+
+    The Hugging Face module stays where it is, with its torch hooks, weights and path.
+
+    Args:
+        part: the part that it plays.
+        standing: what is called: the part itself, or a module of the user's, which may call the part.
+        view: how what the module returns is seen as what the part makes.
+    """
+
+    def __init__(self, part: Part, standing: Callable[[], nn.Module], view: View) -> None:
+        self.part, self.standing, self.module, self.view = part, standing, part.module, view
+        own = self.module.__dict__.get("forward")
+        if isinstance(own, Tap):  # which goes on to stand before it
+            self.inner: Callable[..., Any] = own.original
+            own.original = own.own = self
+        else:
+            self.inner = self.module.forward
+            self.module.__dict__["forward"] = self
+
+    # A copy of the model has its class's forward, until its own bridge puts another in its place.
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (self.module, "forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = CALLS.get()
+        if self.part in calls and calls[self.part] is None:  # the part is being called by itself
+            return self.inner(*args, **kwargs)
+        name = "" if args else first_parameter(type(self.module).forward)
+        x, call, made = args[0] if args else kwargs[name], Call(self.module, args, kwargs), []
+
+        def inner(given: Tensor) -> Tensor:
+            made.append(self.inner(given, *args[1:], **kwargs) if args else self.inner(**{**kwargs, name: given}))
+            return self.view.get(_first(made[-1]), call)
+
+        token = CALLS.set({**calls, self.part: inner})
+        try:
+            if isinstance(self.part, AbstractAttention):
+                out = self.standing()(
+                    query_input=x, key_input=x, value_input=x, past_kv_cache_entry=None, attention_mask=None
+                )
+            else:
+                out = self.standing()(x)
+        finally:
+            CALLS.reset(token)
+        if not made:
+            made.append(self._without(args, kwargs))
+        out = self.view.put(_first(made[-1]), out, call)
+        return out if isinstance(made[-1], Tensor) else type(made[-1])((out, *made[-1][1:]))
+
+    @torch.no_grad()
+    def _without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns, where the user's module does not call it and knows nothing of what is beside the
+        first tensor."""
+        return self.inner(*args, **{key: value for key, value in kwargs.items() if key not in _CACHES})
+
+
+def _first(made: Any) -> Tensor:
+    return made if isinstance(made, Tensor) else made[0]  # type: ignore[no-any-return]
 
 
 class CallsParts(TransformerBridge):
@@ -26,70 +100,53 @@ class CallsParts(TransformerBridge):
 
     #: What stands in the forward of Hugging Face modules, by part.
     calls: dict[str, InPlace]
+    #: The parts by name.
+    parts: dict[str, Any]
 
     def _paths(self) -> Iterator[tuple[str, str]]:
         """The names of parts, and the paths of the modules that play them."""
-        stack = self.architecture.stack
-        for i, path in enumerate(self.block_paths):
-            for part, at in stack.block_at(i).module_paths.items():
-                yield f"blocks.{i}.{part}", join(path, at)
-            yield f"blocks.{i}", path
-        base = base_path(self.original_model)
-        for name, below in (
-            ("embed", self.architecture.embed),
-            ("pos_embed", self.architecture.pos_embed),
-            ("ln_final", stack.final_norm.path if stack.final_norm else None),
-        ):
+        declared, base = self.architecture, base_path(self.original_model)
+        for stack in declared.stacks:
+            for i in range(len(stack.modules(self.original_model.get_submodule(base)))):
+                path = join(base, stack.place_of(i))
+                yield f"{stack.name}.{i}", path
+                for part, at in stack.block_at(i).module_paths.items():
+                    yield f"{stack.name}.{i}.{part}", join(path, at)
+            if stack.final_norm:
+                name = "ln_final" if stack.name == "blocks" else f"{stack.name}_final_ln"
+                yield name, join(base, stack.final_norm.path)
+        for name, below in (("embed", declared.embed), ("pos_embed", declared.pos_embed)):
             if below:
                 yield name, join(base, below)
+        if declared.unembed:
+            yield "unembed", join(core_path(self.original_model), declared.unembed)
+
+    def find_module(self, name: str) -> nn.Module | None:
+        """The Hugging Face module that plays a part; None where no module plays it alone."""
+        path = dict(self._paths()).get(name)
+        return None if path is None else self.original_model.get_submodule(path)
 
     def module_of(self, name: str) -> nn.Module:
         """The Hugging Face module that plays a part."""
         found = self.find_module(name)
         if found is None:
-            paths = dict(self._paths())
-            raise AttributeError(f"{name} is not one module of the model.{suggestion(name, paths)}")
+            raise AttributeError(f"{name} is not one module of the model.{suggestion(name, dict(self._paths()))}")
         return found
 
-    def find_module(self, name: str) -> nn.Module | None:
-        """The Hugging Face module that plays a part; None where no module plays it alone."""
-        if name == "unembed":
-            found: nn.Module = self.core.get_output_embeddings()
-            return found
-        path = dict(self._paths()).get(name)
-        return None if path is None else self.original_model.get_submodule(path)
-
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
-        """What a part of the model makes of tensors. Hooks inside of it act.
-
-        Args:
-            name: ``embed`` (of tokens), ``pos_embed`` (of tokens, ``past_kv_pos_offset`` and ``attention_mask``: the
-                positions' embeddings, zero for padding), a block such as ``blocks.0`` (of a residual stream), its
-                norms, ``ln_final``, attention and MLP (of what they read), or ``unembed``. Attention is run within its
-                block, where hook points that stand before it see zeros.
-            inputs, kwargs: the tensor, and what else the part takes.
+        """What a part of the model makes of tensors: ``embed`` and ``pos_embed`` of tokens, a block of a residual
+        stream, norms, attention, MLP and ``unembed`` of what they read. Hooks inside of it act. Attention is run within
+        its block, where hook points that stand before it see zeros.
 
         Raises:
             TypeError: the part cannot be called by itself, or not with these.
-
-        Example:
-            >>> import torch
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> residual = model("Mary and John", stop_at_layer=3)
-            >>> logits = model.unembed(model.ln_final(model.blocks[3](residual)))
-            >>> torch.allclose(logits, model("Mary and John"), atol=1e-4)
-            True
         """
-        stack, _, part = name.partition(".")
-        last = name.rpartition(".")[2]
-        if stack == "blocks" and part.isdigit():
-            made: Tensor = self(*inputs, start_at_layer=int(part), stop_at_layer=int(part) + 1, **kwargs)
-            return made
+        above, _, last = name.rpartition(".")
+        if above == "blocks":
+            return self(*inputs, start_at_layer=int(last), stop_at_layer=int(last) + 1, **kwargs)  # type: ignore[no-any-return]
         if name == "pos_embed":
             return position_embeddings(self.weights["pos_embed.W_pos"], *inputs, **kwargs)
-        if stack == "blocks" and part.partition(".")[2] == "attn":
+        if last == "attn":
             return self._attend(name, *inputs, **kwargs)
         if last not in ("embed", "mlp", "unembed") and not last.startswith("ln"):
             raise TypeError(f"{name} cannot be called by itself: run the model, with start_at_layer and stop_at_layer")
@@ -119,9 +176,8 @@ class CallsParts(TransformerBridge):
         additive_attention_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """What attention makes of what queries, keys and values read: where they differ, each is projected in a run of
-        its own.
-        """
+        """What attention makes of what queries, keys and values read; others than the values' are projected in runs of
+        their own."""
         if past_kv_cache_entry is not None or additive_attention_mask is not None:
             raise TypeError(f"{name} by itself takes no cache and no additive mask: run the model with past_kv_cache")
         for given in (query_input, key_input, value_input):
@@ -131,16 +187,14 @@ class CallsParts(TransformerBridge):
                     "hook_q_input, hook_k_input and hook_v_input change what each head reads"
                 )
         value = query_input if value_input is None else value_input
-        fixed: list[tuple[HookPoint, Tensor]] = []
+        edits: list[tuple[HookPoint, Any]] = []
         for letter, given in (("q", query_input), ("k", query_input if key_input is None else key_input)):
             if given is not value and not torch.equal(given, value):
                 point, kept = self.names.find(f"{name}.hook_{letter}"), list[Tensor]()
+                keep = [(point, lambda x, hook, kept=kept: kept.append(x))]
                 with without_hooks():
-                    self._run_in_block(
-                        name, given, [(point, lambda x, hook, kept=kept: kept.append(x))], attention_mask
-                    )
-                fixed.append((point, kept[0]))
-        edits = [(point, lambda x, hook, made=made: made) for point, made in fixed]
+                    self._run_in_block(name, given, keep, attention_mask)
+                edits.append((point, lambda x, hook, kept=kept: kept[0]))
         return self._run_in_block(name, value, edits, attention_mask)
 
     def _run_in_block(
@@ -179,26 +233,15 @@ class CallsParts(TransformerBridge):
         return made
 
     def buffer_of(self, name: str, buffer: str) -> Tensor:
-        """What HookedTransformer's attention keeps beside its parameters.
-
-        Args:
-            name: the attention.
-            buffer: ``mask`` (what positions see, ``[n_ctx, n_ctx]``), ``IGNORE``, ``rotary_sin`` or ``rotary_cos`` (the
-                model's own, ``[n_ctx, rotary_dim]``).
-
-        Raises:
-            AttributeError: the model has no such thing.
-        """
+        """What HookedTransformer's attention keeps beside its parameters: ``mask`` (what positions see, ``[n_ctx,
+        n_ctx]``), ``IGNORE``, ``rotary_sin`` and ``rotary_cos`` (the model's own, ``[n_ctx, rotary_dim]``)."""
         n, device = self.cfg.n_ctx or 0, self.cfg.device
         if buffer == "IGNORE":
             return torch.tensor(-torch.inf, device=device)
         if buffer == "mask":
-            seen = torch.ones(n, n, dtype=torch.bool, device=device)
+            seen, window = torch.ones(n, n, dtype=torch.bool, device=device), self.cfg.window_size
             seen = seen.tril() if self.cfg.attention_dir == "causal" else seen
-            types = self.cfg.attn_types
-            if types is not None and types[int(name.split(".")[1])] == "local" and self.cfg.window_size:
-                seen = seen.triu(1 - self.cfg.window_size)
-            return seen
+            return seen.triu(1 - window) if window and self.parts[name].attn_type == "local" else seen
         rotary = getattr(self.original_model.get_submodule(base_path(self.original_model)), "rotary_emb", None)
         if rotary is None:
             raise AttributeError(f"{self.cfg.model_name} has no table of rotations: {name} has no {buffer}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,28 +57,20 @@ def tokenize_and_concatenate(
     """
     if tokenizer.eos_token_id is None or (add_bos_token and tokenizer.bos_token_id is None):
         raise ValueError(f"{type(tokenizer).__name__} has no EOS token, or no BOS token while add_bos_token=True")
-    rows_of = _Rows(tokenizer, column_name, max_length, add_bos_token)
+    rows_of = partial(_rows, tokenizer=tokenizer, column=column_name, length=max_length, add_bos=add_bos_token)
     parallel = {} if streaming else {"num_proc": num_proc}
     made = keep_single_column(dataset, column_name).map(rows_of, batched=True, remove_columns=[column_name], **parallel)
     made.set_format(type="torch", columns=["tokens"])
     return made
 
 
-class _Rows:
-    """What is done to each batch of texts."""
-
-    def __init__(self, tokenizer: Any, column: str, length: int, add_bos: bool) -> None:
-        self.tokenizer, self.column, self.length, self.add_bos = tokenizer, column, length, add_bos
-
-    def __call__(self, examples: Any) -> dict[str, np.ndarray]:
-        ids: list[int] = []
-        for i, text in enumerate(examples[self.column]):
-            ids += [self.tokenizer.eos_token_id] * (i > 0)
-            ids += self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        width = self.length - self.add_bos
-        if len(ids) < width:
-            ids += [self.tokenizer.eos_token_id] * (width - len(ids))
-        rows = np.array(ids[: len(ids) // width * width], dtype=np.int64).reshape(-1, width)
-        if self.add_bos:
-            rows = np.concatenate([np.full((len(rows), 1), self.tokenizer.bos_token_id), rows], axis=1)
-        return {"tokens": rows}
+def _rows(examples: Any, tokenizer: Any, column: str, length: int, add_bos: bool) -> dict[str, np.ndarray]:
+    """What is made of each batch of texts."""
+    ids: list[int] = []
+    for i, text in enumerate(examples[column]):
+        ids += [tokenizer.eos_token_id] * (i > 0)
+        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    width = length - add_bos
+    ids += [tokenizer.eos_token_id] * (width - len(ids))
+    rows = np.array(ids[: len(ids) // width * width], dtype=np.int64).reshape(-1, width)
+    return {"tokens": np.pad(rows, ((0, 0), (int(add_bos), 0)), constant_values=tokenizer.bos_token_id or 0)}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from bridge.legacy.datasets import load_from_hub, tokenize_and_concatenate
-from bridge.legacy.missing import missing, not_done
+from bridge.legacy.missing import not_done, says_what_is_missing
 from bridge.legacy.tokens import lm_cross_entropy_loss
 
 _TEXT = (
@@ -22,6 +22,14 @@ _TEXT = (
     "harbour, where the fishing boats came home before dark, and further out the ships that carried grain and timber "
     "to other countries. He had done this for thirty years, and he knew most of the captains by name."
 )
+#: What an `IOIDataset` is made of when nothing is given: one template names the indirect object first, the other the
+#: subject.
+_TEMPLATES = (
+    "When [A] and [B] came to the [LOCATION] to look for [OBJECT], [B] passed the [OBJECT] to [A]",
+    "When [B] and [A] came to the [LOCATION], [B] passed the [OBJECT] to [A]",
+)
+_NAMES = ("John", "Mary")
+_NOUNS = {"LOCATION": ["store", "market"], "OBJECT": ["milk", "eggs", "bread"]}
 
 
 def sanity_check(model: Any) -> Float[Tensor, ""]:
@@ -55,11 +63,8 @@ def evaluate_on_dataset(
     device: torch.device | str | None = None,
 ) -> float:
     """The mean loss over batches."""
-    device = model.cfg.device if device is None else device
-    losses = [
-        model(batch["tokens"].to(device), return_type="loss").mean().item()
-        for batch in tqdm(islice(data_loader, truncate))
-    ]
+    rows = (batch["tokens"].to(model.cfg.device if device is None else device) for batch in data_loader)
+    losses = [model(tokens, return_type="loss").mean().item() for tokens in tqdm(islice(rows, truncate))]
     if not losses:
         raise ValueError("there are no batches to evaluate on: the data loader is empty")
     return sum(losses) / len(losses)
@@ -102,16 +107,9 @@ def induction_loss(
 class IOIDataset(Dataset[dict[str, Tensor]]):
     """Prompts for indirect object identification (Wang et al. 2022, "Interpretability in the Wild").
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        templates: texts with ``[A]``, the indirect object, ``[B]``, the subject, and places for nouns, such as
-            ``[OBJECT]``; ``[A]`` ends them.
-        names: what stands for ``[A]`` and ``[B]``.
-        nouns: for each kind, what stands there.
-        num_samples: how many prompts.
-        symmetric: each comes with its twin, in which the names are exchanged.
-        prepend_bos: start prompts with BOS.
-        seed: of the choices, which are made apart from everybody else's.
+    Templates have places for ``[A]``, the indirect object, which ends them, ``[B]``, the subject, and kinds of nouns.
+    With `symmetric` each comes with its twin, in which the names are exchanged. The choices are made apart from
+    everybody else's.
 
     Raises:
         ValueError: fewer than two names.
@@ -139,28 +137,23 @@ class IOIDataset(Dataset[dict[str, Tensor]]):
         seed: int | None = 42,
     ) -> None:
         self.tokenizer, self.prepend_bos = tokenizer, prepend_bos
-        self.templates = list(self.get_default_templates() if templates is None else templates)
-        self.names = list(self.get_default_names() if names is None else names)
-        self.nouns = dict(self.get_default_nouns() if nouns is None else nouns)
+        self.templates = _TEMPLATES if templates is None else templates
+        self.names = _NAMES if names is None else names
+        self.nouns = _NOUNS if nouns is None else nouns
         if len(self.names) < 2:
             raise ValueError(f"two names are needed, for [A] and for [B]; there are {len(self.names)}")
         self._random = random.Random(seed)
-        self.samples: list[dict[str, str]] = []
-        for _ in range(num_samples // 2 if symmetric else num_samples):
-            self.samples += self.get_sample(symmetric)
+        drawn = [self.get_sample(symmetric) for _ in range(num_samples // 2 if symmetric else num_samples)]
+        self.samples = [sample for samples in drawn for sample in samples]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, idx: int) -> dict[str, Tensor]:
         sample = self.samples[idx]
-        found = {
-            name: torch.tensor(self.tokenizer.encode(sample[key], add_special_tokens=False), dtype=torch.long)
-            for name, key in (("prompt", "text"), ("IO", "IO"), ("S", "S"))
-        }
-        if self.prepend_bos:
-            found["prompt"] = torch.cat([torch.tensor([self.tokenizer.bos_token_id]), found["prompt"]])
-        return found
+        ids = {key: self.tokenizer.encode(text, add_special_tokens=False) for key, text in sample.items()}
+        ids["prompt"] = [self.tokenizer.bos_token_id] * self.prepend_bos + ids.pop("text")
+        return {key: torch.tensor(row, dtype=torch.long) for key, row in ids.items()}
 
     def get_sample(self, symmetric: bool = False) -> list[dict[str, str]]:
         """The next prompt, with the names in it: ``{"text", "IO", "S"}``; with its twin where `symmetric` is true."""
@@ -170,24 +163,6 @@ class IOIDataset(Dataset[dict[str, Tensor]]):
         first, second = self._random.sample(self.names, 2)
         pairs = [(first, second), (second, first)] if symmetric else [(first, second)]
         return [{"text": template.replace("[A]", a).replace("[B]", b), "IO": f" {a}", "S": f" {b}"} for a, b in pairs]
-
-    @staticmethod
-    def get_default_names() -> list[str]:
-        """The names when none are given."""
-        return ["John", "Mary"]
-
-    @staticmethod
-    def get_default_templates() -> list[str]:
-        """The templates when none are given: one names the indirect object first, the other the subject."""
-        return [
-            "When [A] and [B] came to the [LOCATION] to look for [OBJECT], [B] passed the [OBJECT] to [A]",
-            "When [B] and [A] came to the [LOCATION], [B] passed the [OBJECT] to [A]",
-        ]
-
-    @staticmethod
-    def get_default_nouns() -> dict[str, list[str]]:
-        """The nouns when none are given."""
-        return {"LOCATION": ["store", "market"], "OBJECT": ["milk", "eggs", "bread"]}
 
 
 @torch.inference_mode()
@@ -205,35 +180,25 @@ def ioi_eval(
     """
     if dataset is None:
         dataset = IOIDataset(tokenizer or model.tokenizer, num_samples=num_samples, symmetric=symmetric)
-    batches: DataLoader[Any] = DataLoader(
-        cast(Dataset[dict[str, Tensor]], dataset), batch_size=batch_size, collate_fn=list
-    )
+    batches: DataLoader[Any] = DataLoader(cast(Any, dataset), batch_size=batch_size, collate_fn=list)
     differences: list[float] = []
     for batch in tqdm(batches):
         prompts = [row["prompt"] for row in batch]
         logits = model(torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), return_type="logits")
         for i, row in enumerate(batch):
-            end = row["prompt"][-len(row["IO"]) :]
-            if not torch.equal(end, row["IO"]):
-                raise ValueError(f"a prompt ends with {end.tolist()}; it must end with its IO, {row['IO'].tolist()}")
-            length = min(len(row["IO"]), len(row["S"]))
-            differs = (row["IO"][:length] != row["S"][:length]).nonzero()
-            if not len(differs):
-                raise ValueError(f"the names {row['IO'].tolist()} and {row['S'].tolist()} do not differ at any token")
-            at = int(differs[0])
-            before = logits[i, len(row["prompt"]) - len(row["IO"]) + at - 1]
-            differences.append(float(before[row["IO"][at]] - before[row["S"][at]]))
-    return {
-        "Logit Difference": sum(differences) / len(differences),
-        "Accuracy": sum(difference > 0 for difference in differences) / len(differences),
-    }
+            prompt, right, wrong = (row[name].tolist() for name in ("prompt", "IO", "S"))
+            start = len(prompt) - len(right)
+            if prompt[start:] != right:
+                raise ValueError(f"a prompt ends with {prompt[start:]}; it must end with its IO, {right}")
+            at = next((at for at, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b), None)
+            if at is None:
+                raise ValueError(f"the names {right} and {wrong} do not differ at any token")
+            before = logits[i, start + at - 1]
+            differences.append(float(before[right[at]] - before[wrong[at]]))
+    made = torch.tensor(differences, dtype=torch.float64)
+    return {"Logit Difference": made.mean().item(), "Accuracy": (made > 0).double().mean().item()}
 
 
-_MMLU = "the package lm_eval evaluates model.original_model on MMLU"
-mmlu_eval = not_done("mmlu_eval", _MMLU)
-make_mmlu_data_loader = not_done("make_mmlu_data_loader", _MMLU)
-_NOT_HERE = dict.fromkeys(("MMLU_SUBJECTS", "MMLU_ANSWER_LETTERS"), _MMLU)
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name, _NOT_HERE, globals())
+mmlu_eval = not_done("mmlu_eval")
+make_mmlu_data_loader = not_done("make_mmlu_data_loader")
+__getattr__ = says_what_is_missing(__name__)

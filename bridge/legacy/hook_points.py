@@ -1,15 +1,253 @@
-"""`HookPoint` and `HookedRootModule`: hook points in torch modules that a user writes.
+"""`HookPoint` and `HookedRootModule`: the bridge's hook point as a torch module, and modules of users that hold some.
 
 A Hugging Face model needs none of this: its hook points are `bridge.HookPoint`. These are for a user's own modules: a
 toy model, or a wrapper that is put into a model (see `HookedTransformer.setup`).
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
 import torch
+from torch import Tensor, nn
 
-from bridge.legacy.point import HookFunction, HookPoint, LensHandle
-from bridge.legacy.root_module import HookedRootModule, NamesFilter
+from adapters.points import Point, Site
+from adapters.views import Call, View
+from bridge.facade.hooks import AddsHooks
+from bridge.hooks import hook_point as bridge_point
+from bridge.hooks.listener import AttachesListeners, Handle, Listener
+from bridge.hooks.names import Names, NamesFilter
 
-__all__ = ["DeviceType", "HookFunction", "HookPoint", "HookedRootModule", "LensHandle", "NamesFilter"]
-
+#: ``fn(activation, hook=point)`` returns the new activation, or None.
+HookFunction = Callable[..., Any]
 #: Where something is to be, or None for where it is.
 DeviceType = torch.device | None
+
+#: For parts and hook points in whose place a user's module is being called: what the old one does there.
+CALLS: ContextVar[dict[nn.Module, Callable[..., Any] | None]] = ContextVar("legacy_calls", default={})  # noqa: B039
+
+
+class LensHandle(NamedTuple):
+    """One hook at a hook point: `hook` removes it."""
+
+    hook: Handle
+    is_permanent: bool = False
+    context_level: int | None = None
+
+    def remove(self) -> None:
+        """Removes the hook."""
+        self.hook.remove()
+
+
+class Loose:
+    """Attaches listeners to a hook point that belongs to no model: calling it is what runs them."""
+
+    def add(self, point: bridge_point.HookPoint, listener: Listener, prepend: bool = False) -> None:
+        """Attaches a listener."""
+        point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
+
+    def remove(self, point: bridge_point.HookPoint, gone: tuple[Listener, ...]) -> None:
+        """Removes listeners."""
+        point.set_listeners(tuple(listener for listener in point.listeners if listener not in gone))
+
+
+def point_named(name: str, depth: int = -1, stacks: Collection[str] | None = None) -> Point:
+    """A place in a module of the user's.
+
+    Args:
+        name: its name; one such as ``blocks.3.mlp.hook_post`` says its layer.
+        depth: the layer, where the name does not say it.
+        stacks: what names of layers begin with; None: whatever stands before a number.
+    """
+    stack, _, rest = name.partition(".")
+    index = rest.partition(".")[0]
+    inside = index.isdigit() and (stacks is None or stack in stacks)
+    return Point(name, Site(name, "output"), View(), "...", int(index) if inside else depth, stack=stack * inside)
+
+
+class HookPoint(bridge_point.HookPoint, nn.Module):
+    """An identity module at which an activation can be read and changed.
+
+    One that a user makes runs its hooks when it is called. Those of a model are called by the model itself.
+
+    Attributes:
+        name: its name in the root module, set by `HookedRootModule.setup`.
+        ctx: a dictionary for hook functions to keep state in.
+
+    Example:
+        >>> import torch
+        >>> from bridge.legacy.hook_points import HookPoint
+        >>> point = HookPoint()
+        >>> handle = point.add_hook(lambda x, hook: x * 2)
+        >>> point(torch.ones(2))
+        tensor([2., 2.])
+    """
+
+    __call__ = nn.Module.__call__
+
+    def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
+        nn.Module.__init__(self)
+        super().__init__(point or point_named(""), order, attaches or Loose())
+        self.is_loose = point is None
+        if point is None:
+            self.name = None  # type: ignore[assignment]  # until `setup` gives it one
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the hooks make of a tensor. Where the model runs them itself, the same tensor."""
+        return x if self in CALLS.get() else self._path(self, x, Call(nn.Identity(), (x,), {}), False, View())
+
+    def apply(self, x: Any, call: Call | None = None, copy: bool = False) -> Any:  # type: ignore[override]
+        """As for `bridge.HookPoint.apply`; or, with a function, as for `torch.nn.Module.apply`."""
+        return super().apply(x, call, copy) if call is not None else nn.Module.apply(self, x)
+
+    def register_forward_hook(self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any) -> Any:
+        """Adds a function of torch's kind, called as ``hook(point, (activation,), activation)``."""
+        if any(kwargs.values()):
+            raise TypeError(f"a hook point is called with one tensor: {', '.join(kwargs)} has no meaning for it")
+        theirs = hook
+        return self.add_hook(lambda x, hook: theirs(hook, (x,), x), prepend=prepend)
+
+    @property
+    def fwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
+        """The functions that were added to it."""
+        return [LensHandle(hook, hook.is_permanent, hook.context_level) for hook in super().fwd_hooks]
+
+    @property
+    def bwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
+        """The functions of gradients that were added to it."""
+        return [LensHandle(hook, hook.is_permanent, hook.context_level) for hook in super().bwd_hooks]
+
+    def leave(self) -> tuple[Listener, ...]:
+        """Takes its hooks away, and makes it belong to nobody. Gives the hooks."""
+        hooks = self.listeners
+        self._attaches.remove(self, hooks)
+        self._attaches = Loose()
+        return hooks
+
+    def join(self, attaches: AttachesListeners, hooks: tuple[Listener, ...]) -> None:
+        """Makes it belong to a model, whose runs see its hooks."""
+        self._attaches = attaches
+        for listener in hooks:
+            attaches.add(self, listener)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"name": self.name, "ctx": self.ctx, "is_loose": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has no hooks, and belongs to no model until that model's `setup`."""
+        HookPoint.__init__(self)
+        self.__dict__.update({name: value for name, value in state.items() if name not in ("name", "ctx")})
+        self.name, self.ctx = state["name"], state["ctx"]
+
+
+Hooks = Sequence[tuple[NamesFilter, HookFunction]]
+Device = torch.device | str | None
+Activations = dict[str, Tensor]
+
+
+class HookedRootModule(nn.Module, AddsHooks):
+    """A torch module of the user's that holds hook points. Its `__init__` ends with ``self.setup()``.
+
+    Attributes:
+        mod_dict: all modules by name.
+        hook_dict: all hook points by name.
+
+    Example:
+        >>> import torch
+        >>> from bridge.legacy.hook_points import HookedRootModule, HookPoint
+        >>> class Square(HookedRootModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.hook_square = HookPoint()
+        ...         self.setup()
+        ...     def forward(self, x):
+        ...         return self.hook_square(x * x) + 1
+        >>> output, cache = Square().run_with_cache(torch.tensor([3.0]))
+        >>> output, cache["hook_square"]
+        (tensor([10.]), tensor([9.]))
+    """
+
+    mod_dict: dict[str, nn.Module]
+    hook_dict: dict[str, HookPoint]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.context_level = 0
+
+    def setup(self) -> None:
+        """Names all modules and collects the hook points."""
+        self.mod_dict, self.hook_dict = {}, {}
+        for name, module in self.named_modules():
+            if name:
+                module.name = name  # type: ignore[assignment]
+                self.mod_dict[name] = module
+                if isinstance(module, HookPoint):
+                    module.order, module.point = len(self.hook_dict), point_named(name)
+                    self.hook_dict[name] = module
+
+    def hook_points(self) -> Collection[bridge_point.HookPoint]:
+        """All hook points."""
+        return self.hook_dict.values()
+
+    def select_hooks(self, names: NamesFilter | bridge_point.HookPoint) -> Sequence[bridge_point.HookPoint]:
+        """The hook points that a filter chooses."""
+        if isinstance(names, bridge_point.HookPoint):
+            if not any(names is each for each in self.hook_dict.values()):
+                raise ValueError(f"{names!r} belongs to another module")
+            return [names]
+        return Names({**self.hook_dict}).select(names, bool)
+
+    def remove_all_hook_fns(self, *args: Any, **kwargs: Any) -> None:
+        """`reset_hooks` that leaves contexts as they are."""
+        self.reset_hooks(False, *args, **kwargs)
+
+    @contextmanager
+    def hooks(
+        self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True, clear_contexts: bool = False
+    ) -> Iterator[HookedRootModule]:
+        """Hooks for the runs inside a ``with`` statement."""
+        self.context_level += 1
+        try:
+            for specs, direction in ((fwd_hooks, "fwd"), (bwd_hooks, "bwd")):
+                for names, hook in specs:
+                    self.add_hook(names, hook, direction, level=self.context_level)  # type: ignore[arg-type]
+            yield self
+        finally:
+            if reset_hooks_end:
+                self.reset_hooks(clear_contexts, level=self.context_level)
+            self.context_level -= 1
+
+    def run_with_hooks(
+        self, *args: Any, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True,
+        clear_contexts: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Runs the module with hooks. Backward hooks need ``reset_hooks_end=False`` where the backward pass comes after
+        this call."""
+        with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
+            return self(*args, **kwargs)
+
+    def cache_all(self, cache: Activations | None, *args: Any, **kwargs: Any) -> None:
+        """The old name of `add_caching_hooks` without a filter."""
+        self.cache_some(cache, None, *args, **kwargs)
+
+    def cache_some(
+        self, cache: Activations | None, names: NamesFilter, incl_bwd: bool = False, device: Device = None,
+        remove_batch_dim: bool = False,
+    ) -> None:  # fmt: skip
+        """The old name of `add_caching_hooks` with a filter."""
+        self.add_caching_hooks(names, incl_bwd, device, remove_batch_dim, cache)
+
+    def run_with_cache(
+        self, *args: Any, names_filter: NamesFilter = None, device: Device = None, remove_batch_dim: bool = False,
+        incl_bwd: bool = False, reset_hooks_end: bool = True, clear_contexts: bool = False, **kwargs: Any,
+    ) -> tuple[Any, Activations]:  # fmt: skip
+        """Runs the module and keeps activations. With `incl_bwd` the output is a number, and is run backward."""
+        cache, forward, backward = self.get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim)
+        with self.hooks(forward, backward, reset_hooks_end, clear_contexts):
+            output = self(*args, **kwargs)
+            if incl_bwd:
+                output.backward()
+        return output, cache

@@ -32,24 +32,6 @@ class CanBeUsedAsMLP(Part):
         return super().__getattr__(attribute)
 
 
-class MLP(CanBeUsedAsMLP):
-    """A feed-forward layer."""
-
-    at, fields = "blocks.0.mlp", {"gated_mlp": False, "attn_only": False}
-
-
-class GatedMLP(CanBeUsedAsMLP):
-    """A feed-forward layer with a gate."""
-
-    at, fields = "blocks.0.mlp", {"gated_mlp": True, "attn_only": False}
-
-
-class MoE(CanBeUsedAsMLP):
-    """A mixture of experts."""
-
-    at = ""
-
-
 class AbstractAttention(Part):
     """Attention of any kind."""
 
@@ -75,27 +57,11 @@ class AbstractAttention(Part):
         types = self.host.cfg.attn_types
         return "global" if types is None else types[self.layer_id]
 
-    @property
-    def OV(self) -> Any:
-        """The matrices from what heads read to what they write."""
-        return self.host.tree.get(self.name, "OV")
-
-    @property
-    def QK(self) -> Any:
-        """The matrices of queries and keys."""
-        return self.host.tree.get(self.name, "QK")
-
 
 class Attention(AbstractAttention):
     """Attention with keys and values for each head."""
 
     at, fields = "blocks.0.attn", {"attn_only": True, "n_key_value_heads": None}
-
-
-class GroupedQueryAttention(AbstractAttention):
-    """Attention with keys and values for groups of heads."""
-
-    at, fields = "blocks.0.attn", {"attn_only": True}
 
 
 class T5Attention(Attention):
@@ -114,11 +80,17 @@ class T5Attention(Attention):
         return module.compute_bias(query_length, key_length)  # type: ignore[no-any-return]
 
 
-def _kind(name: str, doc: str, at: str, **fields: Any) -> type[Part]:
-    body = {"__doc__": doc, "__module__": __name__, "at": at, "fields": {"attn_only": True} | fields}
-    return type(name, (Part,), body)
+def _kind(name: str, doc: str, at: str, base: type[Part] = Part, **fields: Any) -> type[Part]:
+    fields.setdefault("attn_only", base is not CanBeUsedAsMLP)
+    return type(name, (base,), {"__doc__": doc, "__module__": __name__, "at": at, "fields": fields})
 
 
+MLP = _kind("MLP", "A feed-forward layer.", "blocks.0.mlp", CanBeUsedAsMLP, gated_mlp=False)
+GatedMLP = _kind("GatedMLP", "A feed-forward layer with a gate.", "blocks.0.mlp", CanBeUsedAsMLP, gated_mlp=True)
+MoE = _kind("MoE", "A mixture of experts.", "", CanBeUsedAsMLP)
+GroupedQueryAttention = _kind(
+    "GroupedQueryAttention", "Attention with keys and values for groups of heads.", "blocks.0.attn", AbstractAttention
+)
 LayerNorm = _kind("LayerNorm", "A layer norm with weights.", "ln_final", normalization_type="LN")
 LayerNormPre = _kind("LayerNormPre", "A layer norm without weights.", "ln_final", normalization_type="LNPre")
 RMSNorm = _kind("RMSNorm", "A root mean square norm with weights.", "ln_final", normalization_type="RMS")

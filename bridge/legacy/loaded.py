@@ -14,32 +14,18 @@ from transformers import AutoTokenizer
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
-from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
 from bridge.legacy.utilities.devices import get_device
 from bridge.loading.boot import text_model
 from bridge.run.tokenization import TokenError
 
-#: What `from_pretrained` passes on, besides its own arguments and those of Hugging Face's.
-_PASSED_ON = (
-    "revision", "trust_remote_code", "attn_implementation", "model_class", "cache_dir", "force_download",
-    "local_files_only", "token", "gguf_file", "quantization_config", "progress",
-)  # fmt: skip
 #: What a model may be made from.
 Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
 
 
 class LoadedAsBefore(TransformerBridge):
     """A bridge that is loaded with HookedTransformer's arguments, or made from its configuration."""
-
-    #: Where a model is to be, when it was not put there (``move_to_device=False``).
-    intended_device: torch.device | None = None
-
-    def move_model_modules_to_device(self) -> None:
-        """Puts the model where it would be without ``move_to_device=False``."""
-        if self.intended_device is not None:
-            self.original_model.to(self.intended_device)
 
     @classmethod
     def _load(
@@ -59,31 +45,24 @@ class LoadedAsBefore(TransformerBridge):
         """A bridge around a loaded model, or around the given one: a copy of it where anything has to change."""
         kind = as_type(passed_on.pop("torch_dtype", dtype))
         passed_on.pop("low_cpu_mem_usage", None)  # as transformers always loads now
-        for name in passed_on:
-            if hint := suggestion(name, _PASSED_ON) if name not in _PASSED_ON else "":
-                raise TypeError(f"{name!r} is no argument of from_pretrained.{hint}")
         official = get_official_model_name(model_name)
-        target = None if not move_to_device or n_devices > 1 else torch.device(device or get_device())
+        target = torch.device(device or get_device()) if move_to_device and n_devices == 1 else None
         loading["n_devices"] = n_devices if n_devices > 1 else None
         if hf_model is None:
-            loading["dtype"] = kind
+            loading |= {"dtype": kind, "device": None if "device_map" in passed_on else target}
         else:
             loading |= {"hf_model": _copied(text_model(hf_model), processing, kind, target), "n_ctx": None}
         bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
-        if target is not None and hf_model is None:
-            bridge.original_model.to(target)
-        bridge.intended_device = torch.device(device or get_device()) if n_devices == 1 else None
         bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
         return bridge
 
     @classmethod
-    def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any, torch.device | None]:
-        """The model and the tokenizer that a configuration describes, and where it is to be; a model is taken as it
-        is."""
+    def _make(cls, given: Made, tokenizer: Any, move_to_device: bool) -> tuple[nn.Module, Any]:
+        """The model and the tokenizer that a configuration describes; a model is taken as it is."""
         if isinstance(given, str):
             raise TypeError(f"{given!r} is no configuration: {cls.__name__}.from_pretrained({given!r}) loads a model")
         if isinstance(given, nn.Module):
-            return given, tokenizer, None
+            return given, tokenizer
         config = HookedTransformerConfig.unwrap(given)
         if tokenizer is None and config.tokenizer_name is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
@@ -92,7 +71,7 @@ class LoadedAsBefore(TransformerBridge):
                 raise TokenError("Must provide a tokenizer if d_vocab is not provided")
             config.d_vocab = max(tokenizer.get_vocab().values()) + 1
             config.d_vocab_out = config.d_vocab if config.d_vocab_out < 1 else config.d_vocab_out
-        return cls._model_of(config, move_to_device), tokenizer, torch.device(config.device or get_device())
+        return cls._model_of(config, move_to_device), tokenizer
 
     @classmethod
     def _model_of(cls, config: HookedTransformerConfig, move_to_device: bool) -> nn.Module:
@@ -101,15 +80,21 @@ class LoadedAsBefore(TransformerBridge):
 
 
 class UnprocessedAsBefore(LoadedAsBefore):
-    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is."""
+    """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is.
+
+    Args:
+        cfg: a `HookedTransformerConfig` or its fields, for a model with random weights; or a Hugging Face model, which
+            is wrapped as it is.
+        tokenizer: for text; it is only read. None: the one that ``cfg.tokenizer_name`` names.
+        move_to_device: put a new model where ``cfg.device`` says.
+    """
 
     #: The class to load; None: what the configuration's architecture says.
     loads: Any = None
 
     def __init__(self, cfg: Made, tokenizer: Any = None, move_to_device: bool = True) -> None:
-        model, tokenizer, where = self._make(cfg, tokenizer, move_to_device)
+        model, tokenizer = self._make(cfg, tokenizer, move_to_device)
         super().__init__(model)
-        self.intended_device = where
         self.tokenizer = tokenizer
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None) or None

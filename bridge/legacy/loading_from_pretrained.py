@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from typing import Any
 
 import torch
@@ -11,33 +12,36 @@ from torch import Tensor
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
+from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.missing import missing
-from bridge.legacy.model_names import (
-    DEFAULT_MODEL_ALIASES,
-    MODEL_ALIASES,
-    OFFICIAL_MODEL_NAMES,
-    get_official_model_name,
-)
+from bridge.legacy.missing import says_what_is_missing
 from bridge.legacy.own_format import own_format
 from bridge.legacy.utilities.devices import get_device
+from bridge.loading.model_names import BY_NAME, MODEL_ALIASES, OFFICIAL_MODEL_NAMES, hub_name
 from bridge.loading.training_checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
-
-__all__ = [
-    "DEFAULT_MODEL_ALIASES", "MODEL_ALIASES", "OFFICIAL_MODEL_NAMES", "PYTHIA_CHECKPOINTS",
-    "STANFORD_CRFM_CHECKPOINTS", "fill_missing_keys", "get_checkpoint_labels", "get_official_model_name",
-    "get_pretrained_model_config", "get_pretrained_state_dict", "make_model_alias_map",
-]  # fmt: skip
 
 #: Models that HookedTransformer runs without BOS.
 _WITHOUT_BOS = ("BloomForCausalLM", "QWenLMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+#: The shortest name of each model.
+DEFAULT_MODEL_ALIASES = [min(MODEL_ALIASES[hub] or [hub], key=len) for hub in OFFICIAL_MODEL_NAMES]
 PYTHIA_CHECKPOINTS = list(PYTHIA_STEPS)
 STANFORD_CRFM_CHECKPOINTS = list(STANFORD_STEPS)
 
 
 def make_model_alias_map() -> dict[str, str]:
     """Every name of a model, in small letters, and the hub name that it stands for."""
-    return {name.lower(): hub for hub, names in MODEL_ALIASES.items() for name in (hub, *names)}
+    return dict(BY_NAME)
+
+
+def get_official_model_name(model_name: str) -> str:
+    """The hub name of a model."""
+    name = hub_name(model_name)
+    if "/" in name or name in MODEL_ALIASES or os.path.isdir(name):
+        return name
+    raise ValueError(
+        f"no model is known as {model_name!r}.{suggestion(model_name.lower(), BY_NAME)} A hub name with its "
+        "organisation, or a folder, works as well."
+    )
 
 
 def get_pretrained_model_config(
@@ -54,29 +58,25 @@ def get_pretrained_model_config(
     **kwargs: Any,
 ) -> HookedTransformerConfig:
     """The configuration of a model, without loading its weights."""
-    name = get_official_model_name(model_name)
+    name, place = get_official_model_name(model_name), str(device or get_device())
     own = own_format(name, kwargs)
     if own is not None:
-        changes = {"n_layers": first_n_layers, "n_ctx": n_ctx, "device": str(device or get_device()), "dtype": dtype}
-        made = own.config(checkpoint_index, checkpoint_value, **{k: v for k, v in changes.items() if v is not None})
-        if fold_ln and made.normalization_type in ("LN", "RMS") and made.positional_embedding_type != "shortformer":
-            made.normalization_type += "Pre"
-        made.default_prepend_bos = True if default_prepend_bos is None else default_prepend_bos
-        return made
-    kwargs |= {"checkpoint_index": checkpoint_index, "checkpoint_value": checkpoint_value, "n_ctx": n_ctx}
-    bridge = TransformerBridge.boot_transformers(name, load_weights=False, **kwargs)
-    facts = bridge.cfg
-    facts.model_name = name.rstrip("/").rpartition("/")[2]
-    facts.tokenizer_name = name
-    if n_ctx is None:
-        cap_context(facts)
-    if fold_ln and facts.normalization_type in ("LN", "RMS"):
-        facts.normalization_type += "Pre"
-    if first_n_layers is not None:
-        facts.n_layers = first_n_layers
-    facts.default_prepend_bos = starts_with_bos(facts, default_prepend_bos)
-    cfg = HookedTransformerConfig.of_model(facts)
-    cfg.device, cfg.n_devices, cfg.dtype = str(device or get_device()), n_devices, dtype
+        changes = {"n_layers": first_n_layers, "n_ctx": n_ctx, "device": place, "dtype": dtype}
+        cfg = own.config(checkpoint_index, checkpoint_value, **{k: v for k, v in changes.items() if v is not None})
+        folds = fold_ln and cfg.positional_embedding_type != "shortformer"
+        cfg.default_prepend_bos = True if default_prepend_bos is None else default_prepend_bos
+    else:
+        kwargs |= {"checkpoint_index": checkpoint_index, "checkpoint_value": checkpoint_value, "n_ctx": n_ctx}
+        facts = TransformerBridge.boot_transformers(name, load_weights=False, **kwargs).cfg
+        facts.model_name, facts.tokenizer_name = name.rstrip("/").rpartition("/")[2], name
+        if n_ctx is None:
+            cap_context(facts)
+        facts.n_layers = facts.n_layers if first_n_layers is None else first_n_layers
+        facts.default_prepend_bos = starts_with_bos(facts, default_prepend_bos)
+        cfg, folds = HookedTransformerConfig.of_model(facts), fold_ln
+        cfg.device, cfg.n_devices, cfg.dtype = place, n_devices, dtype
+    if folds and cfg.normalization_type in ("LN", "RMS"):
+        cfg.normalization_type += "Pre"
     return cfg
 
 
@@ -123,12 +123,12 @@ def get_pretrained_state_dict(
 def fill_missing_keys(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict, to which the model's own weights are added where it has none."""
     own = model.state_dict()
-    if not own.keys() & state_dict.keys():
-        own = model.tl_parameters()
-    for key in own.keys() - state_dict.keys():
+    own = own if own.keys() & state_dict.keys() else model.tl_parameters()
+    missing = {key: value for key, value in own.items() if key not in state_dict}
+    for key in missing:
         if "W_" in key:
             logging.warning("the state dict has no %s: it stays as it is in the model", key)
-        state_dict[key] = own[key]
+    state_dict.update(missing)
     return state_dict
 
 
@@ -138,17 +138,4 @@ DTYPE_FROM_STRING = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
 }  # fmt: skip
 
-
-_CONFIG, _NAMES = "get_pretrained_model_config gives a configuration", "such models say so when they are loaded"
-_NOT_HERE = {
-    "get_num_params_of_pretrained": "get_pretrained_model_config(name).n_params",
-    "convert_hf_model_config": _CONFIG,
-    "convert_neel_model_config": _CONFIG,
-    "get_basic_config": _CONFIG,
-    "NON_HF_HOSTED_MODEL_NAMES": _NAMES,
-    "NEED_REMOTE_CODE_MODELS": _NAMES,
-}
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name, _NOT_HERE, __all__)
+__getattr__ = says_what_is_missing(__name__)

@@ -16,8 +16,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from torch import Tensor
 
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.loading.model_names import OWN_FORMAT
 
-_OWNERS = ("NeelNanda/", "ArthurConmy/redwood_attn_2l", "Baidicoot/Othello-GPT-Transformer-Lens")
 #: How the hub is asked.
 _HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 #: What such configurations call fields otherwise.
@@ -55,8 +55,7 @@ class OwnFormat:
 
     def stored(self) -> dict[str, Any]:
         """The configuration as it is stored."""
-        found: dict[str, Any] = json.loads(Path(self.path("config.json")).read_text(encoding="utf-8"))
-        return found
+        return json.loads(Path(self.path("config.json")).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
     def checkpoints(self) -> tuple[list[int], str]:
         """The training checkpoints in the order of their files, and ``"step"`` or ``"token"``."""
@@ -68,23 +67,18 @@ class OwnFormat:
     def config(
         self, checkpoint_index: int | None = None, checkpoint_value: int | None = None, **changes: Any
     ) -> HookedTransformerConfig:
-        """The model's configuration.
-
-        Args:
-            checkpoint_index, checkpoint_value: as for `HookedTransformer.from_pretrained`.
-            changes: other fields.
+        """The model's configuration, with other fields where `changes` says so.
 
         Raises:
             ValueError: there is no such checkpoint.
         """
         stored = self.stored()
         known = {f.name for f in fields(HookedTransformerConfig)} - {"n_params", "device", "dtype", "seed"}
-        given = {_CALLED.get(key, key): value for key, value in stored.items() if _CALLED.get(key, key) in known}
+        given = {_CALLED.get(key, key): value for key, value in stored.items()}
+        given = {key: value for key, value in given.items() if key in known}
         given.setdefault("original_architecture", "neel-solu-old" if "_old" in self.name else "neel")
-        if "positional_embedding_type" not in given:
-            given["positional_embedding_type"] = "shortformer" if stored.get("shortformer_pos") else "standard"
-        given["model_name"] = self.name.rstrip("/").rpartition("/")[2]
-        given["init_weights"] = False
+        given.setdefault("positional_embedding_type", "shortformer" if stored.get("shortformer_pos") else "standard")
+        given |= {"model_name": self.name.rstrip("/").rpartition("/")[2], "init_weights": False}
         if checkpoint_index is not None or checkpoint_value is not None:
             labels, kind = self.checkpoints()
             if checkpoint_value is None:
@@ -101,9 +95,7 @@ class OwnFormat:
         return HookedTransformerConfig(**(given | changes))
 
     def state_dict(self, cfg: HookedTransformerConfig) -> dict[str, Tensor]:
-        """The weights by HookedTransformer's names, in `cfg.dtype`, of as many layers as `cfg` says.
-
-        Nothing in the file is run: it is read with ``weights_only=True``.
+        """The weights by HookedTransformer's names, in `cfg.dtype`, of as many layers as `cfg` says; nothing is run.
 
         Raises:
             FileNotFoundError: there is no file of weights.
@@ -132,15 +124,15 @@ def _as_now(weights: dict[str, Tensor], n_layers: int) -> dict[str, Tensor]:
 
 
 def own_format(name: str, given: Mapping[str, Any]) -> OwnFormat | None:
-    """Where a model is, if it is in HookedTransformer's own format.
+    """Where a model (a hub name, or a folder) is, if it is in HookedTransformer's own format.
 
     Args:
-        name: a hub name or a folder.
-        given: arguments for loading; those in `_HUB` say how the hub is asked.
+        name: its name.
+        given: arguments for loading, of which some say how the hub is asked.
     """
     if not os.path.isdir(name):
         hub = {key: given[key] for key in _HUB if key in given}
-        return OwnFormat(name, hub) if name.startswith(_OWNERS) else None
+        return OwnFormat(name, hub) if name.startswith(OWN_FORMAT) else None
     config = Path(name, "config.json")
     if not config.is_file() or not any(Path(name).glob("*.pth")):
         return None
@@ -149,12 +141,7 @@ def own_format(name: str, given: Mapping[str, Any]) -> OwnFormat | None:
 
 
 def take_own(model: Any, own: OwnFormat, config: HookedTransformerConfig) -> None:
-    """Loads weights that are stored in HookedTransformer's own format.
-
-    Args:
-        model: a HookedTransformer.
-        own: where they are.
-        config: what this model was made from.
+    """Loads weights that are stored in HookedTransformer's own format into the model that `config` describes.
 
     Raises:
         ValueError: a matrix is missing; or a weight has no place.

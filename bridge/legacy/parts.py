@@ -4,57 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from adapters.config import ModelConfig
 from adapters.paths import join
+from bridge.legacy.hook_points import CALLS, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.point import CALLS, HookPoint
-from bridge.weights.component_tree import Component, Tree
+from bridge.weights.component_tree import Component
+
+if TYPE_CHECKING:
+    from bridge.legacy.placing import PartsAsBefore
 
 #: What HookedTransformer's attention keeps beside its parameters: read from the model, and fixed by it.
 BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _IN_TRACES = ("input", "inputs", "output")
-
-
-class Host(Protocol):
-    """The model that a part belongs to."""
-
-    cfg: ModelConfig
-    original_model: nn.Module
-    parts: dict[str, Any]
-    own_weights: dict[str, list[str]]
-
-    @property
-    def tree(self) -> Tree:
-        """Names and weights."""
-
-    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
-        """Assigns to a part, a hook point or a weight."""
-
-    def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Writes weights into the model."""
-
-    def fits(self, name: str, value: Tensor) -> str | None:
-        """Why a weight cannot be written; None where it can."""
-
-    def module_of(self, name: str) -> nn.Module:
-        """The Hugging Face module that plays a part."""
-
-    def find_module(self, name: str) -> nn.Module | None:
-        """The same, or None where no single module does."""
-
-    def stand_in(self, part: Part) -> None:
-        """Lets the model call a part where it calls its own module."""
-
-    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
-        """What a part makes of tensors."""
-
-    def buffer_of(self, name: str, buffer: str) -> Tensor:
-        """What HookedTransformer's attention keeps beside its parameters."""
 
 
 class Part(nn.Module):
@@ -67,9 +33,6 @@ class Part(nn.Module):
     Args:
         cfg: a `HookedTransformerConfig` or its fields: the part of a model with one layer, and random weights.
         more, kwargs: what HookedTransformer's class takes besides; only ``length`` of norms counts.
-
-    Attributes:
-        name: its name in the model, such as ``blocks.0.attn``.
     """
 
     #: Where it is in a model that is made for it, and what that model's configuration says.
@@ -77,7 +40,8 @@ class Part(nn.Module):
     fields: ClassVar[dict[str, Any]] = {}
     #: Makes a model of a configuration.
     makes_host: ClassVar[Callable[..., Any]]
-    host: Host
+    #: The model that it belongs to, and its name there, such as ``blocks.0.attn``.
+    host: PartsAsBefore
     name: str
 
     def __init__(self, cfg: Any, *more: Any, **kwargs: Any) -> None:
@@ -90,7 +54,7 @@ class Part(nn.Module):
         host.adopt_part(self)
 
     @classmethod
-    def of(cls, host: Host, name: str) -> Self:
+    def of(cls, host: PartsAsBefore, name: str) -> Self:
         """The part of this name, without what is in it."""
         part = cls.__new__(cls)
         part.__setstate__({"host": host, "name": name})
@@ -126,8 +90,7 @@ class Part(nn.Module):
     @property
     def cfg(self) -> ModelConfig | HookedTransformerConfig:
         """The model's configuration, or what the part was made from."""
-        found: ModelConfig | HookedTransformerConfig = self.__dict__.get("given") or self.host.cfg
-        return found
+        return self.__dict__.get("given") or self.host.cfg
 
     @property
     def module(self) -> nn.Module:
@@ -149,11 +112,10 @@ class Part(nn.Module):
             CALLS.reset(token)
 
     def __getattr__(self, attribute: str) -> Any:
-        try:
-            return super().__getattr__(attribute)
-        except AttributeError:
-            if attribute.startswith("__") or "host" not in self.__dict__:
-                raise
+        if attribute in self._modules:
+            return self._modules[attribute]
+        if attribute.startswith("__") or "host" not in self.__dict__:
+            raise AttributeError(attribute)
         if attribute == "module":
             return self.host.module_of(self.name)  # which says why there is none
         if attribute in _IN_TRACES:
@@ -198,15 +160,12 @@ class Part(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        own, found = self.host.own_weights.get(self.name, ()), {}
-        for name in own:
-            if prefix + name not in state_dict:
-                missing_keys.append(prefix + name)
-            elif (why := self.host.fits(full := join(self.name, name), state_dict[prefix + name])) is not None:
-                error_msgs.append(why)
-            else:
-                found[full] = state_dict[prefix + name]
-        self.host.write(found)
+        own = self.host.own_weights.get(self.name, ())
+        missing_keys += [prefix + name for name in own if prefix + name not in state_dict]
+        given = {join(self.name, name): state_dict[prefix + name] for name in own if prefix + name in state_dict}
+        unfit = {name: why for name, value in given.items() if (why := self.host.fits(name, value)) is not None}
+        error_msgs += unfit.values()
+        self.host.write({name: value for name, value in given.items() if name not in unfit})
         known = {*own, *self._modules, *BUFFERS}
         inside = (key[len(prefix) :] for key in state_dict if key.startswith(prefix))
         unexpected_keys += [prefix + key for key in inside if key.partition(".")[0] not in known]
@@ -245,14 +204,14 @@ def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     reads = [*inputs, *(kwargs[key] for key in ("query_input", "key_input", "value_input") if key in kwargs)]
     if not reads:
         reads = [value for value in kwargs.values() if isinstance(value, Tensor)]
-    first = reads[0]
+    first: Tensor = reads[0]
     for other in reads[1:3]:
         if isinstance(other, Tensor) and other is not first and not torch.equal(other, first):
             raise TypeError(
                 f"inside a run, {name} reads one tensor: inputs of queries, keys and values differ by hooks on "
                 "hook_q_input, hook_k_input and hook_v_input"
             )
-    return first  # type: ignore[no-any-return]
+    return first
 
 
 def put_in(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -269,12 +228,12 @@ def put_in(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
 class Blocks(nn.ModuleList):
     """The blocks of a model, or the experts of a mixture."""
 
-    def __init__(self, modules: Any = None, host: Host | None = None, name: str = "") -> None:
+    def __init__(self, modules: Any = None, host: PartsAsBefore | None = None, name: str = "") -> None:
         super().__init__(modules)
         self.__dict__.update(host=host, name=name)
 
     def __setitem__(self, index: Any, module: nn.Module) -> None:
-        host: Host | None = self.__dict__["host"]
+        host: PartsAsBefore | None = self.__dict__["host"]
         if host is None:
             super().__setitem__(index, module)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,22 +32,16 @@ class HookedTransformerKeyValueCacheEntry:
         Float[Tensor, "batch pos n_key_value_heads d_head"], Float[Tensor, "batch pos n_key_value_heads d_head"]
     ]:
         """All keys and values, earlier and new. The new ones are kept, unless the cache is frozen."""
-        past = self.past_keys
-        if (
-            new_keys.shape != new_values.shape
-            or new_keys.ndim != 4
-            or new_keys.shape[2:] != past.shape[2:]
-            or (len(new_keys) != len(past))
-        ):
+        past, fits = self.past_keys, new_keys.shape == new_values.shape and new_keys.ndim == 4
+        if not fits or (len(new_keys), *new_keys.shape[2:]) != (len(past), *past.shape[2:]):
             raise ValueError(
                 f"keys and values have shapes {list(new_keys.shape)} and {list(new_values.shape)}; both must be "
                 f"[{len(past)}, new_pos, {past.shape[2]}, {past.shape[3]}]"
             )
         if self.frozen:
             return torch.cat([past, new_keys], 1), torch.cat([self.past_values, new_values], 1)
-        keys, values = self._cache.past_key_values.update(
-            new_keys.transpose(1, 2), new_values.transpose(1, 2), self._layer
-        )
+        new = (new_keys.transpose(1, 2), new_values.transpose(1, 2))
+        keys, values = self._cache.past_key_values.update(*new, self._layer)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _stored(self, name: str) -> Tensor:
@@ -78,13 +71,7 @@ class HookedTransformerKeyValueCacheEntry:
 class HookedTransformerKeyValueCache:
     """Keys and values of earlier tokens, so that they need not be computed again.
 
-    Made by `init_cache`, and passed as `past_kv_cache` to a model, which adds those of the tokens it is given. Inside
-    is transformers' own cache, as the model's class makes it.
-
-    Args:
-        cfg: the model's `cfg`.
-        device: where an empty cache says it is.
-        batch_size: how many rows it is for.
+    Made by `init_cache`, and passed as `past_kv_cache` to a model, which adds those of the tokens it is given.
 
     Attributes:
         past_key_values: transformers' cache.
@@ -111,9 +98,7 @@ class HookedTransformerKeyValueCache:
         kinds = set(getattr(config, "layer_types", None) or ())
         # Without a configuration, layers with a sliding window keep all keys, as in HookedTransformer.
         self.past_key_values = DynamicCache(config=config if kinds - {"full_attention", "sliding_attention"} else None)
-        self.previous_attention_mask: Int[Tensor, "batch pos"] = torch.empty(
-            (batch_size, 0), dtype=torch.int, device=device
-        )
+        self.previous_attention_mask = torch.empty((batch_size, 0), dtype=torch.int, device=device)
         self.frozen = False
 
     @classmethod
@@ -135,9 +120,6 @@ class HookedTransformerKeyValueCache:
 
     def __len__(self) -> int:
         return self.n_layers
-
-    def __iter__(self) -> Iterator[HookedTransformerKeyValueCacheEntry]:
-        return iter(self.entries)
 
     def freeze(self) -> None:
         """Runs leave the cache as it is from now on."""

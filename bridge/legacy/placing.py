@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from adapters import ModelMap
 from adapters.paths import join
-from adapters.points import Point, Site
+from adapters.points import Point
 from adapters.views import View
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
-from bridge.hooks.listener import Handle, Listener
+from bridge.hooks.listener import Handle, Listener, checked
 from bridge.hooks.names import suggestion
-from bridge.legacy.calling import CallsParts
-from bridge.legacy.in_place import InPlace
+from bridge.legacy.calling import CallsParts, InPlace
+from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
+from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.kinds import kind_of
-from bridge.legacy.model_config import HookedModelConfig
 from bridge.legacy.parts import Blocks, Part, put_in
-from bridge.legacy.point import CALLS, HookPoint
-from bridge.legacy.root_module import HookedRootModule
 from bridge.weights.component_tree import Tree
 from weight_processing.saving import untie
 
@@ -123,20 +121,11 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         Example:
             >>> from torch import nn
             >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> from bridge.legacy.hook_points import HookPoint
-            >>> class Wrapper(nn.Module):
-            ...     def __init__(self, mlp):
-            ...         super().__init__()
-            ...         self.mlp, self.hook_sae = mlp, HookPoint()
-            ...     def forward(self, x):
-            ...         return self.hook_sae(self.mlp(x))
+            >>> from bridge.legacy import HookedTransformer, HookPoint
             >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> model.blocks[0].mlp = Wrapper(model.blocks[0].mlp)
-            >>> names = ["blocks.0.mlp.hook_sae", "blocks.0.mlp.hook_post"]
-            >>> _, cache = model.run_with_cache("Mary and", names_filter=names)
-            >>> sorted(cache)
-            ['blocks.0.mlp.hook_post', 'blocks.0.mlp.hook_sae']
+            >>> model.blocks[0].mlp = nn.Sequential(model.blocks[0].mlp, HookPoint())
+            >>> list(model.run_with_cache("Mary and", names_filter="blocks.0.mlp.1")[1])
+            ['blocks.0.mlp.1']
         """
         points, here = self.wiring.points, dict[str, HookPoint]()
         for name, module in (*self.named_modules(), *self.original_model.named_modules()):
@@ -148,12 +137,10 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
                 del points[name]
                 assert isinstance(point, HookPoint)
                 point.set_listeners(point.leave())
-        for name, point in here.items():
-            if points.get(name) is point:
-                continue
-            if name in points:
-                raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
-            self._place(name, point)
+        for name in (name for name, point in here.items() if points.get(name, point) is not point):
+            raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
+        for name in [name for name in here if name not in points]:
+            self._place(name, here[name])
         if placed or here:
             in_order = sorted(points.items(), key=lambda item: item[1].order)
             points.clear()
@@ -162,29 +149,18 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         self._tree.refresh()
 
     def _place(self, name: str, point: HookPoint) -> None:
-        first, _, rest = name.partition(".")
-        index = rest.partition(".")[0]
-        stack = first if index.isdigit() and first in ("blocks", "encoder", "decoder") else ""
-        depth = int(index) if stack else self.cfg.n_layers if first in ("ln_final", "unembed") else -1
+        depth = self.cfg.n_layers if name.startswith(("ln_final.", "unembed.")) else -1
+        place = point_named(name, depth, [stack.name for stack in self.architecture.stacks])
         others = self.wiring.points.values()
-        order = max((hook.order for hook in others if hook.point.depth == depth), default=len(others))
+        order = max((hook.order for hook in others if hook.point.depth == place.depth), default=len(others))
         hooks = point.leave()
-        point.point, point.name, point.order = (
-            Point(name, Site(name, "output"), View(), "...", depth, stack=stack),
-            name,
-            order,
-        )
+        point.name, point.point, point.order = name, place, order
         self.wiring.adopt(point)
         point.join(self.wiring, hooks)
 
     def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
-        """Assigns to what is in a part.
-
-        Args:
-            parent, prefix: the part and its name; the model itself and "".
-            name: a weight, which is written into; a part or a hook point, in whose place `value` is called; or any
-                other attribute.
-            value: a tensor or a module. A bare `HookPoint` in place of a hook point takes away what is there.
+        """Assigns to what is in a part (of this name; of the model itself, which is called ""): a tensor to a weight, a
+        module to a part or a hook point, in whose place it is called, or anything to any other attribute.
 
         Raises:
             AttributeError: there is no such part, but one with a similar name.
@@ -200,18 +176,21 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
             if why is not None:
                 raise ValueError(why) if "shape" in why else TypeError(why)
             self.write({full: value})
-        elif point is not None and not getattr(point, "is_loose", False):
+        elif full in self.parts or (point is not None and not getattr(point, "is_loose", False)):
             if not isinstance(value, nn.Module):
                 raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
-            self._splice(parent, name, point, value)
-        elif full in self.parts:
-            if not isinstance(value, nn.Module):
-                raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
+            if point is not None:
+                return self._splice(parent, name, point, value)
             if name == "pos_embed" or isinstance(self.parts[full], Blocks):
                 raise TypeError(f"{full} cannot be replaced: its modules can, or use hooks on its hook points")
             self.stand_in(self.parts[full])
             parent._modules[name] = value
-            self.setup()
+            try:
+                self.setup()
+            except ValueError:
+                parent._modules[name] = was
+                self.setup()
+                raise
         else:
             known = [*parent._modules, *(word for word in self._tree.children.get(prefix, ()))]
             hint = suggestion(name, known) if isinstance(value, nn.Module | Tensor) and was is None else ""
@@ -242,7 +221,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
     def _splice(self, parent: nn.Module, name: str, point: AnyHookPoint, module: nn.Module) -> None:
         """Calls a module with the activation at a hook point; later computation uses what it returns."""
         if point.name in self.spliced:
-            self.spliced.pop(point.name)[1].remove()
+            self.spliced.pop(point.name).remove()
         if isinstance(module, HookPoint) and not module._modules:
             hooks = module.leave() if module is not point else ()
             parent._modules[name] = point  # type: ignore[assignment]
@@ -250,19 +229,18 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
                 self.wiring.add(point, listener)
         else:
             parent._modules[name] = module
-            self.spliced[point.name] = module, self._put_at(point, module)
+            self.spliced[point.name] = self._put_at(point, module)
         self.setup()
 
     def _put_at(self, point: AnyHookPoint, module: nn.Module) -> Handle:
         def call(activation: Tensor, hook: HookPoint) -> Tensor:
             token = CALLS.set({**CALLS.get(), hook: None})  # it may call the hook point, whose hooks the model runs
             try:
-                return module(activation)  # type: ignore[no-any-return]
+                return checked(module(activation.clone()), activation, listener, point)
             finally:
                 CALLS.reset(token)
 
-        # Hooks in it are of this run, as in no other function of the user's.
-        listener = Listener("fwd", call, permanent=True, in_run=True)
+        listener = Listener("follow", call)  # no hook of the user's: it stays, and what it computes is of the run
         self.wiring.add(point, listener)
         return Handle(point, listener, self.wiring)
 
@@ -271,20 +249,6 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
             self.put(self, "", name, value)
         else:
             super().__setattr__(name, value)
-
-    def reset_hooks(
-        self,
-        clear_contexts: bool = True,
-        direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        """Removes hooks."""
-        super().reset_hooks(clear_contexts, direction, including_permanent, level)
-        if including_permanent:
-            for name, (module, handle) in self.spliced.items():
-                handle.remove()
-                self.spliced[name] = module, self._put_at(self.hook_dict[name], module)
 
     # Weights.
 
@@ -329,30 +293,12 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
         """The weights by HookedTransformer's names: views of the model's own parameters."""
         return nn.Module.state_dict(self, *args, **kwargs)
 
-    @property
-    def training(self) -> bool:  # type: ignore[override]
-        """Whether the model is in training mode."""
-        model = self.__dict__.get("original_model")
-        return True if model is None else model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        """`torch.nn.Module` sets it where a module is made."""
-
     def to(self, *args: Any, print_details: bool = True, **kwargs: Any) -> Self:
         """Moves the model and what was put in, or changes the type of their weights."""
         given = [x for x in args if x is not None and not isinstance(x, bool)]
         for module in (self.original_model, *(theirs for *_, theirs in self._theirs())):
             module.to(*given, **kwargs)
         return self
-
-    def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Moves the model to a GPU."""
-        return self.to(f"cuda:{device}" if isinstance(device, int) else device or "cuda")
-
-    def cpu(self) -> Self:
-        """Moves the model to the CPU."""
-        return self.to("cpu")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.original_model._apply(fn, recurse)

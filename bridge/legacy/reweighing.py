@@ -39,9 +39,8 @@ class WeightsAsBefore(PartsAsBefore):
         fold_value_biases: bool = True,
     ) -> None:
         """Processes the weights in place. What the architecture forbids is left out with a warning in the log."""
-        asked = dict(zip(TRANSFORMS, (
-            fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices,
-        ), strict=True))  # fmt: skip
+        steps = (fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices)
+        asked = dict(zip(TRANSFORMS, steps, strict=True))
         if fold_ln and self.cfg.num_experts:
             _LOG.warning("fold_ln left out: HookedTransformer does not fold norms that feed a mixture of experts")
             asked["fold_ln"] = False
@@ -61,37 +60,19 @@ class WeightsAsBefore(PartsAsBefore):
         fold_value_biases: bool = True,
         refactor_factored_attn_matrices: bool = False,
     ) -> None:
-        """Loads a state dict with HookedTransformer's names, and processes the weights.
-
-        What is missing stays as it is.
-
-        Args:
-            state_dict: by HookedTransformer's names, such as ``blocks.0.attn.W_Q``.
-            fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: as for
-                `process_weights_`.
+        """Loads a state dict with HookedTransformer's names, and processes the weights. What is missing stays as it is.
 
         Raises:
             ValueError: a name that the model does not have.
             RuntimeError: a shape that does not fit, or a value for which the model has no place.
-
-        Example:
-            >>> from bridge.legacy import HookedTransformer
-            >>> cfg = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10, "act_fn": "relu"}
-            >>> model, other = HookedTransformer(cfg), HookedTransformer(cfg)
-            >>> other.load_and_process_state_dict(model.tl_parameters())
-            >>> log_probs = [x([[1, 2]]).log_softmax(-1) for x in (model, other)]
-            >>> bool((log_probs[0] - log_probs[1]).abs().max() < 1e-5)
-            True
         """
+        steps = (center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices)
         if fold_ln and self._lacks_norms_of(state_dict):
             config = HookedTransformerConfig.of_model(self.cfg)
             config.normalization_type = str(config.normalization_type).removesuffix("Pre")
             made: Any = type(self)  # whose classes are made from a configuration
             other = made(config)  # which has the norms that are to be folded
-            other.load_and_process_state_dict(
-                state_dict, True, center_writing_weights, center_unembed, fold_value_biases,
-                refactor_factored_attn_matrices,
-            )  # fmt: skip
+            other.load_and_process_state_dict(state_dict, True, *steps)
             self.load_state_dict({name: x for name, x in other.state_dict().items() if name in self.weights.getters})
             self.cfg.processed = other.cfg.processed
             return
@@ -99,9 +80,7 @@ class WeightsAsBefore(PartsAsBefore):
         for name in sorted(unknown):
             raise ValueError(f"{name!r} is no weight of this model.{suggestion(name, self.weights.getters)}")
         self.load_state_dict(state_dict, strict=False)
-        self.process_weights_(
-            fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases
-        )
+        self.process_weights_(fold_ln, *steps[:2], refactor_factored_attn_matrices, fold_value_biases)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
         """Loads a state dict with HookedTransformer's names, or one with the Hugging Face model's own.
@@ -112,14 +91,12 @@ class WeightsAsBefore(PartsAsBefore):
             assign: as for `torch.nn.Module.load_state_dict`; for the Hugging Face model's own names only.
 
         Raises:
-            RuntimeError: names are missing or not known; none is known; a shape that does not fit, or a value that has
-                no place.
+            RuntimeError: names are missing or not known, a shape does not fit, or a value has no place.
 
         Example:
             >>> from bridge.legacy import HookedTransformer
             >>> cfg = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10, "act_fn": "relu"}
-            >>> model = HookedTransformer(cfg)
-            >>> model.load_state_dict(HookedTransformer(cfg).state_dict())
+            >>> HookedTransformer(cfg).load_state_dict(HookedTransformer(cfg).state_dict())
             <All keys matched successfully>
         """
         known = set(self.weights.getters)
@@ -141,7 +118,5 @@ class WeightsAsBefore(PartsAsBefore):
 
     def _lacks_norms_of(self, state_dict: Mapping[str, Tensor]) -> bool:
         """Whether the model was made without the norms' weights, which the state dict has (``LNPre``, ``RMSPre``)."""
-        lacking = {
-            name.rpartition(".")[0].rpartition(".")[2] for name in state_dict if name not in self.weights.getters
-        }
+        lacking = {word for name in state_dict.keys() - self.weights.getters.keys() for word in name.split(".")}
         return str(self.cfg.normalization_type).endswith("Pre") and bool(lacking & {"ln1", "ln2", "ln_final"})

@@ -11,17 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.inputs.arguments import accepted_arguments
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.slices import Slice
-from bridge.legacy.tokens import (
-    get_attention_mask,
-    get_offset_position_ids,
-    position_embeddings,
-)
+from bridge.legacy.tokens import get_attention_mask, position_embeddings
 from bridge.run.checks import as_tokens, texts_in
 from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import check_layers
@@ -97,27 +92,8 @@ class RunsAsBefore(TransformerBridge):
         attention_mask: Int[Tensor, "batch pos"] | None = None,
         past_kv_cache: HookedTransformerKeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What enters the first block, for runs with `start_at_layer`.
-
-        Args:
-            input: text, texts or tokens.
-            prepend_bos, padding_side, attention_mask: as for `forward`.
-            past_kv_cache: of earlier tokens; the mask of these is added to it unless it is frozen.
-
-        Returns:
-            The residual stream ``[batch, pos, d_model]``; the tokens; the positional embeddings of a shortformer model,
-            else None; the mask of all tokens so far, or None where nothing is masked.
-
-        Example:
-            >>> import torch
-            >>> from bridge.embedded import MODEL_DIR
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu")
-            >>> residual, tokens, _, mask = model.input_to_embed("Mary and John")
-            >>> loss = model(residual, "loss", start_at_layer=0, tokens=tokens, attention_mask=mask)
-            >>> torch.allclose(loss, model("Mary and John", "loss"))
-            True
-        """
+        """What enters the first block, for runs with `start_at_layer`: the residual stream, the tokens, the positional
+        embeddings of a shortformer model, and the mask of all tokens so far; None where there are none."""
         side = padding_side or (self.tokenizer.padding_side if self.tokenizer is not None else "right")
         masked = attention_mask is not None or past_kv_cache is not None or side == "left"
         tokens, mask = self._tokens_of(input, prepend_bos, padding_side, attention_mask, masked)
@@ -127,18 +103,17 @@ class RunsAsBefore(TransformerBridge):
         residual = self.forward(tokens, attention_mask=mask, stop_at_layer=0, past_kv_cache=past_kv_cache)
         if earlier is not None and mask is not None:
             mask = torch.cat([earlier, mask], dim=-1)
-        positions = None
-        if self.cfg.positional_embedding_type == "shortformer":
-            offset = 0 if mask is None else mask.shape[1] - tokens.shape[1]
-            positions = position_embeddings(self.weights["pos_embed.W_pos"], tokens, offset, mask)
-        return residual, tokens, positions, mask
+        shortformer = self.cfg.positional_embedding_type == "shortformer"
+        return residual, tokens, self._positions_of(tokens, mask) if shortformer else None, mask
+
+    def _positions_of(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        offset = 0 if mask is None else mask.shape[1] - tokens.shape[1]
+        return position_embeddings(self.weights["pos_embed.W_pos"], tokens, offset, mask)
 
     def _check_positions(self, given: Tensor, mask: Tensor | None) -> None:
         if self.cfg.positional_embedding_type != "shortformer":
             raise ValueError(f"shortformer_pos_embed is for shortformer models; {self.cfg.model_name} is none")
-        tokens = torch.zeros(given.shape[:2], dtype=torch.long, device=given.device)
-        offset = 0 if mask is None else mask.shape[1] - tokens.shape[1]
-        if not torch.equal(given, position_embeddings(self.weights["pos_embed.W_pos"], tokens, offset, mask)):
+        if not torch.equal(given, self._positions_of(given[..., 0].long(), mask)):
             raise ValueError("shortformer_pos_embed is not what the model adds: it works that out itself")
 
     def _mask_in_front(self, input: Any, prepend_bos: bool | None, side: str | None) -> Tensor | None:
@@ -193,8 +168,6 @@ class RunsAsBefore(TransformerBridge):
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if not bool(mask.all()):
             kwargs["attention_mask"] = mask
-            if "position_ids" in accepted_arguments(type(self.core).forward):
-                kwargs.setdefault("position_ids", get_offset_position_ids(0, mask)[:, -input.shape[1] :])
         output = super().forward(input, return_type, past_key_values=past, use_cache=True, **kwargs)
         if not cache.frozen:
             cache.past_key_values, cache.previous_attention_mask = past, mask
@@ -272,27 +245,16 @@ class RunsAsBefore(TransformerBridge):
             stop_at_eos = len(eos_token_id) > 0
             if own is not None:
                 more.setdefault("pad_token_id", own)
-        sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0}
-        if do_sample and temperature > 0:
-            sampling |= {
-                "top_k": 0 if top_k is None else top_k,
-                "top_p": 1.0 if top_p is None else top_p,
-                "temperature": temperature,
-            }
+        sampled = do_sample and temperature > 0
+        sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
+        if sampled:
+            drawn_from = {"top_k": 0 if top_k is None else top_k, "top_p": 1.0 if top_p is None else top_p}
+            sampling |= drawn_from | {"temperature": temperature}
         made = super().generate(
-            input,
-            max_new_tokens,
-            stop_at_eos=stop_at_eos,
-            eos_token_id=eos_token_id,
-            do_sample=do_sample and temperature > 0,
-            freq_penalty=freq_penalty,
-            use_past_kv_cache=use_past_kv_cache,
-            prepend_bos=prepend_bos,
-            padding_side=padding_side,
-            return_type="tokens" if as_embeddings or return_type == "tensor" else return_type,
-            verbose=verbose,
-            **(sampling | more),
-        )
+            input, max_new_tokens, stop_at_eos=stop_at_eos, eos_token_id=eos_token_id, freq_penalty=freq_penalty,
+            use_past_kv_cache=use_past_kv_cache, prepend_bos=prepend_bos, padding_side=padding_side, verbose=verbose,
+            return_type="tokens" if as_embeddings or return_type == "tensor" else return_type, **(sampling | more),
+        )  # fmt: skip
         if as_embeddings:
             new = self.core.get_input_embeddings()(made)
             return torch.cat([input, new], dim=1) if embedded else new  # type: ignore[list-item]

@@ -14,14 +14,8 @@ SliceInput = int | tuple[int | None, ...] | Sequence[int] | np.ndarray | Tensor 
 
 
 class Slice:
-    """Which entries of an axis.
-
-    Args:
-        input_slice: an int takes one and drops the axis; a tuple is the arguments of Python's `slice`; a list, array
-            or tensor takes several; None takes all.
-
-    Attributes:
-        mode: ``"int"``, ``"slice"``, ``"array"`` or ``"identity"``.
+    """Which entries of an axis: an int takes one and drops the axis, a tuple is the arguments of Python's `slice`, a
+    list, array or tensor takes several, None takes all.
 
     Raises:
         ValueError: it is none of these.
@@ -35,20 +29,17 @@ class Slice:
     """
 
     def __init__(self, input_slice: SliceInput = None) -> None:
-        self.slice: Any
+        self.slice: Any = input_slice
         if input_slice is None:
             self.slice, self.mode = slice(None), "identity"
-        elif isinstance(input_slice, bool):
-            raise ValueError(f"a slice cannot be {input_slice!r}")
-        elif isinstance(input_slice, int):
-            self.slice, self.mode = input_slice, "int"
-        elif isinstance(input_slice, slice):
-            self.slice, self.mode = input_slice, "slice"
-        elif isinstance(input_slice, tuple):
-            self.slice, self.mode = slice(*input_slice), "slice"
+        elif isinstance(input_slice, int) and not isinstance(input_slice, bool):
+            self.mode = "int"
+        elif isinstance(input_slice, slice | tuple):
+            self.slice = slice(*input_slice) if isinstance(input_slice, tuple) else input_slice
+            self.mode = "slice"
         elif isinstance(input_slice, list | np.ndarray | Tensor):
-            values = input_slice.detach().cpu() if isinstance(input_slice, Tensor) else input_slice
-            self.slice, self.mode = np.asarray(values), "array"
+            self.slice = np.asarray(input_slice.detach().cpu() if isinstance(input_slice, Tensor) else input_slice)
+            self.mode = "array"
         else:
             raise ValueError(
                 f"a slice cannot be {input_slice!r}; it must be an int, a tuple, a list, an array, a tensor or None"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bridge.run.loss import lm_loss
 
@@ -51,12 +52,9 @@ def sample_logits(
         tokens = tokens.to(logits.device)
         logits = logits.scatter_add(-1, tokens, torch.full_like(tokens, -1, dtype=logits.dtype) * freq_penalty)
     if top_k is not None:
-        least = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        logits = TopKLogitsWarper(top_k)(tokens, logits)
     elif top_p is not None:
-        best, order = logits.sort(descending=True)
-        before = best.softmax(-1).cumsum(-1) - best.softmax(-1)  # the probability of all that are likelier
-        logits = logits.masked_fill((before > top_p).scatter(-1, order, before > top_p), -torch.inf)
+        logits = TopPLogitsWarper(top_p)(tokens, logits)
     return torch.distributions.Categorical(logits=logits.float()).sample()
 
 
@@ -68,21 +66,8 @@ def get_cumsum_along_dim(tensor: Tensor, dim: int, reverse: bool = False) -> Ten
 def get_tokens_with_bos_removed(tokenizer: Any, tokens: Int[Tensor, "... pos"]) -> Int[Tensor, "... pos-1"]:
     """Rows of tokens without the BOS that each starts with; where padding is on the right, without the first token.
 
-    Args:
-        tokenizer: says on which side is padding, and what BOS and padding are.
-        tokens: the rows.
-
     Raises:
         ValueError: where padding is on the left, a row has no BOS.
-
-    Example:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from bridge.legacy.utils import get_tokens_with_bos_removed
-        >>> tokenizer = SimpleNamespace(padding_side="left", bos_token_id=1, pad_token_id=0)
-        >>> get_tokens_with_bos_removed(tokenizer, torch.tensor([[0, 1, 5, 6], [1, 7, 1, 8]]))
-        tensor([[0, 5, 6],
-                [7, 1, 8]])
     """
     if tokenizer.padding_side == "right":
         return tokens[..., 1:]
@@ -142,40 +127,34 @@ def report_on_prompt(
     top_k: int = 10,
 ) -> None:
     """Prints how well a model continues a prompt."""
-    answers = [answer] if isinstance(answer, str) else answer
+    answers, several = ([answer], "") if isinstance(answer, str) else (answer, "s" * (len(answer) > 1))
     if prepend_space_to_answer:
-        answers = [text if text.startswith(" ") else " " + text for text in answers]
-    several = len(answers) > 1
+        answers = [" " + text.removeprefix(" ") for text in answers]
     start = model.to_tokens(prompt, prepend_bos=prepend_bos)
     rows = [model.to_tokens(text, prepend_bos=False)[0] for text in answers]
-    length = 1 if several else len(rows[0])
-    ends = torch.stack([row[:length] for row in rows])
+    ends = torch.stack([row[:1] for row in rows]) if several else rows[0][None]
     tokens = torch.cat([start.expand(len(ends), -1), ends], dim=1)
     with torch.no_grad():
-        logits = model(tokens)
+        logits = model(tokens)[:, start.shape[1] - 1 : -1]
     if print_details:
-        print("Tokenized prompt:", model.to_str_tokens(prompt, prepend_bos=prepend_bos))
         texts = [model.to_str_tokens(text, prepend_bos=False) for text in answers]
-        print(f"Tokenized answer{'s' if several else ''}:", texts if several else texts[0])
+        print("Tokenized prompt:", model.to_str_tokens(prompt, prepend_bos=prepend_bos))
+        print(f"Tokenized answer{several}:", texts if several else texts[0])
     ranks = []
-    for step in range(length):
-        at = logits[:, start.shape[1] + step - 1]
+    for at, right in zip(logits.unbind(1), ends.unbind(1), strict=True):
         probs, order = at.softmax(-1).sort(descending=True)
-        places = (order == ends[:, step, None]).int().argmax(-1)
-        names = [model.to_string(token) for token in ends[:, step, None]]
-        ranks.append(list(zip(names, places.tolist(), strict=True)))
+        places = (order == right[:, None]).int().argmax(-1).tolist()
+        names = [model.to_string(token) for token in right[:, None]]
+        ranks.append(list(zip(names, places, strict=True)))
         if not print_details:
             continue
-        print(f"Performance on answer token{'s' if several else ''}:")
-        for row, place in enumerate(places.tolist()):
+        print(f"Performance on answer token{several}:")
+        lines = [(f"Rank: {place: <8}", row, place) for row, place in enumerate(places)]
+        lines += [(f"Top {place}th token.", 0, place) for place in range(min(top_k, at.shape[-1]))]
+        for title, row, place in lines:
+            token = order[row, place]
             print(
-                f"Rank: {place: <8} Logit: {float(at[row, ends[row, step]]):5.2f} "
-                f"Prob: {float(probs[row, place]):6.2%} Token: |{names[row]}|"
-            )
-        for place in range(min(top_k, at.shape[-1])):
-            token = order[0, place]
-            print(
-                f"Top {place}th token. Logit: {float(at[0, token]):5.2f} Prob: {float(probs[0, place]):6.2%} "
+                f"{title} Logit: {float(at[row, token]):5.2f} Prob: {float(probs[row, place]):6.2%} "
                 f"Token: |{model.to_string(token)}|"
             )
     print(f"Ranks of the answer tokens: {ranks if several else [rank[0] for rank in ranks]}")

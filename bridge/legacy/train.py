@@ -37,30 +37,10 @@ class HookedTransformerTrainConfig:
 
 
 def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any] | Sequence[Any]) -> Any:
-    """Trains a model to predict next tokens.
-
-    Args:
-        model: a `HookedTransformer`, or any bridge with a next-token loss.
-        config: how.
-        dataset: rows such as ``{"tokens": tensor}``, with tokens ``[pos]`` of one length.
-
-    Returns:
-        The model.
+    """Trains a model, and returns it, to predict the next tokens of rows such as ``{"tokens": tensor}``, of one length.
 
     Raises:
         ValueError: an unknown optimizer, or `wandb`.
-
-    Example:
-        >>> import torch
-        >>> from bridge.legacy import HookedTransformer
-        >>> from bridge.legacy.train import HookedTransformerTrainConfig, train
-        >>> model = HookedTransformer({"n_layers": 1, "d_model": 8, "n_ctx": 4, "d_head": 4, "d_vocab": 5,
-        ...     "attn_only": True, "device": "cpu", "seed": 0})
-        >>> data = [{"tokens": torch.tensor([1, 2, 3, 4])}] * 8
-        >>> before = model([[1, 2, 3, 4]], return_type="loss")
-        >>> model = train(model, HookedTransformerTrainConfig(3, 4, lr=0.05, device="cpu", print_every=None), data)
-        >>> bool(model([[1, 2, 3, 4]], return_type="loss") < before)
-        True
     """
     if config.wandb:
         raise ValueError("wandb=True: there is no connection to Weights and Biases; log from a loop of your own")
@@ -69,10 +49,8 @@ def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any
     model.to(device)
     model.train()
     optimizer = _optimizer(model, config)
-    warmup = max(config.warmup_steps, 1)
-    scheduler = optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, step / warmup) if config.warmup_steps else 1.0
-    )
+    warmup = config.warmup_steps
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / warmup) if warmup else 1.0)
     loader: DataLoader[Any] = DataLoader(cast(Dataset[Any], dataset), batch_size=config.batch_size, shuffle=True)
     for epoch in range(1, config.num_epochs + 1):
         for step, batch in enumerate(loader):
@@ -93,12 +71,9 @@ def train(model: Any, config: HookedTransformerTrainConfig, dataset: Dataset[Any
 
 
 def _optimizer(model: Any, config: HookedTransformerTrainConfig) -> optim.Optimizer:
-    decay = config.weight_decay
-    if config.optimizer_name in ("Adam", "AdamW"):
-        # Adam's own weight decay is not what is meant by it; AdamW's is.
-        if decay is None:
-            return optim.Adam(model.parameters(), lr=config.lr)
-        return optim.AdamW(model.parameters(), lr=config.lr, weight_decay=decay)
-    if config.optimizer_name == "SGD":
-        return optim.SGD(model.parameters(), lr=config.lr, weight_decay=decay or 0.0, momentum=config.momentum)
-    raise ValueError(f"optimizer_name is {config.optimizer_name!r}; it must be Adam, AdamW or SGD")
+    name, decay, weights = config.optimizer_name, config.weight_decay, model.parameters()
+    if name in ("Adam", "AdamW"):  # Adam's own weight decay is not what is meant by it; AdamW's is
+        return optim.Adam(weights, config.lr) if decay is None else optim.AdamW(weights, config.lr, weight_decay=decay)
+    if name == "SGD":
+        return optim.SGD(weights, config.lr, config.momentum, weight_decay=decay or 0.0)
+    raise ValueError(f"optimizer_name is {name!r}; it must be Adam, AdamW or SGD")

@@ -25,27 +25,13 @@ class UngroupsAsBefore(PartsAsBefore):
     def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
         """Whether each query head has a key and a value of its own: in ``hook_k``, ``hook_v``, ``hook_k_input``, ...
 
-        The rows of the key and value projections are then repeated for each query head of a group, so that the Hugging
-        Face model itself has as many key heads as query heads. It computes what it did; an edit of one head's key
-        leaves the others as they are. False puts the projections back. A cache of before is to be read before: its
-        patterns are computed when they are asked for.
-
-        Args:
-            ungroup_grouped_query_attention: True or False.
+        The rows of the key and value projections are then repeated for each query head of a group: the Hugging Face
+        model computes what it did, with as many key heads as query heads. False puts the projections back. A cache of
+        before is to be read before: its patterns are computed when they are asked for.
 
         Raises:
             ValueError: keys and values do not come from layers of their own, or the model would compute another thing.
             RuntimeError: hooks are attached; or weights were changed in between, which False would lose.
-
-        Example:
-            >>> from bridge.legacy import HookedTransformer
-            >>> model = HookedTransformer({"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 2, "n_key_value_heads": 2,
-            ...     "d_vocab": 10, "act_fn": "relu", "device": "cpu"})
-            >>> model.run_with_cache([[1, 2, 3]])[1]["k", 0].shape
-            torch.Size([1, 3, 2, 2])
-            >>> model.set_ungroup_grouped_query_attention(True)
-            >>> model.run_with_cache([[1, 2, 3]])[1]["k", 0].shape
-            torch.Size([1, 3, 4, 2])
         """
         if ungroup_grouped_query_attention and self.grouped is None and self.cfg.n_key_value_heads is not None:
             self._check_unheard()
@@ -126,15 +112,12 @@ class UngroupsAsBefore(PartsAsBefore):
 
     def _rewire(self) -> None:
         """The bridge anew, around a model that has changed."""
-        kept = {name: getattr(self, name) for name in ("tokenizer", "dataset", "intended_device", "grouped")}
-        cfg, model = self.cfg, self.original_model
+        cfg, model, tokenizer, grouped = self.cfg, self.original_model, self.tokenizer, self.grouped
         self.__dict__.pop("_tree", None)
         TransformerBridge.__init__(self, model)  # a subclass of the user's may have other arguments
         for name in ("n_layers", "n_key_value_heads", "attn_types"):
             setattr(cfg, name, getattr(self.cfg, name))
-        self.cfg = cfg
-        for name, value in kept.items():
-            setattr(self, name, value)
+        self.cfg, self.tokenizer, self.grouped = cfg, tokenizer, grouped
 
 
 def _repeated(old: nn.Linear, groups: int, cfg: Any) -> nn.Linear:

@@ -1,5 +1,7 @@
 """What HookedTransformer's `utils` offers, where it is not about the insides of TransformerLens."""
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import importlib.util
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import HF_HUB_CACHE as CACHE_DIR
 from jaxtyping import Float
 from torch import Tensor
@@ -17,7 +20,7 @@ from torch import Tensor
 from bridge.analysis.composition import composition_scores
 from bridge.hooks.act_names import act_name as get_act_name
 from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
-from bridge.legacy.missing import missing, not_done
+from bridge.legacy.missing import not_done, says_what_is_missing
 from bridge.legacy.slices import Slice, SliceInput
 from bridge.legacy.tokens import (
     get_attention_mask,
@@ -47,21 +50,9 @@ from bridge.legacy.weight_init import (
     init_xavier_uniform_,
 )
 
-__all__ = [
-    "ACTIVATION_FN_DICT", "CACHE_DIR", "USE_DEFAULT_VALUE", "XIELU", "Slice",
-    "SliceInput", "calc_fan_in_and_fan_out", "clear_huggingface_cache", "composition_scores", "download_file_from_hf",
-    "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "get_act_name", "get_attention_mask", "get_corner",
-    "get_cumsum_along_dim", "get_dataset", "get_device",
-    "get_offset_position_ids", "get_tokens_with_bos_removed", "init_kaiming_normal_",
-    "init_kaiming_uniform_", "init_xavier_normal_", "init_xavier_uniform_", "is_library_available",
-    "is_lower_triangular", "is_square", "keep_single_column", "lm_accuracy", "lm_cross_entropy_loss",
-    "override_or_use_default_value", "print_gpu_mem", "remove_batch_dim",
-    "sample_logits", "solu", "test_prompt", "to_numpy",
-    "tokenize_and_concatenate", "transpose", "warn_if_mps", "xielu",
-]  # fmt: skip
-
 test_prompt = report_on_prompt
-
+#: Activation functions by their names in configurations.
+ACTIVATION_FN_DICT = SUPPORTED_ACTIVATIONS
 #: Stands for "what the model's configuration says".
 USE_DEFAULT_VALUE = None
 
@@ -101,10 +92,6 @@ def is_lower_triangular(x: Tensor) -> bool:
     return is_square(x) and x.equal(x.tril())
 
 
-#: Activation functions by their names in configurations.
-ACTIVATION_FN_DICT = SUPPORTED_ACTIVATIONS
-
-
 def override_or_use_default_value(default_flag: Any, override: Any = None) -> Any:
     """The override, or the default where that is None."""
     return default_flag if override is None else override
@@ -115,11 +102,6 @@ def is_library_available(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def print_gpu_mem(step_name: str = "") -> None:
-    """Prints how much memory is allocated on the GPU."""
-    print(f"{step_name} ~ {torch.cuda.memory_allocated() / 2**30:.2f} GiB allocated on GPU.")
-
-
 def download_file_from_hf(
     repo_name: str,
     file_name: str,
@@ -128,15 +110,9 @@ def download_file_from_hf(
     force_is_torch: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """A file of the hub: what a JSON or torch file holds, and the path of any other.
-
-    Unlike HookedTransformer's, torch files are read with ``weights_only=True``: nothing in them is run.
-    """
-    from huggingface_hub import hf_hub_download
-
-    path = hf_hub_download(
-        repo_name, file_name, subfolder=None if subfolder == "." else subfolder, cache_dir=cache_dir, **kwargs
-    )
+    """A file of the hub: what a JSON or torch file (in which nothing is run) holds, and the path of any other."""
+    folder = None if subfolder == "." else subfolder
+    path = hf_hub_download(repo_name, file_name, subfolder=folder, cache_dir=cache_dir, **kwargs)
     if path.endswith(".pth") or force_is_torch:
         return torch.load(path, map_location="cpu", weights_only=True)
     return json.loads(Path(path).read_text(encoding="utf-8")) if path.endswith(".json") else path
@@ -147,18 +123,4 @@ clear_huggingface_cache = not_done(
     "it would delete every model of every program; `hf cache rm` deletes the one that you name",
 )
 
-
-_NOT_HERE = {
-    "check_structure": "it was for debugging TransformerLens",
-    "LocallyOverridenDefaults": "methods take prepend_bos= and padding_side=",
-    "get_tokenizer_with_bos": "a model starts texts with BOS by itself, once",
-    "get_input_with_manually_prepended_bos": "tokenizer.bos_token + text",
-    "get_nested_attr": "operator.attrgetter('a.b.c')(obj)",
-    "set_nested_attr": "setattr on what operator.attrgetter finds",
-    "repeat_along_head_dimension": "tensor.unsqueeze(2).expand(-1, -1, n_heads, -1)",
-    "select_compatible_kwargs": "inspect.signature says what a function takes",
-}
-
-
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name, _NOT_HERE, __all__)
+__getattr__ = says_what_is_missing(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +59,12 @@ def _kaiming_std(param: Tensor, a: float, nonlinearity: Any, gain: float, mode: 
     return gain * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
 
 
+_FILLS: dict[str, Callable[..., Tensor]] = {
+    "xavier_uniform": init_xavier_uniform_, "xavier_normal": init_xavier_normal_,
+    "kaiming_uniform": init_kaiming_uniform_, "kaiming_normal": init_kaiming_normal_,
+}  # fmt: skip
+
+
 def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Random matrices and their names, one after another: what HookedTransformer draws from the same random state.
 
@@ -73,15 +79,11 @@ def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
         return _IN_MODEL.index(first), *inside
 
     shapes = {name: weight for name, weight in weights if "W_" in name}
-    kind, _, spread = cfg.init_mode.partition("_")
     for name in sorted(shapes, key=place):
         new = torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="cpu")
-        if kind == "xavier":
-            (init_xavier_uniform_ if spread == "uniform" else init_xavier_normal_)(new, cfg.initializer_range)
-        elif kind == "kaiming":
-            fill = init_kaiming_uniform_ if spread == "uniform" else init_kaiming_normal_
-            fill(new, gain=cfg.initializer_range)
-        elif kind == "muP":
+        if cfg.init_mode in _FILLS:
+            _FILLS[cfg.init_mode](new, gain=cfg.initializer_range)
+        elif cfg.init_mode == "muP":
             nn.init.normal_(new, std=1.0 if "embed" in name else calc_fan_in_and_fan_out(new)[0] ** -0.5)
         else:
             nn.init.normal_(new, std=cfg.initializer_range)

@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from bridge.loading.model_names import OWN_FORMAT, hub_name
 from bridge.loading.patches import Patches, WeightConversions, keep_recording, patched
 from bridge.loading.training_checkpoints import checkpoint_revision
 from bridge.native import NativeConfig, NativeModel
@@ -72,7 +73,7 @@ def load(
     """A model from the hub or a folder; see `TransformerBridge.boot_transformers`.
 
     Args:
-        name_or_path: a hub name, or a folder.
+        name_or_path: a hub name, a short name for one, or a folder.
         hf_model: use this model rather than load one.
         tokenizer, hf_config_overrides, device, dtype, load_weights, trust_remote_code, model_class: as there.
         device_map, n_devices, max_memory, n_ctx, revision, checkpoint_index, checkpoint_value: as there.
@@ -81,7 +82,8 @@ def load(
         gguf_file, quantization_config, progress, from_pretrained: as there.
 
     Raises:
-        ValueError: arguments that exclude each other, or a checkpoint that does not exist.
+        ValueError: arguments that exclude each other, a checkpoint that does not exist, or a model that is stored in
+            HookedTransformer's own format.
     """
     if hf_model is not None:
         given = {
@@ -94,6 +96,12 @@ def load(
         clash = [name for name, value in given.items() if value is not None] + ["load_weights"] * (not load_weights)
         if clash:
             raise ValueError(f"{', '.join(clash)} would change how the model is loaded, but hf_model is loaded")
+    name_or_path = hub_name(name_or_path)
+    if hf_model is None and name_or_path.startswith(OWN_FORMAT):
+        raise ValueError(
+            f"{name_or_path} is stored in HookedTransformer's own format: "
+            "bridge.legacy.HookedTransformer.from_pretrained loads it"
+        )
     checkpoint = checkpoint_revision(name_or_path, checkpoint_index, checkpoint_value)
     if checkpoint is not None and revision is not None:
         raise ValueError(f"revision={revision!r} and a checkpoint exclude each other")

@@ -65,13 +65,13 @@ def test_errors(bridge):
     for kind in (ValueError, AssertionError):  # HookedTransformer's are assertions
         with pytest.raises(kind, match="the vector type is 'QK'"):
             svd.get_singular_vectors("QK", 0)
-        with pytest.raises(kind, match=r"layer_index is 3; it must be from 0 to 2"):
+        with pytest.raises(kind, match=r"Layer index must be between 0 and 2 but got 3"):
             svd.get_singular_vectors("w_in", 3)
-        with pytest.raises(kind, match="layer_index is -1"):
+        with pytest.raises(kind, match="Layer index must be between 0 and 2 but got -1"):
             svd.get_singular_vectors("w_out", -1)
         with pytest.raises(kind, match="OV needs a head"):
             svd.get_singular_vectors("OV", 0)
         with pytest.raises(kind, match="w_in and w_out have none"):
             svd.get_singular_vectors("w_in", 0, head_index=1)
-        with pytest.raises(kind, match=r"head_index is 4; it must be from 0 to 3"):
+        with pytest.raises(kind, match=r"Head index must be between 0 and 3 but got 4"):
             svd.get_singular_vectors("OV", 0, head_index=4)

@@ -135,9 +135,15 @@ def test_defaults_of_bos():
     assert gpt2.cfg.default_prepend_bos is False
 
 
+def test_arguments_of_the_bridge_and_of_hugging_face_are_passed_on():
+    """Those that look like another one, too."""
+    model = HookedTransformer.from_pretrained(str(DATA / "gpt2"), device="cpu", patches={}, weights_only=True)
+    assert wrong_values(model, "gpt2", "processed") == []
+
+
 @pytest.mark.unchecked
 def test_arguments_that_nobody_knows():
-    with pytest.raises(TypeError, match=r"'trust_remote_cod' is no argument.*Did you mean trust_remote_code"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'trust_remote_cod'"):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), trust_remote_cod=True)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'load_in_8bit'"):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), load_in_8bit=True)
@@ -225,7 +231,7 @@ def test_a_configuration_and_a_state_dict_make_the_model(family, fold_ln):
     assert all(torch.equal(value, state[name]) for name, value in given.items())
     if fold_ln:
         assert not [name for name in model.tl_parameters() if ".ln1." in name]
-    model.move_model_modules_to_device()
+    model.to(cfg.device)
     assert model.cfg.device == torch.device("cpu")
 
 
@@ -270,18 +276,3 @@ def test_arguments_of_the_hub(tmp_path):
         str(DATA / "gpt2"), device="cpu", cache_dir=str(tmp_path), local_files_only=True, low_cpu_mem_usage=True
     )
     assert wrong_values(model, "gpt2", "processed") == []
-    assert model.intended_device == torch.device("cpu")
-
-
-def test_a_data_point(model):
-    with pytest.raises((ImportError, ConnectionError), match=r"stas/openwebtext-10k"):  # no package, or no network
-        model.sample_datapoint()
-    model.dataset = [{"text": "w1 w2"}]
-    try:
-        assert model.sample_datapoint() == "w1 w2"
-        assert torch.equal(model.sample_datapoint(tokenize=True), model.to_tokens("w1 w2"))
-    finally:
-        model.dataset = None
-    phi = HookedTransformer.from_pretrained_no_processing(str(DATA / "phi3"), device="cpu")
-    with pytest.raises(ValueError, match="no data set is known for Phi3ForCausalLM"):
-        phi.load_sample_training_dataset()

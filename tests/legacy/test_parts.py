@@ -214,6 +214,8 @@ def test_components_from_configurations():
     assert torch.allclose(unembed(x), x @ unembed.W_U + unembed.b_U, atol=1e-6)
     block = components.TransformerBlock(cfg)
     assert block(x).shape == x.shape
+    bare = components.TransformerBlock({**cfg, "attn_only": True})
+    assert torch.allclose(bare(x), x + bare.attn(bare.ln1(x)), atol=1e-6)
     optimizer = torch.optim.SGD(mlp.parameters(), lr=1.0)
     mlp(x).sum().backward()
     before = mlp.W_in.clone()
@@ -372,6 +374,8 @@ def test_names_that_are_taken_and_parts_that_are_not_there():
     model = fresh()
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.hook_post is a hook point of the model already"):
         model.blocks[0].mlp = Taken(model.blocks[0].mlp)
+    assert model.blocks[0].mlp is model.parts["blocks.0.mlp"]
+    assert not [name for name in model.hook_dict if "sae" in name]
     with pytest.raises(TypeError, match=r"blocks\.0\.attn\.hook_z cannot be set"):
         model.blocks[0].attn.hook_z = torch.zeros(3)
     with pytest.raises(AttributeError, match="Did you mean mlp"):
@@ -382,6 +386,10 @@ def test_names_that_are_taken_and_parts_that_are_not_there():
     model.transcoders = nn.ModuleList([nn.Linear(3, 3)])
     assert "transcoders.0.weight" in dict(model.named_parameters())
     assert "transcoders.0.weight" in model.state_dict()
+    model.transcoders.append(HookPoint())
+    model.setup()
+    with pytest.raises(ValueError, match=r"transcoders\.1 belongs to no layer"):
+        model.hook_dict["transcoders.1"].layer()
 
 
 def test_elsewhere_in_the_model():

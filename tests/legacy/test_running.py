@@ -47,7 +47,7 @@ def test_what_cannot_be_given(model, tokens):
         model(tokens, tokens=tokens)
     with pytest.raises(TypeError, match=r"'loss_per_tokn'.*Did you mean loss_per_token"):
         model(tokens, loss_per_tokn=True)
-    with pytest.raises(AttributeError, match="no get_residual here"):
+    with pytest.raises(AttributeError, match="no get_residual: input_to_embed"):
         model.get_residual(tokens)
 
 

@@ -112,7 +112,8 @@ def test_checkpoints():
         TransformerBridge.boot_transformers("gpt2", checkpoint_index=3)
 
 
-def test_checkpoint_is_what_is_asked_of_the_hub(monkeypatch, folder):
+@pytest.mark.parametrize("name", ["EleutherAI/pythia-70m", "Pythia-70M", "EleutherAI/pythia-19m"])
+def test_checkpoint_is_what_is_asked_of_the_hub(name, monkeypatch, folder):
     import transformers
 
     asked = []
@@ -131,7 +132,8 @@ def test_checkpoint_is_what_is_asked_of_the_hub(monkeypatch, folder):
     monkeypatch.setattr(
         transformers.AutoTokenizer, "from_pretrained", lambda name, **k: asked.append((name, k.get("revision")))
     )
-    bridge = TransformerBridge.boot_transformers("EleutherAI/pythia-70m", checkpoint_value=64)
+    bridge = TransformerBridge.boot_transformers(name, checkpoint_value=64)
+    assert bridge.cfg.model_name == "EleutherAI/pythia-70m"
     assert asked == [("EleutherAI/pythia-70m", "step64")] * 3
     assert (bridge.cfg.from_checkpoint, bridge.cfg.checkpoint_value, bridge.cfg.checkpoint_index) == (True, 64, 7)
 
@@ -168,3 +170,15 @@ def test_another_distributions_adapters_is_named(tmp_path):
     )  # fmt: skip
     assert out.returncode
     assert "AdapterHub's distribution of the same name hides it" in out.stderr.splitlines()[-1]
+
+
+def test_a_folder_goes_before_a_short_name(monkeypatch, tmp_path, tokens):
+    model = tiny("gpt2")
+    model.save_pretrained(tmp_path / "gpt2-small")
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(TransformerBridge.boot_transformers("gpt2-small")(tokens), model(tokens).logits)
+
+
+def test_a_model_in_hookedtransformers_own_format_says_what_loads_it():
+    with pytest.raises(ValueError, match=r"SoLU_1L512W_C4_Code is stored in HookedTransformer's own.*bridge.legacy"):
+        TransformerBridge.boot_transformers("solu-1l")

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 from bridge.legacy import kinds
 from bridge.legacy.HookedTransformer import HookedTransformer as _HookedTransformer  # which makes parts by themselves
 from bridge.legacy.kinds import *  # noqa: F403
 from bridge.legacy.kinds import Part
-from bridge.legacy.missing import missing
+from bridge.legacy.missing import says_what_is_missing
 
 __all__ = kinds.__all__
-
-_BERT = "HookedEncoder's parts are those of its model: model.blocks[0], model.mlm_head; none is made by itself"
-NOT_HERE = {
-    "BertBlock": _BERT, "BertMLMHead": _BERT, "BertNSPHead": _BERT, "BertPooler": _BERT,
-    "TokenTypeEmbed": "the embeddings of an encoder are one part: HookedEncoder(...).embed",
-    "T5Block": "HookedEncoderDecoder(...).encoder[0]",
-    "GatedMLP4Bit": "quantised layers are Hugging Face's own, behind the same MLP",
-}  # fmt: skip
-
 
 #: HookedTransformer has a module for each class; here each of them is the one that holds them all.
 _MODULES = (
@@ -39,8 +29,7 @@ for _package, _names in (
         sys.modules[f"{_package.__name__}.{_name}"] = kinds
 
 
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name, NOT_HERE, __all__)
+__getattr__ = says_what_is_missing(__name__)
 
 
 assert Part.makes_host is not None, _HookedTransformer

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
-from transformers.activations import XIELUActivation
+from torch import Tensor
+from transformers.activations import ACT2FN, XIELUActivation
+
+from bridge.native.config import ACT_FNS
+from bridge.native.model import SoLU
 
 #: What an activation function is.
 ActivationFunction = Callable[..., Tensor]
 
 
-def gelu_new(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GPT-2's approximation of GELU."""
-    return 0.5 * input * (1 + torch.tanh(math.sqrt(2 / math.pi) * (input + 0.044715 * input**3)))
-
-
-def gelu_fast(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The same approximation with a rounded constant (GPT-J)."""
-    return 0.5 * input * (1 + torch.tanh(input * 0.7978845608 * (1 + 0.044715 * input * input)))
-
-
-def gelu_pytorch_tanh(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The same approximation as torch computes it."""
-    return nn.functional.gelu(input, approximate="tanh")
-
-
-def solu(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """``x * softmax(x)``."""
-    return input * input.softmax(-1)
+#: GPT-2's approximation of GELU; the same with a rounded constant (GPT-J); and as torch computes it.
+gelu_new, gelu_fast, gelu_pytorch_tanh = (ACT2FN[name] for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"))
+#: ``x * softmax(x)``.
+solu = SoLU()
 
 
 class XIELU(XIELUActivation):
@@ -54,6 +42,5 @@ def xielu(input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 #: The functions by their names in configurations.
 SUPPORTED_ACTIVATIONS: dict[str, ActivationFunction] = {
-    "solu": solu, "solu_ln": solu, "gelu_new": gelu_new, "gelu_fast": gelu_fast, "silu": nn.functional.silu,
-    "relu": nn.functional.relu, "gelu": nn.functional.gelu, "gelu_pytorch_tanh": gelu_pytorch_tanh, "xielu": xielu,
-}  # fmt: skip
+    name: solu if name.startswith("solu") else ACT2FN[name] for name in ACT_FNS
+} | {"xielu": xielu}

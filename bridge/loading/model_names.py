@@ -1,12 +1,10 @@
-"""HookedTransformer's short model names, and the hub names that they stand for."""
+"""Short names of models, as HookedTransformer has them, and the hub names that they stand for."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
-
-from bridge.hooks.names import suggestion
 
 #: The hub's organisations and their models. ``{a,b}`` stands for each of these in turn.
 _HUB = {
@@ -39,13 +37,15 @@ _HUB = {
     "01-ai": "Yi-{6B,34B}{,-Chat}",
     "google-t5": "t5-{small,base,large}",
     "ai-forever": "mGPT",
-    # In HookedTransformer's own format.
+    # In HookedTransformer's own format: see `OWN_FORMAT`.
     "NeelNanda": "SoLU_{1L_v9,2L_v10,4L_v11,6L_v13,8L_v21,10L_v22,12L_v23}_old "
     "SoLU_{1L512W,2L512W,3L512W,4L512W,6L768W,8L1024W,10L1280W,12L1536W}_C4_Code "
     "{GELU,Attn_Only}_{1,2,3,4}L512W_C4_Code Attn-Only-2L512W-Shortformer-6B-big-lr SoLU_{1,4}L512W_Wiki_Finetune",
     "ArthurConmy": "redwood_attn_2l",
     "Baidicoot": "Othello-GPT-Transformer-Lens",
 }
+#: What the hub names of models in HookedTransformer's own format begin with.
+OWN_FORMAT = ("NeelNanda/", "ArthurConmy/redwood_attn_2l", "Baidicoot/Othello-GPT-Transformer-Lens")
 #: Short names that no rule of `_short_names` gives.
 _SHORT = {
     "gpt2": "gpt2-small",
@@ -128,21 +128,19 @@ OFFICIAL_MODEL_NAMES = [
 ]
 #: For each of these, the other names that it goes by.
 MODEL_ALIASES = {hub: [name for name in _short_names(hub) if name != hub] for hub in OFFICIAL_MODEL_NAMES}
-_BY_NAME = {name.lower(): hub for hub in OFFICIAL_MODEL_NAMES for name in (hub, *MODEL_ALIASES[hub])}
-#: The shortest name of each model.
-DEFAULT_MODEL_ALIASES = [min(MODEL_ALIASES[hub] or [hub], key=len) for hub in OFFICIAL_MODEL_NAMES]
+#: Every name of a model, in small letters, and the hub name that it stands for.
+BY_NAME = {name.lower(): hub for hub in OFFICIAL_MODEL_NAMES for name in (hub, *MODEL_ALIASES[hub])}
 
 
-def get_official_model_name(model_name: str) -> str:
-    """The hub name of a model."""
-    if os.path.isdir(model_name):
-        return model_name
-    known = _BY_NAME.get(model_name.lower())
-    if known is not None:
-        return known
-    if "/" in model_name:
-        return model_name  # any other repository of the hub
-    raise ValueError(
-        f"no model is known as {model_name!r}.{suggestion(model_name.lower(), _BY_NAME)} A hub name with its "
-        "organisation, or a folder, works as well."
-    )
+def hub_name(name: str) -> str:
+    """The hub name that a short name stands for. Any other name, such as a folder's, stays as it is.
+
+    Args:
+        name: of a model; small and capital letters are the same.
+
+    Example:
+        >>> from bridge.loading.model_names import hub_name
+        >>> hub_name("pythia-70m"), hub_name("somebody/some-model")
+        ('EleutherAI/pythia-70m', 'somebody/some-model')
+    """
+    return name if os.path.isdir(name) else BY_NAME.get(name.lower(), name)
