@@ -15,6 +15,7 @@ from adapters.config import config_of
 from adapters.inputs.made import Given
 from adapters.norms import Norm
 from adapters.paths import base_path, token_embedding
+from adapters.proofs.facts import factor_of_small
 from adapters.views import Affine
 
 
@@ -271,7 +272,7 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
 
 
 def soft_cap(model: nn.Module, inputs: Given, unembed: ModuleCall) -> float | None:
-    """The soft cap between an output layer and the logits: ``cap * tanh(x / cap)``; -1 where there is none.
+    """The soft cap between an output layer and the logits: ``cap * tanh(factor * x / cap)``; -1 where there is none.
 
     It is seen in what the model makes of numbers as large as a trained model's logits: its own may be so small that the
     cap is nearly a straight line.
@@ -294,11 +295,11 @@ def soft_cap(model: nn.Module, inputs: Given, unembed: ModuleCall) -> float | No
             logits = next(iter(elements_of(model(**inputs))), None)
     finally:
         handle.remove()
-    return _cap_between(before, logits) if isinstance(logits, Tensor) else None
+    return cap_between(before, logits) if isinstance(logits, Tensor) else None
 
 
-def _cap_between(before: Tensor, logits: Tensor) -> float | None:
-    """The same, from what leaves the output layer and what the model returns."""
+def cap_between(before: Tensor, logits: Tensor) -> float | None:
+    """The soft cap between what leaves an output layer and what the model returns: see `soft_cap`."""
     x, y = before.double().flatten(), logits.double().flatten()
     if x.shape != y.shape:
         return None
@@ -309,6 +310,7 @@ def _cap_between(before: Tensor, logits: Tensor) -> float | None:
     rest = (logits.double() - before.double()).flatten(0, -2)
     if bool(((rest - rest[:1]).abs() <= close).all()):
         return -1.0  # a bias behind the output layer
+    x = x * factor_of_small(x, y)
     at = int(x.abs().argmax())
     if abs(float(y[at])) >= abs(float(x[at])):
         return None

@@ -144,6 +144,8 @@ class Sums:
         #: What may be there beside sums: 1: factors on the stream, and terms that were made earlier; 2: a new stream.
         self.freedom = 0
         self.close = tolerance(block.entered.value)
+        #: What rounding leaves of a sum of streams, relative to them: parts may write far less than there is.
+        self.rounding = 2 * torch.finfo(block.entered.value.dtype).eps
         self.outputs = [v for v in self.values.values() if v.made and bool(v.x.abs().max() > 0)]
 
     def find(self) -> Found | None:
@@ -252,7 +254,8 @@ class Sums:
             return None
         matrix = torch.stack([v.x for v in candidates])
         gram, dots = matrix @ matrix.T, matrix @ difference
-        bound = (self.close**2) * max(square, 1e-30) * 4
+        largest = max((float(v.x @ v.x) for v in known[:2]), default=0.0)
+        bound = 4 * self.close**2 * max(square, 1e-30) + self.rounding**2 * largest
 
         def left(weights: dict[int, float]) -> float:
             """The square of what is left of the difference."""

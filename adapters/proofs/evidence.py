@@ -263,6 +263,9 @@ def some_tokens(
     known = bridge.cfg.d_vocab > 0 and isinstance(table, Tensor)
     most = min(bridge.cfg.d_vocab, table.shape[0]) if known and isinstance(table, Tensor) else bridge.cfg.d_vocab
     tokens = torch.randint(0, max(most, 1), (batch, pos), generator=generator).to(bridge.cfg.device)
+    padding = getattr(config_of(bridge.core), "pad_token_id", None)
+    if isinstance(padding, int) and most > 1:  # whose embedding may be zero, which no query and no key is seen in
+        tokens = tokens.masked_fill(tokens == padding, (padding + 1) % most)
     return with_what_it_needs(bridge, tokens, given)
 
 

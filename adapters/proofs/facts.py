@@ -169,7 +169,10 @@ def _output(evidence: Evidence, findings: Findings) -> None:
     if made is None or evidence.output is None or made.shape != evidence.output.shape:
         findings.holds(CLAIM, "cfg.output_logits_soft_cap", cap <= 0, f"it says {cap}, and there are no logits")
         return
-    expected = cap * (made.double() / cap).tanh() if cap > 0 else made.double()
+    expected = made.double()
+    if cap > 0:
+        factor = factor_of_small(expected.flatten(), evidence.output.double().flatten())
+        expected = cap * (expected * factor / cap).tanh()
     rest = (evidence.output.double() - expected).flatten(0, -2)
     bias, close = rest.mean(0), findings.tolerance * float(expected.abs().max())
     if cap <= 0 and float(bias.abs().max()) > close >= float((rest - bias).abs().max()):  # the same in every row
@@ -177,6 +180,16 @@ def _output(evidence: Evidence, findings: Findings) -> None:
         return
     factor = float((expected * evidence.output.double()).sum() / expected.pow(2).sum())
     findings.equal(CLAIM, "cfg.output_logits_soft_cap", evidence.output, (expected * factor).to(evidence.output.dtype))
+
+
+def factor_of_small(x: Tensor, y: Tensor) -> float:
+    """What the smallest numbers are multiplied with, of which a soft cap leaves nearly all.
+
+    Args:
+        x, y: before and after, in one row.
+    """
+    small = x.abs().argsort()[:8]
+    return float(x[small] @ y[small]) / max(float(x[small] @ x[small]), 1e-30)
 
 
 def _positions(evidence: Evidence, findings: Findings) -> None:

@@ -224,7 +224,8 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
             raise TypeError(f"{self.cfg.model_name} was loaded: weights are drawn of models made from a configuration")
         if self.cfg.seed is not None:
             torch.manual_seed(self.cfg.seed)
-        self.write(draw(self.cfg, [(name, self.weights[name]) for name in self.weights.getters]))
+        for name, drawn in draw(self.cfg, [(name, self.weights[name]) for name in self.weights.getters]):
+            self.write({name: drawn})
 
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""

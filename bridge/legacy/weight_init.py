@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: The order in which HookedTransformer has the matrices of a block.
+#: The order in which HookedTransformer has its matrices, and those of a block.
+_IN_MODEL = ("embed", "pos_embed", "blocks", "unembed")
 _IN_BLOCK = ("W_Q", "W_O", "W_K", "_W_K", "W_V", "_W_V", "W_in", "W_out", "W_gate")
 
 
@@ -64,8 +65,8 @@ _FILLS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Random matrices by their names: the numbers that HookedTransformer draws from the same random state.
+def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Random matrices and their names, one after another: what HookedTransformer draws from the same random state.
 
     Args:
         cfg: says how: its `init_mode` and `initializer_range`.
@@ -74,18 +75,16 @@ def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
     def place(name: str) -> tuple[int, int, int]:
         first, *middle, last = name.split(".")
-        if first != "blocks":
-            return ("embed", "pos_embed", "unembed").index(first) * 2 - 2, 0, 0
-        return 1, int(middle[0]), _IN_BLOCK.index(last)
+        inside = (int(middle[0]), _IN_BLOCK.index(last)) if first == "blocks" else (0, 0)
+        return _IN_MODEL.index(first), *inside
 
     shapes = {name: weight for name, weight in weights if "W_" in name}
-    drawn = {}
     for name in sorted(shapes, key=place):
-        drawn[name] = new = torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="cpu")
+        new = torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="cpu")
         if cfg.init_mode in _FILLS:
             _FILLS[cfg.init_mode](new, gain=cfg.initializer_range)
         elif cfg.init_mode == "muP":
             nn.init.normal_(new, std=1.0 if "embed" in name else calc_fan_in_and_fan_out(new)[0] ** -0.5)
         else:
             nn.init.normal_(new, std=cfg.initializer_range)
-    return drawn
+        yield name, new

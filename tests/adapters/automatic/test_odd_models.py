@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from adapters import UnsupportedModelError, verify
 from adapters.architecture import Architecture
 from adapters.automatic.declaration import infer
+from adapters.automatic.ends import cap_between
 from adapters.automatic.source import source_of
 from bridge import TransformerBridge
 from tests.conftest import tiny
@@ -173,9 +174,24 @@ def untrained(model_type: str) -> nn.Module:
 
 
 def test_a_soft_cap_of_logits_that_are_far_below_it() -> None:
-    assert inferred(untrained("gemma2")).cfg.output_logits_soft_cap == 30
+    bridge = inferred(untrained("gemma2"))
+    assert bridge.cfg.output_logits_soft_cap == 30 and verify(bridge).passed
+
+
+def test_a_soft_cap_behind_a_factor() -> None:
+    """``30 * tanh(0.5 * x / 30)``, and a straight line."""
+    x = torch.randn(3, 11, 99, generator=torch.Generator().manual_seed(0)) * 20
+    for cap, made in ((30.0, 30 * (0.5 * x / 30).tanh()), (-1.0, 0.5 * x), (None, x.sinh())):
+        assert cap_between(x, made) == cap
 
 
 def test_a_factor_of_the_embedding_that_is_not_written_in_five_digits() -> None:
     """The square root of 32 in bfloat16."""
     assert inferred(tiny_model("recurrent_gemma")).architecture.embed_factor == 5.65625
+
+
+def test_parts_that_write_far_less_than_the_stream_holds() -> None:
+    """What attention writes is near what rounding leaves of the stream: its block is no parallel one for that."""
+    bridge = inferred(untrained("modernbert-decoder"))
+    assert not bridge.offered().not_offered and not bridge.cfg.parallel_attn_mlp
+    assert "blocks.1.hook_resid_mid" in bridge.hook_dict and verify(bridge).passed
