@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from bridge.legacy.datasets import load_from_hub, tokenize_and_concatenate
 from bridge.legacy.missing import not_done, says_what_is_missing
-from bridge.legacy.tokens import lm_cross_entropy_loss
+from bridge.run.loss import lm_loss
 
 _TEXT = (
     "The old lighthouse keeper climbed the stairs every evening to light the lamp. From the window he could see the "
@@ -100,7 +100,7 @@ def induction_loss(
     tokens = half.repeat(1, 2)
     if cfg.default_prepend_bos if prepend_bos is None else prepend_bos:
         tokens[:, 0] = (model.tokenizer if tokenizer is None else tokenizer).bos_token_id
-    losses = lm_cross_entropy_loss(model(tokens, return_type="logits"), tokens, per_token=True)
+    losses = lm_loss(model(tokens, return_type="logits"), tokens, per_token=True)
     return losses[:, subseq_len + 1 :].mean()
 
 

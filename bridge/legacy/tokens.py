@@ -1,4 +1,4 @@
-"""Masks, losses and samples of tokens, as HookedTransformer's utils have them."""
+"""Masks and samples of tokens, as HookedTransformer's utils have them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
-
-from bridge.run.loss import lm_loss
-
-
-def lm_cross_entropy_loss(
-    logits: Float[Tensor, "batch pos d_vocab"],
-    tokens: Int[Tensor, "batch pos"],
-    attention_mask: Int[Tensor, "batch pos"] | None = None,
-    per_token: bool = False,
-) -> Float[Tensor, "..."]:
-    """The loss of predicting each next token, in nats."""
-    return lm_loss(logits, tokens, attention_mask, per_token)
 
 
 def lm_accuracy(

@@ -28,7 +28,6 @@ from bridge.legacy.tokens import (
     get_offset_position_ids,
     get_tokens_with_bos_removed,
     lm_accuracy,
-    lm_cross_entropy_loss,
     report_on_prompt,
     sample_logits,
 )
@@ -49,6 +48,7 @@ from bridge.legacy.weight_init import (
     init_xavier_normal_,
     init_xavier_uniform_,
 )
+from bridge.run.loss import lm_loss as lm_cross_entropy_loss
 
 test_prompt = report_on_prompt
 #: Activation functions by their names in configurations.

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 def lm_loss(
     logits: Float[Tensor, "batch pos d_vocab"],
     tokens: Int[Tensor, "batch pos"],
-    mask: Int[Tensor, "batch pos"] | None = None,
+    attention_mask: Int[Tensor, "batch pos"] | None = None,
     per_token: bool = False,
 ) -> Float[Tensor, ""] | Float[Tensor, "batch pos-1"]:
     """Cross-entropy of each next token, in float32 as transformers computes it.
@@ -19,7 +19,8 @@ def lm_loss(
     Args:
         logits: of every position.
         tokens: the tokens that were run.
-        mask: 1 for tokens and 0 for padding: where a token or its successor is padding, the loss is 0 and not counted.
+        attention_mask: 1 for tokens and 0 for padding: where a token or its successor is padding, the loss is 0 and not
+            counted.
         per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
 
     Raises:
@@ -34,11 +35,11 @@ def lm_loss(
         >>> lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
         tensor(4.)
     """
-    check_counted(tokens, mask)
+    check_counted(tokens, attention_mask)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     losses = cross_entropy(wide[:, :-1].transpose(1, 2), tokens[:, 1:].to(logits.device), reduction="none")
-    if mask is not None:
-        counted = (mask[:, :-1].bool() & mask[:, 1:].bool()).to(losses.dtype)
+    if attention_mask is not None:
+        counted = (attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).to(losses.dtype)
         losses = losses * counted
         return losses if per_token else losses.sum() / counted.sum()
     return losses if per_token else losses.mean()
@@ -48,7 +49,8 @@ def check_counted(tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos
     """Refuses tokens in which nothing is predicted: a mean over nothing is no number.
 
     Args:
-        tokens, mask: as for `lm_loss`.
+        tokens: as for `lm_loss`.
+        mask: its attention mask.
 
     Raises:
         ValueError: there is one token only, or no two tokens beside each other that are no padding.

@@ -166,5 +166,25 @@ def test_contexts(bridge, tokens):
     bridge(tokens)
     bridge.reset_hooks(clear_contexts=False)
     assert "mean" in bridge.hook_embed.ctx
+    bridge.clear_contexts()
+    assert bridge.hook_embed.ctx == {}
+    bridge(tokens)
     bridge.reset_hooks()
     assert bridge.hook_embed.ctx == {}
+
+
+def test_a_handle_says_what_it_removes(bridge, tokens):
+    plain = bridge(tokens)
+    handles = bridge.add_hook("hook_embed", lambda x, hook: x * 2, is_permanent=True, level=3)
+    handles.append(bridge.hook_embed.add_hook(hook=lambda x, hook: x * 2))
+    assert [(handle.is_permanent, handle.context_level) for handle in handles] == [(True, 3), (False, None)]
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(bridge(tokens), plain)
+
+
+def test_moving_a_bridge_is_moving_its_model(bridge, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bridge.original_model, "to", lambda *args, **kwargs: asked.append(args))
+    assert bridge.cuda() is bridge.cuda(1) is bridge.cuda("cuda:2") is bridge.cpu() is bridge
+    assert asked == [("cuda",), (torch.device("cuda", 1),), ("cuda:2",), ("cpu",)]
