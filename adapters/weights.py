@@ -297,7 +297,7 @@ class Weights:
 def _with_gradient(weight: Tensor) -> Tensor:
     """A view of a parameter shows its part of that parameter's gradient."""
     whole = weight._base
-    gradient = None if whole is None else whole.grad
+    gradient = whole.grad if whole is not None and whole.is_leaf else None  # (LoRA's are computed)
     if whole is not None and gradient is not None and gradient.stride() == whole.stride():
         offset = weight.storage_offset() - whole.storage_offset()
         weight.grad = gradient.as_strided(weight.shape, weight.stride(), gradient.storage_offset() + offset)

@@ -71,8 +71,6 @@ class WrappedModel(nn.Module):
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
         self.cfg: ModelConfig = found.cfg
-        self.block_paths = found.block_paths
-        self.block_output = found.block_output
         self.no_layer_runs = found.no_layer_runs
         self._wire(found)
         if found.inferred:
@@ -83,6 +81,7 @@ class WrappedModel(nn.Module):
 
     def _wire(self, found: ModelMap) -> None:
         self.wiring = Wiring(self.original_model, found.points, self.makes_points)
+        self.block_paths, self.block_output = found.block_paths, found.block_output
         self._inferred, self._not_offered = found.inferred, found.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
