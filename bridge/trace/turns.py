@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from greenlet import getcurrent, greenlet
 
@@ -19,14 +20,50 @@ class Leave(BaseException):
     """Takes a forward pass apart that is no longer needed. It never leaves its greenlet."""
 
 
+#: How many frames fewer than a new greenlet one that waits may have before the limit of recursion.
+_FEWER_FRAMES = 50
+
+
+class _Worker(NamedTuple):
+    """A greenlet that does one piece of work after another.
+
+    Attributes:
+        greenlet: the greenlet.
+        next_work: the list in which it finds its work.
+        depth: how many calls it stands behind for good: those in which its first piece of work began.
+    """
+
+    greenlet: greenlet
+    next_work: list[Callable[[], None]]
+    depth: int
+
+    @classmethod
+    def new(cls) -> _Worker:
+        """One that has not begun."""
+        frame, depth = sys._getframe(), 0
+        while frame.f_back is not None:
+            frame, depth = frame.f_back, depth + 1
+        next_work: list[Callable[[], None]] = []
+        return cls(greenlet(partial(_serve, next_work)), next_work, depth)
+
+    def has_room(self) -> bool:
+        """Whether its work can make about as many nested calls as that of a new one."""
+        if self.depth > _FEWER_FRAMES:
+            try:
+                sys._getframe(self.depth - _FEWER_FRAMES)
+            except ValueError:
+                return False  # we are not so deep now
+        return True
+
+
 class _Idle(threading.local):
     """A thread's greenlet that waits for its next piece of work: the frames of a new one need pages from the system.
 
     Attributes:
-        worker: the greenlet, and the list in which it finds its work; None where it is at work, or there is none yet.
+        worker: the greenlet; None where it is at work, or there is none yet.
     """
 
-    worker: tuple[greenlet, list[Callable[[], None]]] | None = None
+    worker: _Worker | None = None
 
 
 _IDLE = _Idle()
@@ -59,7 +96,7 @@ class Turns:
         self._thread = threading.get_ident()
         self._context = contextvars.copy_context()
         self._greenlet: greenlet | None = None
-        self._next_work: list[Callable[[], None]] = []
+        self._worker: _Worker | None = None
         self._state = TorchState.now()
         self._switchboard = Switchboard()
         self._leaving = False
@@ -98,7 +135,7 @@ class Turns:
             if mine != self._state or switchboard.guard is not None:
                 switchboard.exchange(self._state, mine, last=self.finished)
             if self.finished:
-                self._give_back(worker)
+                self._give_back()
 
     def pause(self) -> None:
         """Called by the work: gives the turn back until it is to go on."""
@@ -119,20 +156,18 @@ class Turns:
 
     def _begin(self) -> greenlet:
         idle, _IDLE.worker = _IDLE.worker, None
-        if idle is None:
-            idle = greenlet(partial(_serve, self._next_work)), self._next_work
-        worker, self._next_work = idle
-        self._next_work.append(self._do)
-        worker.gr_context = self._context
-        self._greenlet = worker
-        return worker
+        worker = self._worker = idle if idle is not None and idle.has_room() else _Worker.new()
+        worker.next_work.append(self._do)
+        worker.greenlet.gr_context = self._context
+        self._greenlet = worker.greenlet
+        return worker.greenlet
 
-    def _give_back(self, worker: greenlet) -> None:
-        self._greenlet = None
-        back = getcurrent()
-        if not worker.dead and back.parent is None:  # else it would keep somebody's greenlet
-            worker.gr_context = None
-            _IDLE.worker = worker, self._next_work
+    def _give_back(self) -> None:
+        worker, self._worker, self._greenlet = self._worker, None, None
+        # In somebody's greenlet it would keep that one.
+        if worker is not None and not worker.greenlet.dead and getcurrent().parent is None:
+            worker.greenlet.gr_context = None
+            _IDLE.worker = worker
 
     def _do(self) -> None:
         work, self._work = self._work, None

@@ -213,10 +213,8 @@ class Wiring:
             if not scope.users:
                 for point, listener in scope.members:
                     self.remove(point, (listener,))
-                if (
-                    not scope.recomputed
-                ):  # a listener holds its scope: the user's function would live until a collection
-                    scope.members.clear()
+                if not scope.recomputed:
+                    scope.members.clear()  # each holds the scope: the user's functions would live until a collection
 
     def listen(self, points: Iterable[HookPoint], listener: Listener) -> None:
         """Attaches a listener that only looks to many points."""
@@ -277,19 +275,21 @@ class Wiring:
 
     def sources_in(self, stack: str, depth: int) -> tuple[SiteHook, ...]:
         """The sites whose tensors the views of a block's points need."""
-        found = self._sources.get((stack, depth))
-        if found is None:
-            sites = [source for point in self._in_block(stack, depth) for source in point.point.sources]
-            found = self._sources[stack, depth] = tuple([self._sites[site] for site in dict.fromkeys(sites)])
-        return found
+        with self.lock:
+            found = self._sources.get((stack, depth))
+            if found is None:
+                sites = [source for point in self._in_block(stack, depth) for source in point.point.sources]
+                found = self._sources[stack, depth] = tuple([self._sites[site] for site in dict.fromkeys(sites)])
+            return found
 
     def elements_of(self, site: Site) -> tuple[SiteHook, ...]:
         """The sites of all elements of what a module returns, or is given; none where there is one alone."""
-        if not self._siblings:
-            for other in self._sites.values():
-                key = other.site.path, other.site.kind
-                self._siblings[key] = (*self._siblings.get(key, ()), other)
-        found = self._siblings.get((site.path, site.kind), ())
+        with self.lock:
+            if not self._siblings:
+                for other in self._sites.values():
+                    key = other.site.path, other.site.kind
+                    self._siblings[key] = (*self._siblings.get(key, ()), other)
+            found = self._siblings.get((site.path, site.kind), ())
         return found if len(found) > 1 else ()
 
     def _connect(self, point: HookPoint) -> None:

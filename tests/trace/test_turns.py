@@ -100,6 +100,31 @@ def test_from_any_depth(bridge, depths):
     assert len(wanted) == len(depths) and all(torch.equal(x, traced(bridge)) for x in wanted)
 
 
+def test_one_that_began_deep_does_not_serve_later_traces(bridge):
+    """What is called in a greenlet counts from where its first work began, as long as it lives."""
+
+    def deep(n: int) -> torch.Tensor:
+        return traced(bridge) if n == 0 else deep(n - 1)
+
+    def room(n: int = 0) -> int:
+        try:
+            return room(n + 1)
+        except RecursionError:
+            return n
+
+    def measure() -> None:
+        bridge.add_hook("blocks.0.hook_resid_pre", lambda x, hook: found.append(room()))
+        traced(bridge)
+        bridge.reset_hooks()
+
+    found: list[int] = []
+    for calls in ([measure], [lambda: deep(sys.getrecursionlimit() // 2), measure]):
+        thread = threading.Thread(target=lambda: [call() for call in calls])  # noqa: B023  # it ends here
+        thread.start()
+        thread.join()
+    assert found[1] > found[0] - 100
+
+
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE", default="nothing")
 
 
