@@ -112,8 +112,9 @@ class Part(nn.Module):
             CALLS.reset(token)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute in self._modules:
-            return self._modules[attribute]
+        for kept in ("_modules", "_parameters", "_buffers"):
+            if attribute in self.__dict__.get(kept, ()):
+                return self.__dict__[kept][attribute]
         if attribute.startswith("__") or "host" not in self.__dict__:
             raise AttributeError(attribute)
         if attribute == "module":

@@ -120,6 +120,15 @@ def test_optimizers_train_it():
     assert model.double().cfg.dtype == torch.float64
 
 
+def test_a_part_has_what_a_user_gives_it():
+    part = fresh().blocks[0].mlp
+    part.tally = nn.Parameter(torch.ones(2))
+    part.register_buffer("usual", torch.zeros(2))
+    assert torch.equal(part.tally, torch.ones(2)) and torch.equal(part.usual, torch.zeros(2))
+    with pytest.raises(AttributeError, match="tally"):
+        _ = components.MLP.__new__(components.MLP).tally
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"])
 def test_a_copy_of_a_part_stands_alone(family):
     model, tokens = fresh(family), reference(family)["tokens"]
