@@ -177,6 +177,9 @@ def ioi_eval(
     """How clearly a model prefers the indirect object to the subject.
 
     The names are compared at the first token in which they differ.
+
+    Raises:
+        ValueError: there are no prompts, one does not end with its name, or two names are the same.
     """
     if dataset is None:
         dataset = IOIDataset(tokenizer or model.tokenizer, num_samples=num_samples, symmetric=symmetric)
@@ -195,6 +198,8 @@ def ioi_eval(
                 raise ValueError(f"the names {right} and {wrong} do not differ at any token")
             before = logits[i, start + at - 1]
             differences.append(float(before[right[at]] - before[wrong[at]]))
+    if not differences:
+        raise ValueError("there are no prompts to evaluate on: the data set is empty")
     made = torch.tensor(differences, dtype=torch.float64)
     return {"Logit Difference": made.mean().item(), "Accuracy": (made > 0).double().mean().item()}
 

@@ -115,6 +115,11 @@ def test_a_prompt_that_does_not_end_with_the_answer(shipped, end):
         ioi_eval(shipped, data)
 
 
+def test_no_prompts_have_no_score(shipped):
+    with pytest.raises(ValueError, match="there are no prompts"):
+        ioi_eval(shipped, num_samples=1, symmetric=True)
+
+
 def test_names_of_several_tokens_are_compared_where_they_differ():
     rows = [{"prompt": torch.tensor([1, 2, 3, 4]), "IO": torch.tensor([3, 4]), "S": torch.tensor([3, 5, 6])}]
 
