@@ -97,7 +97,7 @@ def load(
         if clash:
             raise ValueError(f"{', '.join(clash)} would change how the model is loaded, but hf_model is loaded")
     name_or_path = hub_name(name_or_path)
-    if hf_model is None and name_or_path.startswith(OWN_FORMAT):
+    if hf_model is None and not os.path.isdir(name_or_path) and name_or_path.startswith(OWN_FORMAT):
         raise ValueError(
             f"{name_or_path} is stored in HookedTransformer's own format: "
             "bridge.legacy.HookedTransformer.from_pretrained loads it"

@@ -179,6 +179,13 @@ def test_a_folder_goes_before_a_short_name(monkeypatch, tmp_path, tokens):
     assert torch.equal(TransformerBridge.boot_transformers("gpt2-small")(tokens), model(tokens).logits)
 
 
+def test_a_folder_may_have_any_name(monkeypatch, tmp_path, tokens):
+    model = tiny("gpt2")
+    model.save_pretrained(tmp_path / "NeelNanda" / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(TransformerBridge.boot_transformers("NeelNanda/mine")(tokens), model(tokens).logits)
+
+
 def test_a_model_in_hookedtransformers_own_format_says_what_loads_it():
     with pytest.raises(ValueError, match=r"SoLU_1L512W_C4_Code is stored in HookedTransformer's own.*bridge.legacy"):
         TransformerBridge.boot_transformers("solu-1l")
