@@ -113,6 +113,13 @@ class Trace(InStep, Access):
             if self._is_ready and self.stops.turns is not None:
                 self.stops.turns.beside(self._after)  # where the model was never called
             self._pass = None
+            if self._inputs is not None:
+                self._inputs = self._of_the_prompts(self._inputs)
+
+    def _of_the_prompts(self, inputs: Inputs) -> Inputs:
+        """What tokens and rows are known from: a trace that is over holds no other argument of the run."""
+        names = ("input_ids", "inputs_embeds", "attention_mask", takes(self.bridge.core).main)
+        return Inputs({name: inputs.kwargs[name] for name in names if name in inputs.kwargs}, inputs.tokens, None)
 
     # What it ran, and what came of it.
 

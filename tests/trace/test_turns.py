@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from greenlet import getcurrent, greenlet
+from transformers import DynamicCache
 
 from bridge import TransformerBridge
 from bridge.trace.turns import Turns
@@ -188,3 +191,17 @@ def test_what_leaves_is_not_begun():
     turns.leave()
     turns.go_on()
     assert turns.finished and not done
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_trace_that_is_over_holds_no_arguments_of_the_run(bridge, stops):
+    cache = DynamicCache()
+    ref = weakref.ref(cache)
+    with bridge.trace(TOKENS, past_key_values=cache, stop_at_layer=2) as run:
+        _ = run["blocks.0.hook_resid_pre"]
+        if stops:
+            run.stop()
+    del cache
+    gc.collect()
+    assert ref() is None
+    assert torch.equal(run.tokens, TOKENS) and torch.equal(run.rows(0).tokens, TOKENS)
