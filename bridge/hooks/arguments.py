@@ -86,9 +86,10 @@ class _Parameter:
             TypeError: it does not.
         """
         kind = type(value)
-        asked: object = kind if kind in _ALIKE else None
-        if kind is Tensor and isinstance(value, Tensor):
-            asked = (value.dtype, value.shape)
+        if isinstance(value, Tensor):
+            asked: object = (value.dtype, value.shape) if kind is Tensor else None
+        else:
+            asked = kind if kind in _ALIKE else None
         if asked is not None and asked in self._fitting:
             return
         if not _fits(value, self._hint):

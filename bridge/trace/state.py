@@ -41,7 +41,7 @@ class TorchState(NamedTuple):
     @classmethod
     def now(cls) -> TorchState:
         """As it is."""
-        n_functions = _n_functions()
+        n_functions, autocast = _n_functions(), _any_autocast()
         # In one piece: this is done at every turn.
         return tuple.__new__(
             cls,
@@ -49,9 +49,9 @@ class TorchState(NamedTuple):
                 _grad(),
                 _inference(),
                 (
-                    _any_autocast() and torch.is_autocast_enabled("cpu"),
+                    autocast and torch.is_autocast_enabled("cpu"),
                     _autocast_type("cpu"),
-                    _any_autocast() and torch.is_autocast_enabled("cuda"),
+                    autocast and torch.is_autocast_enabled("cuda"),
                     _autocast_type("cuda"),
                 ),
                 _autocast_cache(),
