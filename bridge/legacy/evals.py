@@ -137,9 +137,9 @@ class IOIDataset(Dataset[dict[str, Tensor]]):
         seed: int | None = 42,
     ) -> None:
         self.tokenizer, self.prepend_bos = tokenizer, prepend_bos
-        self.templates = _TEMPLATES if templates is None else templates
-        self.names = _NAMES if names is None else names
-        self.nouns = _NOUNS if nouns is None else nouns
+        self.templates = list(_TEMPLATES if templates is None else templates)
+        self.names = list(_NAMES if names is None else names)
+        self.nouns = {kind: list(words) for kind, words in (_NOUNS if nouns is None else nouns).items()}
         if len(self.names) < 2:
             raise ValueError(f"two names are needed, for [A] and for [B]; there are {len(self.names)}")
         self._random = random.Random(seed)

@@ -115,6 +115,15 @@ def test_a_prompt_that_does_not_end_with_the_answer(shipped, end):
         ioi_eval(shipped, data)
 
 
+def test_what_a_data_set_is_made_of_is_its_own(shipped):
+    data = IOIDataset(shipped.tokenizer, num_samples=1)
+    data.nouns["OBJECT"].append("tea")
+    data.names += ["Ann"]
+    data.templates += TEMPLATES
+    other = IOIDataset(shipped.tokenizer, num_samples=1)
+    assert "tea" not in other.nouns["OBJECT"] and len(other.names) == len(other.templates) == 2
+
+
 def test_no_prompts_have_no_score(shipped):
     with pytest.raises(ValueError, match="there are no prompts"):
         ioi_eval(shipped, num_samples=1, symmetric=True)
