@@ -82,8 +82,14 @@ def test_a_bridge_functions_and_a_ray_data_set(cluster, embedded, tmp_path):
 
 def workers():
     """The processes of the pool."""
-    mine = psutil.Process().children(recursive=True)
-    return [process for process in mine if any("MapWorker" in part for part in process.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any("MapWorker" in part for part in process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:  # it ended since; one whose end nobody has noticed is such a one, too
+            continue
+    return found
 
 
 def test_a_worker_dies(cluster, tmp_path, expected):
