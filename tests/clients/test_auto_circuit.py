@@ -88,7 +88,11 @@ def test_edge_attribution_scores_are_the_masks_gradients(patchable, loader):
 
 
 def test_acdc_agrees_with_its_own_check(patchable, loader):
-    acdc_prune_scores(
-        patchable, loader, None, tao_exps=[-3], tao_bases=[1], test_mode=True, run_circuits_ref=run_circuits,
+    # The order of its edges changes with the hash seed. With a larger threshold some orders remove every edge, and
+    # then its check fails in itself: it takes the first of an empty list of edge counts.
+    scores = acdc_prune_scores(
+        patchable, loader, None, tao_exps=[-5], tao_bases=[1], test_mode=True, run_circuits_ref=run_circuits,
         show_graphs=False, draw_seq_graph_ref=draw_seq_graph,
     )  # fmt: skip
+    left = sum(int(score.isinf().sum()) for score in scores.values())
+    assert 0 < left < patchable.n_edges, "some edges are removed, and some are not"
