@@ -251,10 +251,7 @@ class HookPoint:
             return self._read(x, call, copy, view) if mine else x
         if context.run is not None and context.run.gradients:
             refuse_unknown_recomputation(self)
-        act = x if view.identity else view.get(x, call)
-        if copy or view.writes_through:  # the site's tensor is about to be written to
-            act = act.clone()
-        act, changed = self._edited(mine, act, view)
+        act, changed = self._edited(mine, self._shown(x, call, copy, view), view)
         if changed:
             x = view.put(x, act, call)
         if self.point.followers:
@@ -266,10 +263,7 @@ class HookPoint:
         mine = self.heard_by()
         if not wants_gradients(mine):
             return self._edit(x, call, copy, view)
-        act = x if view.identity else view.get(x, call)
-        if copy or view.writes_through:  # the site's tensor is about to be written to
-            act = act.clone()
-        act, changed = self._edited(mine, act, view)
+        act, changed = self._edited(mine, self._shown(x, call, copy, view), view)
         self._check_recomputation()
         backward = (
             [listener for listener in mine if listener.kind in ("bwd", "edge")] if act.is_floating_point() else []
@@ -291,6 +285,12 @@ class HookPoint:
         run = CURRENT.get().run
         if run is not None and run.gradients:
             refuse_unknown_recomputation(self)
+
+    @staticmethod
+    def _shown(x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
+        """The activation, as a copy where the site's tensor is about to be written to."""
+        act = x if view.identity else view.get(x, call)
+        return act.clone() if copy or view.writes_through else act
 
     def _edited(self, mine: list[Listener], act: Tensor, view: View) -> tuple[Tensor, bool]:
         """What the functions make of the activation, in turn, and whether anything came of it."""

@@ -51,9 +51,7 @@ def closed(trace: OpenTrace) -> None:
         trace: the trace.
     """
     # Not simply what was there before: several may be open, and end in any order.
-    before = _OPEN.get()
-    last = len(before) == 1 and before[0][1] is trace
-    _OPEN.set(() if last else tuple([entry for entry in before if entry[1] is not trace]))
+    _OPEN.set(tuple([entry for entry in _OPEN.get() if entry[1] is not trace]))
 
 
 def trace_of(names: object, asked: str) -> OpenTrace:

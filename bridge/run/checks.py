@@ -25,13 +25,13 @@ def as_tokens(input: Any) -> Tensor:
         TypeError: it is neither.
         ValueError: it has another number of axes, no rows, no tokens, or rows of different lengths.
     """
-    if not isinstance(input, Tensor) and isinstance(input, list | tuple):
-        input = _from_lists(input)
     if not isinstance(input, Tensor):
-        raise TypeError(
-            f"the input is {type(input).__name__}; it must be a text, a list of texts, tokens [pos] or [batch, pos], "
-            "or embeddings [batch, pos, d_model]"
-        )
+        if not isinstance(input, list | tuple):
+            raise TypeError(
+                f"the input is {type(input).__name__}; it must be a text, a list of texts, tokens [pos] or "
+                "[batch, pos], or embeddings [batch, pos, d_model]"
+            )
+        input = _from_lists(input)
     if input.dtype not in _INTEGERS:
         raise TypeError(f"tokens must be whole numbers, not {input.dtype}")
     if input.ndim not in (1, 2):

@@ -20,7 +20,7 @@ from bridge.run.hooked import check_hooks_run
 from bridge.run.loss import check_counted, lm_loss
 from bridge.run.model_inputs import Inputs, check_arguments, prepare
 from bridge.run.protocol import Input, Runs
-from bridge.wiring.compiled import as_written, ever_compiled
+from bridge.wiring.compiled import as_written
 
 RETURN_TYPES = ("logits", "loss", "both", "predictions", "logits_and_cache", None)
 _OURS = (
@@ -156,9 +156,7 @@ class ReadyPass:
             return _stopped(self.bridge, self.run, self.inputs, self.stop)
         model = self.bridge.wiring.model
         if self._listening or self._start is not None:
-            if ever_compiled():  # as it was written
-                return as_written(model, with_its_hooks, (model, (), self.inputs.kwargs), {})
-            return with_its_hooks(model, (), self.inputs.kwargs)
+            return as_written(model, with_its_hooks, (model, (), self.inputs.kwargs), {})
         return model(**self.inputs.kwargs)
 
 

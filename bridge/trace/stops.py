@@ -218,8 +218,7 @@ class Stops:
         # Of a block that has run nothing else is to come.
         if not (site.kind == "output" and hook.name.endswith(".hook_resid_post")):
             self._openings.watch(self._wiring.sources_in(hook.point.stack, hook.point.depth))
-        if elements := self._wiring.elements_of(site):
-            self._openings.watch(elements)
+        self._openings.watch(self._wiring.elements_of(site))
         self._points[hook] = Listener("fwd", self._on_point, self._scope, in_run=True)
         self._wiring.add(hook, self._points[hook])
 

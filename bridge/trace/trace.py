@@ -53,17 +53,15 @@ class Trace(InStep, Access):
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         kwargs = {} if model_kwargs is None else model_kwargs
-        if kwargs:
-            check_arguments(bridge.core, kwargs, _OURS)
-        layers = start_at_layer, stop_at_layer
-        self._layers = _ALL if layers == _ALL else checked_layers(bridge, *layers)
+        check_arguments(bridge.core, kwargs, _OURS)
+        self._layers = checked_layers(bridge, start_at_layer, stop_at_layer)
         if isinstance(capture, str):
             raise TypeError(f"capture is {capture!r}; it must be a list of names")
-        kept = tuple([bridge.names.find(name) for name in capture]) if capture else ()
+        kept = [bridge.names.find(name) for name in capture]
         scope = Scope(of_one_run=True)
         stops = Stops(bridge.wiring, scope, places, kept)
-        super().__init__(stops)
-        self.bridge = bridge
+        InStep.__init__(self, stops)
+        Access.__init__(self, bridge, stops)
         for hook in kept if self._layers != _ALL else ():
             self._check_runs(hook.name)
         self._pass: ReadyPass | None = ReadyPass(
@@ -79,8 +77,7 @@ class Trace(InStep, Access):
 
     def _begin(self, turns: Turns) -> None:
         refuse_checkpointing(self.bridge)
-        if self.stops.captured:
-            self.stops.listen_to_captured()
+        self.stops.listen_to_captured()
         turns.beside(self._get_ready)  # what can be refused is refused here
         self._show(self.bridge.names, self)
 
@@ -269,8 +266,7 @@ class Trace(InStep, Access):
             return kept
         if self._layers != _ALL:
             self._check_runs(name)
-        stop = self.stops.reach(hook) if self._state == "open" else self.reach(hook)
-        found: Tensor = stop.value
+        found: Tensor = self.reach(hook).value
         return found
 
     def __setitem__(self, name: str, value: Tensor) -> None:
@@ -279,7 +275,7 @@ class Trace(InStep, Access):
         super().__setitem__(name, value)
 
     def reach(self, asked: Any) -> Stop:
-        if self._state == "new" or self._state == "stopped" or self.stops.turns is None:
+        if self._state in ("new", "stopped") or self.stops.turns is None:
             raise RuntimeError(
                 "the trace has not begun: with bridge.trace(prompt) as run: ..."
                 if self._state == "new"

@@ -80,11 +80,11 @@ class SiteHook:
 
     def discard(self, point: HookPoint) -> None:
         """The reverse of `add`."""
-        if len(self.points) > 1:
-            self.points = tuple([p for p in self.points if p is not point])
+        self.points = tuple([p for p in self.points if p is not point])
+        if self.points:
             self.listeners_changed()
-        elif point in self.points:
-            self.points, self._last_writer = (), -1
+        else:
+            self._last_writer = -1
             self.update()
 
     def update(self) -> None:

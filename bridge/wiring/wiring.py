@@ -148,8 +148,7 @@ class Wiring:
                 self._connect(point)
             point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
             if listener.kind != "read":
-                if listener.scope is None or not listener.scope.of_one_run:
-                    self._count_editor(listener, 1)
+                self._count_editor(listener, 1)
                 self._listeners_changed(point)
                 if declared.followers or declared.branches:
                     self._connect_followers(point, listener)
@@ -158,15 +157,13 @@ class Wiring:
         """Removes listeners, and the torch hook if nobody is left. Those that are not there are ignored."""
         with self.lock:
             before = point.listeners
-            left: tuple[Listener, ...] = ()
-            if gone != before:
-                gone = tuple([listener for listener in gone if listener in before])
-                left = tuple([listener for listener in before if listener not in gone])
+            gone = tuple([listener for listener in gone if listener in before])
             if not gone:
                 return
+            left = tuple([listener for listener in before if listener not in gone])
             point.set_listeners(left)
             for listener in gone:
-                if listener.kind != "read" and (listener.scope is None or not listener.scope.of_one_run):
+                if listener.kind != "read":
                     self._count_editor(listener, -1)
             if self._following:
                 self._disconnect_followers(point, left)
@@ -293,8 +290,7 @@ class Wiring:
         return found if len(found) > 1 else ()
 
     def _connect(self, point: HookPoint) -> None:
-        if self.calls.modules:
-            self.calls.change(1)
+        self.calls.change(1)
         home = self._homes[point]
         if home is None:
             site = point.point.site
@@ -311,8 +307,7 @@ class Wiring:
 
     def _disconnect(self, point: HookPoint) -> None:
         self._connected -= 1
-        if self.calls.modules:
-            self.calls.change(-1)
+        self.calls.change(-1)
         home = self._homes[point]
         if home is None:
             self._taps.pop(point).disconnect(str(point.point.site.key), point)
@@ -338,6 +333,8 @@ class Wiring:
         """Direct calls of the model have to be told apart as passes while anyone may change something."""
         if listener.scope is None:
             self.changes += 1
+        elif listener.scope.of_one_run:
+            return
         self._editors += by
         if self._editors == by == 1:
             self._boundary.attach()
