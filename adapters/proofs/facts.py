@@ -169,17 +169,27 @@ def _output(evidence: Evidence, findings: Findings) -> None:
     if made is None or evidence.output is None or made.shape != evidence.output.shape:
         findings.holds(CLAIM, "cfg.output_logits_soft_cap", cap <= 0, f"it says {cap}, and there are no logits")
         return
-    expected = made.double()
+    made, seen = made.double(), evidence.output.double()
     if cap > 0:
-        factor = factor_of_small(expected.flatten(), evidence.output.double().flatten())
-        expected = cap * (expected * factor / cap).tanh()
-    rest = (evidence.output.double() - expected).flatten(0, -2)
-    bias, close = rest.mean(0), findings.tolerance * float(expected.abs().max())
-    if cap <= 0 and float(bias.abs().max()) > close >= float((rest - bias).abs().max()):  # the same in every row
-        findings.untold(CLAIM, "the logits are unembed.hook_out and a bias")
-        return
-    factor = float((expected * evidence.output.double()).sum() / expected.pow(2).sum())
-    findings.equal(CLAIM, "cfg.output_logits_soft_cap", evidence.output, (expected * factor).to(evidence.output.dtype))
+        expected = cap * (made * _factor_before(cap, made, seen) / cap).tanh()
+    else:
+        rest = (seen - made).flatten(0, -2)
+        bias, close = rest.mean(0), findings.tolerance * float(made.abs().max())
+        if float(bias.abs().max()) > close >= float((rest - bias).abs().max()):  # the same in every row
+            findings.untold(CLAIM, "the logits are unembed.hook_out and a bias")
+            return
+        expected = made * float((made * seen).sum() / made.pow(2).sum())
+    findings.equal(CLAIM, "cfg.output_logits_soft_cap", evidence.output, expected.to(evidence.output.dtype))
+
+
+def _factor_before(cap: float, x: Tensor, y: Tensor) -> float:
+    """What numbers are multiplied with before a soft cap, by those that it leaves below half of it."""
+    x, y = x.flatten(), y.flatten()
+    told = y.abs() < cap / 2
+    if not bool(told.any()):
+        return factor_of_small(x, y)
+    x, y = x[told], cap * (y[told] / cap).atanh()
+    return float(x @ y) / max(float(x @ x), 1e-30)
 
 
 def factor_of_small(x: Tensor, y: Tensor) -> float:

@@ -89,6 +89,7 @@ class Doubled(View):
 
 Change = tuple[str, Any, str]
 SMALL = "it offers less of the same model"
+GIVEN = "what the experts are given is what the router chose: the same numbers, seen one step later"
 FIRST = "of a tuple, no element means the first"
 BATCHED = "what has a batch axis already is shown as it is"
 
@@ -268,7 +269,8 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     )
     yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
     returns = "choice" if part.router_returns == "logits" else "logits"
-    yield f"router returns {returns}", replace(part, router_returns=returns), ""
+    same = GIVEN if returns == "logits" and part.chosen_by == "probabilities" else ""
+    yield f"router returns {returns}", replace(part, router_returns=returns), same
     yield "in batches or not", replace(part, in_batches=not part.in_batches), ""
     if part.router_matrix:
         yield "router's own matrix", replace(part, router_matrix=""), ""

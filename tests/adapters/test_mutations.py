@@ -46,6 +46,7 @@ EACH = {
     ("gpt2", "cfg.act_fn = 'gelu'"): GATED,
     ("gpt2", "cfg.scale_attn_by_inverse_layer_idx = True"): SCORES,
     ("gpt2", "pos_embed left out"): ENDS,
+    ("bloom", "embedding times 2"): ENDS,
     ("gpt2", "blocks: second output"): CHAIN,
     ("gpt2", "blocks: longer output"): CHAIN,
     ("gpt_neo", "cfg.window_size = 5"): MASK,
@@ -141,6 +142,22 @@ def test_every_change_of_a_relative_is_refused(model_type: str) -> None:
 @pytest.mark.parametrize("case", [*USUAL, *ALIKE, *OTHER])
 def test_every_change_is_refused(case: str) -> None:
     assert not accepted(tiny(case))
+
+
+def test_a_choice_is_the_same_where_the_experts_are_given_it() -> None:
+    """So "router returns logits" is no wrong declaration of a mixture whose router returns its choice."""
+    model, mutation = found("qwen2_moe-gqa", "blocks: MoE: router returns logits")
+    assert mutation.same
+    declared, tokens = TransformerBridge(model), torch.arange(3, 21).reshape(2, 9)
+    with declared_as(mutation.declared):
+        other = TransformerBridge(model)
+    names = [name for name in declared.hook_dict if ".mlp." in name]
+    caches = [bridge.run_with_cache(tokens, names_filter=names)[1] for bridge in (declared, other)]
+    assert names and all(torch.equal(*(cache[name] for cache in caches)) for name in names)
+    for name in ("router_logits", "expert_weights", "topk_weights", "expert_indices"):
+        hook = (f"blocks.1.mlp.hook_{name}", lambda x, hook: x.flip(-1))
+        runs = [bridge.run_with_hooks(tokens, fwd_hooks=[hook]) for bridge in (declared, other)]
+        assert torch.equal(*runs) and not torch.equal(runs[0], model(tokens).logits), name
 
 
 def changed_step(model: PreTrainedModel, index: int, **fields: Any) -> Architecture:

@@ -31,7 +31,8 @@ OTHERS = (
     "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "moshi", "nemotron", "olmo", "olmo2", "olmo3",
     "olmoe", "persimmon", "phi4_multimodal", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
     "vaultgemma", "youtu",
-    "bart", "blenderbot", "marian", "mbart", "pegasus", "plbart",
+    "bart", "blenderbot", "got_ocr2", "marian", "mbart", "moss_transcribe_diarize", "pegasus",
+    "plbart", "whisper",
 )  # fmt: skip
 #: Encoders and decoders, and models of images, or of sound, and text.
 ENCODER_DECODERS = ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart")
@@ -66,8 +67,10 @@ def is_proved_and_inferred(model: PreTrainedModel) -> None:
     declared, inferred = TransformerBridge(model), TransformerBridge(model, automatic="always")
     assert inferred.offered().inferred and not declared.offered().inferred
     assert set(inferred.hook_dict) == set(declared.hook_dict)
+    # Some configurations have a name of their own for the number of positions.
+    not_seen = NOT_SEEN | {"n_ctx"} if inferred.cfg.n_ctx is None else NOT_SEEN
     for field in fields(ModelConfig):
-        if field.name not in NOT_SEEN:
+        if field.name not in not_seen:
             one, other = getattr(declared.cfg, field.name), getattr(inferred.cfg, field.name)
             assert one == pytest.approx(other, rel=1e-4) if isinstance(one, float) else one == other, field.name
     names = list(declared.hook_dict)
@@ -139,7 +142,9 @@ def test_every_relative_is_proved_in_full(model_type: str) -> None:
 
 @pytest.mark.slow
 def test_these_are_all() -> None:
-    found = {name for name in types() if name not in CANNOT_BE_BUILT and has_declaration(tiny_model(name))}
+    # BlenderbotSmall's adapter is for an encoder and a decoder; of its decoder alone all is inferred.
+    left_out = {*CANNOT_BE_BUILT, "transformer_bridge_native", "blenderbot-small"}
+    found = {name for name in {*types()} - left_out if has_declaration(tiny_model(name))}
     assert found == {*SAMPLE, *OTHERS, *FIRST}
 
 
@@ -160,6 +165,7 @@ def test_latent_values_of_another_width() -> None:
         ("flint", {"decoder_sparse_step": 1, "mlp_only_layers": [0]}),
         ("laguna", {"moe_routed_scaling_factor": 1.5}),
         ("stablelm", {"use_parallel_residual": True}),
+        ("vaultgemma", {"final_logit_softcapping": 2.0}),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "n_shared_experts": 2}),
     ],
 )
@@ -204,9 +210,13 @@ def variants(config: PreTrainedConfig) -> Iterator[dict[str, object]]:
 def test_any_option_is_declared_or_left_to_inference(model_type: str) -> None:
     """With one option changed, what is declared is proved; or the declaration says that it is not for that."""
     config, tried = tiny_config(model_type), 0
-    for fields_changed in variants(config):
+    text = config.get_text_config()
+    for fields_changed in variants(text):
         try:
-            model = tiny_model(model_type, **fields_changed)
+            if text is config:
+                model = tiny_model(model_type, **fields_changed)
+            else:
+                model = tiny_model(model_type, text_config=type(text)(**{**text.to_dict(), **fields_changed}))
             model(torch.arange(3, 14)[None])
         except (StrictDataclassError, ValueError, TypeError, RuntimeError, IndexError, KeyError, ZeroDivisionError):
             continue  # transformers has no such model

@@ -64,7 +64,9 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     positions = evidence.get("hook_pos_embed") if architecture.pos_embed not in shifts else None
     if architecture.embed_norm:
         norm = evidence.call(evidence.base, architecture.embed_norm.path)
-        findings.equal(ENDS, "embed norm", norm.input if norm else None, tokens.result if tokens else None)
+        made = tokens.result if tokens else None
+        scaled = None if made is None else made * architecture.embed_factor
+        findings.equal(ENDS, "embed norm", norm.input if norm else None, scaled)
     if stream is None or embed is None:
         findings.holds(ENDS, first, False, "the embedding or the first block did not run")
         return
