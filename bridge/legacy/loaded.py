@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from bridge.bridge import TransformerBridge
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
 from bridge.legacy.utilities.devices import get_device
-from bridge.loading.boot import text_model
+from bridge.loading.boot import UnknownArgumentError, load, text_model
 from bridge.run.tokenization import TokenError
 
 #: What a model may be made from.
@@ -26,6 +27,11 @@ Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
 
 class LoadedAsBefore(TransformerBridge):
     """A bridge that is loaded with HookedTransformer's arguments, or made from its configuration."""
+
+    @classmethod
+    def from_pretrained(cls, model_name: str, **kwargs: Any) -> Any:
+        """Loads a model."""
+        raise NotImplementedError
 
     @classmethod
     def _load(
@@ -52,7 +58,11 @@ class LoadedAsBefore(TransformerBridge):
             loading |= {"dtype": kind, "device": None if "device_map" in passed_on else target}
         else:
             loading |= {"hf_model": _copied(text_model(hf_model), processing, kind, target), "n_ctx": None}
-        bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
+        try:
+            bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
+        except UnknownArgumentError as error:  # whose names are HookedTransformer's here
+            known = {**inspect.signature(cls.from_pretrained).parameters, **inspect.signature(load).parameters}
+            raise UnknownArgumentError(error.name, error.loader, known) from error.__cause__
         bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
         return bridge
 

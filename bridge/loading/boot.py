@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +15,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from bridge.hooks.names import suggestion
 from bridge.loading.model_names import OWN_FORMAT, hub_name
 from bridge.loading.patches import Patches, WeightConversions, keep_recording, patched
 from bridge.loading.training_checkpoints import checkpoint_revision
@@ -23,6 +25,20 @@ from bridge.native import NativeConfig, NativeModel
 DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 #: How much each device, or the CPU, may hold, likewise.
 MaxMemory = Mapping[int | str, int | str] | None
+
+
+class UnknownArgumentError(TypeError):
+    """An argument for loading a model that neither the bridge nor Hugging Face's class knows.
+
+    Args:
+        name: of the argument.
+        loader: what the class is called.
+        known: the bridge's own arguments.
+    """
+
+    def __init__(self, name: str, loader: str, known: Iterable[str]) -> None:
+        super().__init__(f"{name!r} is an argument of neither the bridge nor {loader}.{suggestion(name, known)}")
+        self.name, self.loader = name, loader
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,7 @@ def load(
     Raises:
         ValueError: arguments that exclude each other, a checkpoint that does not exist, or a model that is stored in
             HookedTransformer's own format.
+        UnknownArgumentError: an argument that nobody knows.
     """
     if hf_model is not None:
         given = {
@@ -134,8 +151,14 @@ def load(
             kwargs |= {"device_map": device_map} | ({"max_memory": max_memory} if max_memory else {})
         given = {"dtype": dtype, "attn_implementation": attn_implementation, "quantization_config": quantization_config}
         kwargs |= {name: value for name, value in (given | dict(from_pretrained or {})).items() if value is not None}
+        if not load_weights and (idle := kwargs.keys() - {"config", *where, "dtype", "attn_implementation"}):
+            raise ValueError(f"{', '.join(sorted(idle))} would say how weights are loaded, but load_weights is False")
         with _bars(progress), patched(patches, weight_conversions, loader, config):
-            hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
+            try:
+                hf_model = loader.from_pretrained(repository, **kwargs) if load_weights else _empty(loader, kwargs)
+            except TypeError as error:
+                _explain_unknown(error, from_pretrained or {}, loader)
+                raise
             keep_recording(hf_model, patches)
         if model_class is None:
             hf_model = text_model(hf_model)
@@ -228,6 +251,13 @@ def _class_for(config: PreTrainedConfig) -> type[Any]:
         if found is not None:
             return found
     return transformers.AutoModelForCausalLM
+
+
+def _explain_unknown(error: TypeError, given: Collection[str], loader: type[Any]) -> None:
+    """Raises our own error where Hugging Face's says that it does not know an argument of the user's."""
+    for name in given:
+        if f"unexpected keyword argument {name!r}" in str(error):
+            raise UnknownArgumentError(name, loader.__name__, inspect.signature(load).parameters) from error
 
 
 def _empty(loader: Any, kwargs: dict[str, Any]) -> nn.Module:

@@ -143,9 +143,11 @@ def test_arguments_of_the_bridge_and_of_hugging_face_are_passed_on():
 
 @pytest.mark.unchecked
 def test_arguments_that_nobody_knows():
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'trust_remote_cod'"):
-        HookedTransformer.from_pretrained(str(DATA / "gpt2"), trust_remote_cod=True)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'load_in_8bit'"):
+    for wrong, meant in (("trust_remote_cod", "trust_remote_code"), ("centre_unembed", "center_unembed")):
+        said = rf"^'{wrong}' is an argument of neither the bridge nor GPT2LMHeadModel. Did you mean {meant}\?$"
+        with pytest.raises(TypeError, match=said):
+            HookedTransformer.from_pretrained(str(DATA / "gpt2"), **{wrong: True})
+    with pytest.raises(TypeError, match=r"'load_in_8bit' is an argument of neither the bridge nor GPT2LMHeadModel\."):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), load_in_8bit=True)
     with pytest.raises(ValueError, match="dtype is 'float8'"):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), dtype="float8")

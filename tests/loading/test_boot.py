@@ -75,6 +75,16 @@ def test_without_weights(folder):
         verify(bridge)
 
 
+def test_what_nobody_knows_or_nothing_uses_is_refused(folder):
+    with pytest.raises(
+        TypeError, match=r"^'cache_dirr' is an argument of neither the bridge nor .*\. Did you mean cache_dir\?$"
+    ):
+        TransformerBridge.boot_transformers(folder, cache_dirr="here")
+    for given in ({"device_map": "cpu"}, {"quantization_config": {}}, {"weights_only": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(given))} would say how weights are loaded, but load_weights"):
+            TransformerBridge.boot_transformers(folder, load_weights=False, **given)
+
+
 def test_device_map(folder, tokens):
     bridge = TransformerBridge.boot_transformers(folder, device_map="cpu")
     assert torch.equal(bridge(tokens), TransformerBridge.boot_transformers(folder)(tokens))
