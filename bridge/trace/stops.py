@@ -103,6 +103,11 @@ class Stops:
         place = self._places.of(asked) if isinstance(asked, HookPoint) else self._places.of_module(*asked)
         line = asking_line()
         at = self._at()
+        if self.here is not None and _stand_together(asked, self.here.asked):
+            raise PointPassedError(
+                f"the model is at {place.name}, which was asked for as {self.here.place.name} in\n    {self.here.line}\n"
+                f"and is asked for once more in\n    {line}\nOne trace shows this place under one of the two"
+            )
         if self.turns.finished or (at is not None and has_passed(place, at[0])):
             missed = asked in self.captured and asked not in self.kept
             raise self._never(place, line, None) if missed else self._passed(place, line, at)
@@ -289,3 +294,16 @@ class Stops:
             _, _, line = self._waiting
             self._waiting = (("", ""), self._places.of(hook), line)
             self._stop_at(None)
+
+
+def _stand_together(one: Asked, other: Asked | None) -> bool:
+    """Whether a hook point and a module's input or output are at one place: torch looks for hooks there only once."""
+    for point, module in ((one, other), (other, one)):
+        if isinstance(point, HookPoint) and isinstance(module, tuple):
+            site = point.point.site
+            return site.path == module[0] and module[1] == _SHOWN.get(site.kind)
+    return False
+
+
+#: What of a module is asked for at a site of a kind.
+_SHOWN = {"input": "inputs", "output": "output"}

@@ -124,6 +124,23 @@ def test_modules_take_their_own_type(bridge, tokens):
         module.output = torch.zeros_like(module.output, dtype=torch.long)
 
 
+@pytest.mark.parametrize("name", ["blocks.1.hook_resid_pre", "blocks.1.hook_mlp_out"])
+def test_a_module_and_a_hook_point_at_one_place(bridge, tokens, name):
+    site = bridge.hook_dict[name].point.site
+    what = "output" if site.kind == "output" else "inputs"
+    together = pytest.raises(PointPassedError, match="under one of the two")
+    with torch.no_grad(), bridge.trace(tokens) as run:
+        run[name]
+        with together:
+            getattr(run.module(site.path), what)
+        run["blocks.1.hook_resid_post"]  # the model has not gone on
+    with torch.no_grad(), bridge.trace(tokens) as run:
+        getattr(run.module(site.path), what)
+        with together:
+            run[name] *= 2
+    assert torch.equal(run.logits, bridge(tokens))
+
+
 OTHERS = {
     "another": lambda run: run.__setitem__(B, run[A]),
     "a part of another": lambda run: run[B].__setitem__((..., 0), run[A][..., 0]),
