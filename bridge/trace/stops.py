@@ -105,8 +105,8 @@ class Stops:
         at = self._at()
         if self.here is not None and _stand_together(asked, self.here.asked):
             raise PointPassedError(
-                f"the model is at {place.name}, which was asked for as {self.here.place.name} in\n    {self.here.line}\n"
-                f"and is asked for once more in\n    {line}\nOne trace shows this place under one of the two"
+                f"the model is at {self.here.place.name}, for\n    {self.here.line}\n"
+                f"and {place.name} is the same place, asked for in\n    {line}\nOne trace shows it under one of the two"
             )
         if self.turns.finished or (at is not None and has_passed(place, at[0])):
             missed = asked in self.captured and asked not in self.kept
