@@ -11,6 +11,7 @@ from torch import Tensor
 from bridge.facade.generation import GenerationMethods
 from bridge.facade.runs import RunMethods
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.context import without_hooks
 from bridge.run.protocol import Input
 from bridge.trace.edit import Body, Edit, points_asked_for
 from bridge.trace.generation import GenerationTrace
@@ -147,7 +148,8 @@ class TraceMethods(RunMethods, GenerationMethods):
         """
         if points is None:
             probe = torch.zeros(1, 4, dtype=torch.long) if prompt is None else prompt
-            with torch.no_grad(), self.trace(probe) as run:
+            # The user's hooks see nothing of it.
+            with torch.no_grad(), without_hooks(), self.trace(probe) as run:
                 found = points_asked_for(self.names, body, run)
         else:
             found = [self.names.find(name) for name in points]

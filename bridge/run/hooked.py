@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bridge.hooks.context import CURRENT, Scope
+from bridge.hooks.context import CURRENT, RunContext, Scope
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import HookFunction, Kind, Listener
 from bridge.hooks.names import NamesFilter
@@ -91,19 +91,33 @@ def check_hooks_run(bridge: Runs, start: int | None, stop: int | None) -> None:
     Raises:
         ValueError: there is such a hook. (One that was added stays silent in the runs that leave its layer out.)
     """
-    context = CURRENT.get()
+    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
+    refuse_silent(bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}")
+
+
+def refuse_silent(bridge: Runs, runs: Callable[[int], bool], how: str, context: RunContext | None = None) -> None:
+    """Refuses a run that leaves out points at which hooks were opened for it, by name.
+
+    Args:
+        bridge: the bridge.
+        runs: whether the points at a depth run.
+        how: what leaves them out, for the error.
+        context: that of the run; None: the present one.
+
+    Raises:
+        ValueError: there is such a hook.
+    """
+    context = CURRENT.get() if context is None else context
     opened = context.shared - context.inherited - {None}
     if not (opened and bridge.refuses_silent_hooks):
         return
-    first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
     for hook in bridge.wiring.points.values():
-        if hook.listeners and not first <= hook.point.depth < last:
+        if hook.listeners and not runs(hook.point.depth):
             for listener in hook.listeners:
                 if listener.named and listener.scope in opened:
                     raise ValueError(
-                        f"{hook.name} has a hook of a `with` statement, and does not run with start_at_layer={start}, "
-                        f"stop_at_layer={stop}: the hook would never be called. Open it around other runs, or choose "
-                        "its points with a function"
+                        f"{hook.name} has a hook of a `with` statement, and does not run with {how}: the hook would "
+                        "never be called. Open it around other runs, or choose its points with a function"
                     )
 
 

@@ -242,7 +242,7 @@ def _check_like(value: Any, old: Any, what: str) -> None:
     """Refuses what cannot take the place of a tensor.
 
     Raises:
-        TypeError: it is no tensor where one was, or no tuple of as many elements.
+        TypeError: it is no tensor where one was, one of another type, or no tuple of as many elements.
         ValueError: it has another shape, or is on another device.
     """
     if isinstance(old, Tensor):
@@ -253,6 +253,8 @@ def _check_like(value: Any, old: Any, what: str) -> None:
                 f"{what} has shape {list(old.shape)} on {old.device}; what was assigned has {list(value.shape)} on "
                 f"{value.device}"
             )
+        if value.dtype != old.dtype:
+            raise TypeError(f"{what} is {old.dtype}, and {value.dtype} was assigned: assign .to({old.dtype}) of it")
     elif isinstance(old, tuple | list):
         if type(value) is not type(old) or len(value) != len(old):
             raise TypeError(f"{what} was a {type(old).__name__} of {len(old)}; {value!r} was assigned")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
 from bridge.hooks.listener import changed_in_place, version_of
+from bridge.trace.errors import LateEditError
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -65,3 +68,65 @@ class Copied:
             if isinstance(leaf, Tensor) and (leaf.requires_grad or changed_in_place(leaf, version)):
                 return True
         return False
+
+
+class GoneOnWith:
+    """Values that the model has gone on with, none of which is kept alive: what is done to them is done too late."""
+
+    def __init__(self) -> None:
+        self._counters: list[tuple[Tensor, int, str]] = []
+        # A tensor of inference mode does not count its versions.
+        self._as_they_were: list[tuple[weakref.ref[Tensor], str]] = []
+        self._copies: WeakTensorKeyDictionary | None = None
+
+    def add(self, value: Tensor, name: str) -> None:
+        """The model goes on with a value as it is now.
+
+        Args:
+            value: what the user may hold.
+            name: where it was shown.
+        """
+        if not value.is_inference():
+            self._counters.append((_counter_of(value), value._version, name))
+            return
+        if self._copies is None:
+            self._copies = WeakTensorKeyDictionary()
+        self._as_they_were.append((weakref.ref(value), name))
+        self._copies[value] = value.clone()
+
+    def check(self) -> None:
+        """Looks whether any was changed since.
+
+        Raises:
+            LateEditError: one was.
+        """
+        changed = [name for counter, version, name in self._counters if counter._version != version]
+        for ref, name in self._as_they_were:
+            value = ref()
+            if value is not None and self._copies is not None and not _is_same(value, self._copies[value]):
+                changed.append(name)
+        for name in changed:
+            raise LateEditError(
+                f"the value at {name} was changed in place after the model had gone on, which sees nothing of "
+                "that: change it before you ask for a later point, or change a copy (value.clone())"
+            )
+
+    def forget(self) -> None:
+        """What is done to them from now on does not matter."""
+        self._counters.clear()
+        self._as_they_were.clear()
+        self._copies = None
+
+
+def _counter_of(value: Tensor) -> Tensor:
+    """A tensor that counts the versions of another one, of which it holds nothing."""
+    if type(value) is not Tensor:
+        return value
+    counter = value.detach()
+    counter.data = value.new_empty(0)
+    return counter
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, NaN in the same places."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())

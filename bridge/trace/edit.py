@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, checked
+from bridge.hooks.listener import Listener, checked, in_its_place, version_of
 from bridge.hooks.names import Names
+from bridge.trace.copies import GoneOnWith
 from bridge.trace.errors import PointPassedError
 from bridge.trace.turns import Turns
 
@@ -119,22 +120,41 @@ class BodyInStep:
         self._here: HookPoint | None = None
         self._value: Tensor | None = None
         self._passed: set[HookPoint] = set()
+        self._gone_on_with = GoneOnWith()
 
     # The model's side.
 
     def come_to(self, hook: HookPoint, act: Tensor) -> Tensor | None:
-        """What becomes of an activation: None where the body does not replace it."""
+        """What becomes of an activation: None where the body does not replace it.
+
+        Raises:
+            LateEditError: the body changed a value in place with which the model had gone on.
+            RuntimeError: the point has come already.
+        """
+        if hook in self._passed:
+            raise RuntimeError(
+                f"{hook.name} came twice to {self.edit!r} in one forward pass, whose body runs once: attach it once "
+                "(trace_edit makes another of the same body)"
+            )
         if self._turns is None:
             self._turns = Turns(self._work)
             self._turns.go_on()
-        replaced: Tensor | None = None
+        new: Tensor | None = None
         if self._waiting is hook:
-            self._here, self._value, self._waiting = hook, act, None
+            given = act.clone()  # what the body holds and what the model holds are two
+            self._here, self._value, self._waiting = hook, given, None
+            version = version_of(given)
             self._turns.go_on()
-            replaced = None if self._value is act else self._value
+            self._gone_on_with.check()
+            if self._value is given:
+                self._gone_on_with.add(given, hook.name)
+                new = in_its_place(given, version, act, hook.view)
+            else:
+                new = self._value
+            new = None if new is None else new.clone()
             self._here = self._value = None
         self._passed.add(hook)
-        return replaced
+        return new
 
     def end(self) -> None:
         """The pass is over."""

@@ -19,25 +19,36 @@ class EveryStep:
         name: of the hook point.
         record: is given each operation.
         path: which part of the activation this is: one index after the other.
+        is_written: it comes from an operation that is recorded: to assign it to where it came from is nothing more.
     """
 
-    def __init__(self, name: str, record: Callable[[Operation], None], path: tuple[object, ...] = ()) -> None:
-        self._name, self._record, self._path = name, record, path
+    __slots__ = ("_is_written", "_name", "_path", "_record")
+
+    def __init__(
+        self, name: str, record: Callable[[Operation], None], path: tuple[object, ...] = (), is_written: bool = False
+    ) -> None:
+        self._name, self._record, self._path, self._is_written = name, record, path, is_written
 
     def __getitem__(self, index: object) -> EveryStep:
         return EveryStep(self._name, self._record, (*self._path, index))
 
     def __setitem__(self, index: object, value: Tensor | float | EveryStep) -> None:
         if isinstance(value, EveryStep):
-            if value._name != self._name:
-                self._no_value("read")
-            return  # `run[name][index] += v`, of which the addition is recorded already
-        kept = value.clone() if isinstance(value, Tensor) else value
+            EveryStep(self._name, self._record, (*self._path, index)).assign(value)
+            return
+        kept = _as_it_is(value)
         self._write((*self._path, index), lambda old: kept)
 
-    def assign(self, value: Tensor | float) -> None:
-        """Replaces the whole of it."""
-        self[...] = value
+    def assign(self, value: Tensor | float | EveryStep) -> None:
+        """Replaces the whole of it.
+
+        Raises:
+            RuntimeError: the value is another activation, or a part of one, which cannot be read here.
+        """
+        if not isinstance(value, EveryStep):
+            self[...] = value
+        elif not (value._is_written and value._name == self._name and _are_same(value._path, self._path)):
+            value._no_value("read")  # and what may be assigned is `run[name][index] += v`, which is recorded already
 
     def _write(self, path: tuple[object, ...], new: Callable[[Tensor], object]) -> None:
         def write(act: Any) -> None:
@@ -48,9 +59,14 @@ class EveryStep:
         self._record(write)
 
     def _augment(self, change: Callable[[Tensor, object], Tensor], value: object) -> EveryStep:
-        kept = value.clone() if isinstance(value, Tensor) else value
+        if isinstance(value, EveryStep):
+            value._no_value("read")
+        kept = _as_it_is(value)
         self._write(self._path or (...,), lambda old: change(old, kept))
-        return self
+        return self._written()
+
+    def _written(self) -> EveryStep:
+        return EveryStep(self._name, self._record, self._path, is_written=True)
 
     def __iadd__(self, value: object) -> EveryStep:  # type: ignore[misc]
         return self._augment(operator.add, value)
@@ -72,12 +88,17 @@ class EveryStep:
             self._no_value(f"asked for its {method}")
 
         def call(*args: object, **kwargs: object) -> EveryStep:
+            for other in (*args, *kwargs.values()):
+                if isinstance(other, EveryStep):
+                    other._no_value("read")
+            kept, named = [_as_it_is(x) for x in args], {name: _as_it_is(x) for name, x in kwargs.items()}
+
             def changed(old: Tensor) -> object:
                 new = old.clone()
-                return getattr(new, method)(*args, **kwargs)
+                return getattr(new, method)(*kept, **named)
 
             self._write(self._path or (...,), changed)
-            return self
+            return self._written()
 
         return call
 
@@ -91,10 +112,14 @@ class EveryStep:
         self._no_value("computed with")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _computed
     __matmul__ = __rmatmul__ = __neg__ = __lt__ = __gt__ = __le__ = __ge__ = _computed
 
-    def __bool__(self) -> bool:
+    def _looked_at(self, *other: object) -> NoReturn:
         self._no_value("looked at")
+
+    __bool__ = __len__ = __iter__ = __float__ = __int__ = __eq__ = __ne__ = __contains__ = _looked_at  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
@@ -104,6 +129,16 @@ class EveryStep:
         if given is None:
             raise RuntimeError(f"{getattr(func, '__name__', func)} was given an activation of every step")
         given._no_value(f"given to {getattr(func, '__name__', func)}")
+
+
+def _as_it_is(value: object) -> object:
+    """A value that nobody changes afterwards."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _are_same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    """Whether two paths are the same indices: Python makes both sides of ``x[i] += v`` with the same objects."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def apply(operations: list[Operation], act: Tensor, name: str, step: int) -> None:

@@ -54,6 +54,7 @@ class GenerationTrace(InStep):
         self._steps = Steps(tqdm(disable=True), self._generation)
         self._wanted: int | None = None
         self._current = 0
+        self._in_loop = False
         self._sequences: Tensor | None = None
 
     # The block.
@@ -100,16 +101,21 @@ class GenerationTrace(InStep):
             raise RuntimeError("the steps are there in the block: with bridge.trace_generate(prompt) as run: ...")
         turns = self.stops.turns
         assert turns is not None
-        if self._current == 0 and not turns.finished:
-            yield Step(self, 0)
-        while not turns.finished and self._state == "open":
-            self._wanted = self._current + 1
-            while self._wanted is not None and not turns.finished:
-                self.stops.go_on()
-            self._wanted = None
-            self.stops.check_late_edits()
-            if not turns.finished:
-                yield Step(self, self._current)
+        self._in_loop = True
+        try:
+            if self._current == 0 and not turns.finished:
+                yield Step(self, 0)
+            while not turns.finished and self._state == "open":
+                self._wanted = self._current + 1
+                while self._wanted is not None and not turns.finished:
+                    self.stops.go_on()
+                self._wanted = None
+                self.stops.gone_on_with.check()
+                self.stops.gone_on_with.forget()
+                if not turns.finished:
+                    yield Step(self, self._current)
+        finally:
+            self._in_loop = False
 
     def stop(self) -> None:
         """Ends the generation with the step that is under way; what was made so far stays."""
@@ -154,8 +160,7 @@ class GenerationTrace(InStep):
             name: a name or alias.
             value: what is spread over the activation, whose number of positions differs from step to step.
         """
-        if not isinstance(value, EveryStep):
-            self[name].assign(value)
+        self[name].assign(value)
 
     def _add(self, hook: HookPoint, operation: Operation) -> None:
         if self._state != "open":
@@ -184,10 +189,21 @@ class GenerationTrace(InStep):
             )
         return self.stops.reach(asked)
 
-    @property
-    def current(self) -> Step:
-        """The step that is under way."""
-        return Step(self, self._current)
+    def reach_now(self, asked: HookPoint | tuple[str, str]) -> Stop:
+        """Lets the model go on to something in the step that the loop is at.
+
+        Raises:
+            RuntimeError: the loop is at none.
+        """
+        if not self._in_loop:
+            name = asked.name if isinstance(asked, HookPoint) else ".".join(asked)
+            known = (
+                f'write to run["{name}"], which is done at every step, or ask'
+                if isinstance(asked, HookPoint)
+                else "ask"
+            )
+            raise RuntimeError(f"{name} is of one step, and the loop over run.steps is at none: {known} in the loop")
+        return self.reach_in(self._current, asked)
 
 
 class Step(Access):
@@ -210,13 +226,13 @@ class Step(Access):
 
 
 class _Parts(Step):
-    """The step that is under way, whichever that is: what ``bridge.blocks[3].output`` asks."""
+    """The step that the loop is at, whichever that is: what ``bridge.blocks[3].output`` asks."""
 
     def __init__(self, run: GenerationTrace) -> None:
         super().__init__(run, 0)
 
     def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
-        return self._run.current.reach(asked)
+        return self._run.reach_now(asked)
 
 
 class _StepEnds(StoppingCriteria):

@@ -49,7 +49,7 @@ class InStep:
         try:
             if error is None:
                 self._run_to_the_end()
-                self.stops.check_late_edits()
+                self.stops.gone_on_with.check()
         finally:
             self._end()
         if error is not None:
@@ -86,6 +86,7 @@ class InStep:
                 self.stops.turns.leave()
         finally:
             self.stops.detach()
+            self.stops.gone_on_with.forget()
             shown, self._shown = self._shown, None  # it may be this very object
             if shown is not None:
                 closed(shown)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeCopyMode,
     FakeTensorMode,
 )
 
 from adapters.experts import width
 from adapters.paths import module_at
+from bridge.hooks.context import without_hooks
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
 from bridge.run.forward import ReadyPass, checked_layers
@@ -24,7 +26,6 @@ from bridge.run.hooked import points_that_run
 from bridge.run.model_inputs import check_arguments
 from bridge.run.protocol import Input
 from bridge.run.recorder import watching
-from bridge.trace.copies import mapped
 from bridge.trace.protocol import Traced
 
 
@@ -83,15 +84,14 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
     def note(act: Tensor, hook: HookPoint) -> None:
         found[hook.name] = PointShape(tuple(act.shape), act.dtype)
 
-    def fake(x: Tensor) -> Tensor:
-        return mode.from_tensor(x)
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     watched = [hook for hook in points if hook not in experts]
-    with torch.no_grad(), watching(bridge.wiring, watched, note):
+    # The user's hooks see nothing of it: they would be given fake tensors.
+    with torch.no_grad(), without_hooks(), watching(bridge.wiring, watched, note):
         given = (ours["prepend_bos"], ours["padding_side"], ours["attention_mask"])
         with ReadyPass(bridge, input, *given, start, stop, kwargs, traced=True) as pass_:
-            pass_.inputs.kwargs = mapped(pass_.inputs.kwargs, fake)
+            with FakeCopyMode(mode):  # of a cache of keys and values too, into which the model would write fake ones
+                pass_.inputs.kwargs = copy.deepcopy(pass_.inputs.kwargs)
             try:
                 with mode, _experts_in_batches([module_at(bridge.original_model, path) for path in paths]):
                     pass_.run_model()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -14,8 +13,8 @@ from adapters.paths import module_at
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, checked, in_its_place, version_of
-from bridge.trace.copies import Copied, mapped
-from bridge.trace.errors import LateEditError, Line, PointNeverCameError, PointPassedError, asking_line
+from bridge.trace.copies import Copied, GoneOnWith, leaves, mapped
+from bridge.trace.errors import Line, PointNeverCameError, PointPassedError, asking_line
 from bridge.trace.places import Place, Places, has_passed
 from bridge.trace.turns import Turns
 from bridge.wiring.openings import Openings
@@ -58,6 +57,7 @@ class Stops:
         kept: the activations of captured points.
         gradients: the gradients that came, by the name of the hook point.
         seen: the names of the hook points that were shown with a graph.
+        gone_on_with: the values that were shown, and that the model has gone on with.
     """
 
     def __init__(self, wiring: Wiring, scope: Scope, places: Places, captured: Iterable[HookPoint] = ()) -> None:
@@ -75,7 +75,7 @@ class Stops:
         self._handles: dict[tuple[str, str], RemovableHandle] = {}
         self._openings = Openings(wiring, scope)
         self._ends: dict[HookPoint, Listener] = {}
-        self._given: list[tuple[weakref.ref[Tensor], int, str]] = []
+        self.gone_on_with = GoneOnWith()
 
     # The body's side.
 
@@ -103,8 +103,14 @@ class Stops:
         place = self._places.of(asked) if isinstance(asked, HookPoint) else self._places.of_module(*asked)
         line = asking_line()
         at = self._at()
+        if self.here is not None and _stand_together(asked, self.here.asked):
+            raise PointPassedError(
+                f"the model is at {self.here.place.name}, for\n    {self.here.line}\n"
+                f"and {place.name} is the same place, asked for in\n    {line}\nOne trace shows it under one of the two"
+            )
         if self.turns.finished or (at is not None and has_passed(place, at[0])):
-            raise self._passed(place, line, at)
+            missed = asked in self.captured and asked not in self.kept
+            raise self._never(place, line, None) if missed else self._passed(place, line, at)
         self._attach(asked, place if at is not None and at[0].group == place.group else None)
         self._waiting = (asked, place, line)
         self._missed = False
@@ -122,21 +128,6 @@ class Stops:
         if self.here is not None:
             self._last = (self.here.place, self.here.line)
         self.turns.go_on()
-
-    def check_late_edits(self) -> None:
-        """Looks whether a value was changed after the model had gone on with it.
-
-        Raises:
-            LateEditError: one was.
-        """
-        given, self._given = self._given, []
-        for ref, version, name in given:
-            value = ref()
-            if value is not None and value._version != version:
-                raise LateEditError(
-                    f"the value at {name} was changed in place after the model had gone on, which sees nothing of "
-                    "that: change it before you ask for a later point, or change a copy (value.clone())"
-                )
 
     def detach(self) -> None:
         """Listens to nothing any more, but to what is captured."""
@@ -250,8 +241,8 @@ class Stops:
             self.kept[hook] = new
         if new.requires_grad:
             self._keep_gradient(new, hook.name)
-        if not replaced and version is not None:
-            self._given.append((weakref.ref(given), given._version, hook.name))
+        if not replaced:
+            self.gone_on_with.add(given, hook.name)
         if not (replaced or new.requires_grad) and in_its_place(given, version, act, hook.view) is None:
             return None
         return new.clone()
@@ -285,6 +276,9 @@ class Stops:
         stop = self._stop_at(copy.given)
         if stop.replaced:
             return mapped(stop.value, Tensor.clone)
+        for leaf in leaves(copy.given):
+            if isinstance(leaf, Tensor):
+                self.gone_on_with.add(leaf, stop.place.name)
         return mapped(copy.given, Tensor.clone) if copy.changed else None
 
     def end_step(self) -> None:
@@ -300,3 +294,16 @@ class Stops:
             _, _, line = self._waiting
             self._waiting = (("", ""), self._places.of(hook), line)
             self._stop_at(None)
+
+
+def _stand_together(one: Asked, other: Asked | None) -> bool:
+    """Whether a hook point and a module's input or output are at one place: torch looks for hooks there only once."""
+    for point, module in ((one, other), (other, one)):
+        if isinstance(point, HookPoint) and isinstance(module, tuple):
+            site = point.point.site
+            return site.path == module[0] and module[1] == _SHOWN.get(site.kind)
+    return False
+
+
+#: What of a module is asked for at a site of a kind.
+_SHOWN = {"input": "inputs", "output": "output"}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from adapters.inputs.arguments import takes
 from adapters.paths import module_at
-from bridge.hooks.context import Scope
+from bridge.hooks.context import CURRENT, Scope
 from bridge.run.forward import ReadyPass, checked_layers
-from bridge.run.hooked import points_that_run
+from bridge.run.hooked import points_that_run, refuse_silent
 from bridge.run.layer_range import bypassing
 from bridge.run.model_inputs import Inputs, check_arguments
 from bridge.run.protocol import Input
@@ -77,6 +77,7 @@ class Trace(InStep, Access):
 
     def _begin(self, turns: Turns) -> None:
         refuse_checkpointing(self.bridge)
+        self._begun_in = CURRENT.get()
         self.stops.listen_to_captured()
         turns.beside(self._get_ready)  # what can be refused is refused here
         self._show(self.bridge.names, self)
@@ -201,9 +202,10 @@ class Trace(InStep, Access):
             last: the last of them, itself included; None: the first alone.
 
         Raises:
-            ValueError: there are no such blocks, the model has come to the first already, or cannot do without.
+            ValueError: there are no such blocks, the model has come to the first already, or cannot do without; the
+                run stops at one of them, or has points there that are captured, or have hooks of a `with` statement.
         """
-        bridge, n = self.bridge, self.bridge.cfg.n_layers
+        bridge, n, stop = self.bridge, self.bridge.cfg.n_layers, self._layers[1]
         wanted = (first, first if last is None else last)
         a, b = (layer + n if layer < 0 else layer for layer in wanted)
         if not 0 <= a <= b < n:
@@ -211,7 +213,13 @@ class Trace(InStep, Access):
         if bridge.no_layer_runs:
             raise ValueError(f"{bridge.cfg.model_name} cannot skip blocks: {bridge.no_layer_runs}")
         if self._state != "open" or self.stops.has_begun(a):
-            raise ValueError(f"skip{wanted}: the model has come to block {a} already; say it before")
+            raise ValueError(f"skip{wanted}: the model has come to block {a} already, or may have: say it before")
+        if stop is not None and b >= min(stop, n - 1):
+            raise ValueError(f"skip{wanted}: with stop_at_layer={stop} the run ends at block {min(stop, n - 1)}")
+        for hook in self.stops.captured:
+            if hook.point.stack and a <= hook.point.depth <= b:
+                raise ValueError(f"skip{wanted}: {hook.name} is captured, and would not run")
+        refuse_silent(bridge, lambda depth: not a <= depth <= b, f"skip{wanted}", self._begun_in)
         assert self._pass is not None
         blocks = [module_at(bridge.original_model, path) for path in bridge.block_paths[a : b + 1]]
         self._until_the_end().enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))
