@@ -210,7 +210,7 @@ class RunsAsBefore(TransformerBridge):
         found = inspect.signature(self.forward).parameters
         if any(each.kind is each.VAR_POSITIONAL for each in found.values()):  # of a class of the user's
             found = inspect.signature(RunsAsBefore.forward.__get__(self)).parameters
-        names = list(found)[: len(model_args)]
+        names = ["input", *list(found)[1:]][: len(model_args)]  # a class of the user's may call it `tokens`
         return dict(zip(names, model_args, strict=True))
 
     def generate(  # type: ignore[override]
