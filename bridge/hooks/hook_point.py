@@ -18,8 +18,8 @@ from bridge.hooks.listener import (
     Kind,
     Listener,
     call_user_function,
-    changed_in_place,
     checked,
+    in_its_place,
     listen_backward,
     version_of,
     wants_gradients,
@@ -312,17 +312,7 @@ class HookPoint:
         given = act.clone()
         version = version_of(given)
         new = call_user_function(listener, given, self)
-        if new is not None:
-            return checked(new, act, listener, self)
-        if changed_in_place(given, version):
-            return given
-        if given.requires_grad:
-            # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
-            # would compute something anew, only if the function asked for that gradient.
-            return given if not view.contextual or given.retains_grad or given._backward_hooks else None
-        if view.identity:
-            return given  # as good as the activation, and a change through `.data`, which is not counted, is in it
-        return None if view.contextual or (given.is_cpu and torch.equal(given, act)) else given
+        return in_its_place(given, version, act, view) if new is None else checked(new, act, listener, self)
 
     def _tell_followers(self, written: Tensor | None) -> None:
         run = CURRENT.get().run

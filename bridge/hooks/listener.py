@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from adapters.views import View
 from bridge.hooks.context import CURRENT, RunContext, Scope, in_context
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 #: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
 HookFunction = Callable[..., Tensor | None]
 #: ``fwd`` and ``bwd`` are functions of the user; ``read`` only looks at the activation; ``edge`` is given the
-#: activation that later computation uses, to ask for its gradient; ``follow`` takes over what was made elsewhere.
+#: activation that later computation uses, to ask for its gradient; ``follow`` is our own: it is shown the activation
+#: itself, may put another in its place, and stays where hooks are reset.
 Kind = Literal["fwd", "bwd", "read", "edge", "follow"]
 
 
@@ -29,10 +31,12 @@ class Listener:
         fn: called as ``fn(activation, hook=point)``.
         scope: the scope that it belongs to; None: every run sees it.
         permanent, level: what `reset_hooks` asks for.
-        in_run: the function is a part of the run: hooks and caches see what it computes with the model. A function may
-            say so itself, by an attribute of this name.
         named: its hook point was chosen by name, not by a filter.
         deferrable: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
+
+    Attributes:
+        in_run: the function is a part of the run: hooks and caches see what it computes with the model. It says so by
+            an attribute of this name.
     """
 
     __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "named", "permanent", "scope")
@@ -45,10 +49,9 @@ class Listener:
         permanent: bool = False,
         level: int | None = None,
         deferrable: bool = False,
-        in_run: bool = False,
         named: bool = False,
     ) -> None:
-        self.in_run, self.named = in_run or getattr(fn, "in_run", False) is True, named
+        self.in_run, self.named = getattr(fn, "in_run", False) is True, named
         self.kind, self.fn, self.scope = kind, fn, scope
         self.permanent, self.level, self.deferrable = permanent, level, deferrable
 
@@ -171,6 +174,26 @@ def _kind_of_number(x: Tensor) -> str:
 def changed_in_place(given: Tensor, version: int | None) -> bool:
     """Whether a tensor was written to since it had this version (None: it does not count its versions)."""
     return version is None or given._version != version
+
+
+def in_its_place(given: Tensor, version: int | None, act: Tensor, view: View) -> Tensor | None:
+    """A copy of an activation that somebody was shown, where it is to take the activation's place; or else None.
+
+    Args:
+        given: the copy.
+        version: of it, before it was shown.
+        act: the activation.
+        view: how the hook point sees it.
+    """
+    if changed_in_place(given, version):
+        return given
+    if given.requires_grad:
+        # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
+        # would compute something anew, only if the function asked for that gradient.
+        return given if not view.contextual or given.retains_grad or given._backward_hooks else None
+    if view.identity:
+        return given  # as good as the activation, and a change through `.data`, which is not counted, is in it
+    return None if view.contextual or (given.is_cpu and torch.equal(given, act)) else given
 
 
 def version_of(x: Tensor) -> int | None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from adapters.paths import module_at
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, changed_in_place, checked, version_of
+from bridge.hooks.listener import Listener, checked, in_its_place, version_of
 from bridge.trace.copies import Copied, mapped
 from bridge.trace.errors import LateEditError, Line, PointNeverCameError, PointPassedError, asking_line
 from bridge.trace.places import Place, Places, has_passed
@@ -219,7 +219,7 @@ class Stops:
         if not (site.kind == "output" and hook.name.endswith(".hook_resid_post")):
             self._openings.watch(self._wiring.sources_in(hook.point.stack, hook.point.depth))
         self._openings.watch(self._wiring.elements_of(site))
-        self._points[hook] = Listener("fwd", self._on_point, self._scope, in_run=True)
+        self._points[hook] = Listener("follow", self._on_point, self._scope)
         self._wiring.add(hook, self._points[hook])
 
     # The model's side.
@@ -236,13 +236,14 @@ class Stops:
         return stop
 
     def _on_point(self, act: Tensor, hook: HookPoint) -> Tensor | None:
-        version = version_of(act)
-        new, replaced = act, False
-        if self._waiting is not None and self._waiting[0] is hook:
-            stop = self._stop_at(act)
-            new, replaced = stop.value, stop.replaced
-        elif hook not in self.captured:
+        waited_for = self._waiting is not None and self._waiting[0] is hook
+        if not waited_for and hook not in self.captured:
             return None
+        given = new = act.clone()  # what the user holds and what the model holds are two
+        version, replaced = version_of(given), False
+        if waited_for:
+            stop = self._stop_at(given)
+            new, replaced = stop.value, stop.replaced
         if replaced:
             new = checked(new, act, self._points[hook], hook).clone()
         if hook in self.captured:
@@ -250,10 +251,10 @@ class Stops:
         if new.requires_grad:
             self._keep_gradient(new, hook.name)
         if not replaced and version is not None:
-            self._given.append((weakref.ref(act), act._version, hook.name))
-        if replaced or new.requires_grad or changed_in_place(act, version):
-            return new.clone()  # so that what the user holds and what the model holds are two
-        return new.clone() if hook.view.identity else None
+            self._given.append((weakref.ref(given), given._version, hook.name))
+        if not (replaced or new.requires_grad) and in_its_place(given, version, act, hook.view) is None:
+            return None
+        return new.clone()
 
     def _keep_gradient(self, act: Tensor, name: str) -> None:
         gradients = self.gradients

@@ -27,6 +27,7 @@ class SiteHook:
     Args:
         site: the site.
         find: finds its module.
+        attached: all hooks of a bridge that are on a module now, this one among them while it is, in turn.
 
     Attributes:
         points: the hook points that have listeners here, in the order of their declaration.
@@ -35,10 +36,11 @@ class SiteHook:
         readers: the hook points behind this site that may be given a copy of their own (see `Point.branches`).
     """
 
-    __slots__ = ("_find", "_last_writer", "attached_to", "points", "readers", "site", "watchers")
+    __slots__ = ("_attached", "_find", "_last_writer", "attached_to", "points", "readers", "site", "watchers")
 
-    def __init__(self, site: Site, find: Finder | None = None) -> None:
+    def __init__(self, site: Site, find: Finder | None = None, attached: dict[SiteHook, None] | None = None) -> None:
         self.site = site
+        self._attached = {} if attached is None else attached
         self.points: tuple[HookPoint, ...] = ()
         self.watchers = 0
         self.readers: tuple[HookPoint, ...] = ()
@@ -92,9 +94,11 @@ class SiteHook:
         if not (self.points or self.watchers or self.readers):
             if self.attached_to is not None:
                 take_away(self.attached_to, self)
+                del self._attached[self]
             self.attached_to = None
         elif self.attached_to is None and self._find is not None:
             module = self.attached_to = self._find.module
+            self._attached[self] = None
             if self.site.kind == "input":
                 put_before(module, self, self.on_input)
             else:

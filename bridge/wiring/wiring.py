@@ -54,6 +54,7 @@ class Wiring:
         self.calls = Calls()
         self.lock = threading.RLock()
         self._sites: dict[Site, SiteHook] = {}
+        self._attached: dict[SiteHook, None] = {}
         self._homes: dict[HookPoint, SiteHook | None] = {}
         self._taps: dict[HookPoint, Tap] = {}
         self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | Following]] = {}
@@ -118,7 +119,7 @@ class Wiring:
         if not self._editors:
             return  # what only looks is attached for one run, a moment before
         with self.lock:  # other threads may attach hooks meanwhile
-            moved = [hook.site.path for hook in self._sites.values() if not hook.is_in_place]
+            moved = [hook.site.path for hook in self._attached if not hook.is_in_place]
             for point, tap in self._taps.items():
                 if Finder(self.model, point.point.site.path).module is not tap.module:
                     moved.append(point.point.site.path)
@@ -321,7 +322,7 @@ class Wiring:
     def _site(self, site: Site) -> SiteHook:
         hook = self._sites.get(site)
         if hook is None:
-            hook = self._sites[site] = SiteHook(site, Finder(self.model, site.path))
+            hook = self._sites[site] = SiteHook(site, Finder(self.model, site.path), self._attached)
         return hook
 
     def _listeners_changed(self, point: HookPoint) -> None:
