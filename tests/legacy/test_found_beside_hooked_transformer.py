@@ -180,7 +180,8 @@ def test_the_frequency_penalty_comes_behind_the_temperature(model):
     assert torch.equal(model.generate(tokens, temperature=0.0, freq_penalty=100.0, **given), greedy)
 
 
-def test_tokens_may_begin_with_the_token_that_fills_rows_up(model):
+def test_tokens_may_begin_with_the_token_that_fills_rows_up(loaded):
+    model = HookedTransformer(loaded.original_model, loaded.tokenizer)
     model.tokenizer.pad_token = model.tokenizer.eos_token = model.tokenizer.bos_token  # as GPT-2's
     tokens, given = model.to_tokens(["Mary and John"] * 2), {"max_new_tokens": 3, "do_sample": False, "verbose": False}
     assert int(tokens[0, 0]) == model.tokenizer.pad_token_id
