@@ -349,14 +349,19 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
         in_place = {at for at in theirs if at[0] or join(*at) in self.parts or join(*at) in self.hook_dict}
         state["put_in"] = [(*at, theirs[at]) for at in theirs if at in in_place]
         state["_modules"] = {at[1]: module for at, module in theirs.items() if at not in in_place}
-        for part in self.parts.values():
+        state["given"] = {}
+        for name, part in self.parts.items():
             if "forward" in part.__dict__:
                 part.__getstate__()  # which says why it cannot be copied
+            state["given"][name] = part.__dict__["_parameters"], part._buffers
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        put_in = state.pop("put_in")
+        put_in, given = state.pop("put_in"), state.pop("given")
         super().__setstate__(state)
+        for name, (parameters, buffers) in given.items():
+            self.parts[name].__dict__["_parameters"].update(parameters)
+            self.parts[name]._buffers.update(buffers)
         for name, key, module in put_in:
             self.put(self.parts[name] if name else self, name, key, module)
         self.setup()

@@ -113,6 +113,9 @@ def test_what_was_put_in_is_there_and_what_it_replaced_is_not():
     assert not ids(named.values()) & old
     state = model.state_dict()
     assert {"blocks.0.attn.tally", "blocks.0.attn.W_Q"} <= set(state)
+    copied = copy.deepcopy(model)
+    assert set(copied.state_dict()) == set(state)
+    assert copied.blocks[0].attn.tally is not model.blocks[0].attn.tally
     model.load_state_dict(state | {"blocks.0.attn.tally": torch.zeros(2)})
     assert model.blocks[0].attn.tally.tolist() == [0, 0]
     del state["blocks.0.attn.tally"]
