@@ -16,19 +16,16 @@ class Held(ChainMap[str, Any]):
     """What torch finds in a module: the parameters that a user gave it, and the model's, which stay where they are."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._check(name)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._check(name)
-        super().__delitem__(name)
-
-    def _check(self, name: str) -> None:
-        if any(name in held for held in self.maps[1:]):
+        if name in self.maps[1]:
             raise TypeError(
                 f"{name} is a parameter of the Hugging Face model and cannot be exchanged here: functional_call, "
                 "pruning and parametrizations take model.original_model and its names"
             )
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self[name] = None
+        super().__delitem__(name)
 
 
 class HoldsParameters(nn.Module):

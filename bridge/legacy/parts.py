@@ -24,6 +24,16 @@ BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _IN_TRACES = ("input", "inputs", "output")
 
 
+def _calls_it(register: str) -> Callable[..., Any]:
+    """A method of `torch.nn.Module` that adds a hook to a part: the model calls this part from now on."""
+
+    def added(part: Part, *args: Any, **kwargs: Any) -> Any:
+        part.host.stand_in(part)
+        return getattr(nn.Module, register)(part, *args, **kwargs)
+
+    return added
+
+
 class Part(HoldsParameters):
     """A part of a model. Called by itself it computes what the model's module does, in HookedTransformer's terms.
 
@@ -176,20 +186,10 @@ class Part(HoldsParameters):
             module.train(mode)
         return self
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `torch.nn.Module`. The model calls this part from now on."""
-        self.host.stand_in(self)
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `torch.nn.Module`. The model calls this part from now on."""
-        self.host.stand_in(self)
-        return super().register_forward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `torch.nn.Module`. The model calls this part from now on."""
-        self.host.stand_in(self)
-        return super().register_full_backward_hook(*args, **kwargs)
+    register_forward_hook = _calls_it("register_forward_hook")
+    register_forward_pre_hook = _calls_it("register_forward_pre_hook")
+    register_full_backward_hook = _calls_it("register_full_backward_hook")
+    register_full_backward_pre_hook = _calls_it("register_full_backward_pre_hook")
 
 
 def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

@@ -144,3 +144,11 @@ def test_what_would_change_nothing_is_refused():
         with pytest.raises(TypeError, match="blocks are as many as the model has: stop_at_layer"):
             change()
     assert torch.equal(model(TOKENS), plain)
+
+
+def test_torch_hooks_of_gradients_before_a_part_are_called():
+    model, seen = fresh(), []
+    handle = model.blocks[0].mlp.register_full_backward_pre_hook(lambda part, gradient: seen.append(gradient[0]))
+    _, cache = model.run_with_cache(TOKENS, return_type="loss", incl_bwd=True, names_filter="blocks.0.hook_mlp_out")
+    torch.testing.assert_close(seen[0], cache["blocks.0.hook_mlp_out_grad"])
+    handle.remove()
