@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from adapters import Weights
 
@@ -56,6 +56,11 @@ class HoldsParameters(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         with self._own_only():
             super().__setattr__(name, value)
+
+    def apply_to_own(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Changes the parameters and buffers that a user gave it."""
+        with self._own_only():
+            super()._apply(fn, recurse=False)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with self._own_only():

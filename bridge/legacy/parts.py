@@ -177,6 +177,7 @@ class Part(HoldsParameters):
         module = self.host.find_module(self.name)
         if module is not None:
             module._apply(fn, recurse)
+        self.apply_to_own(fn)
         return self
 
     def train(self, mode: bool = True) -> Self:

@@ -326,14 +326,16 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
     def to(self, *args: Any, print_details: bool = True, **kwargs: Any) -> Self:
         """Moves the model and what was put in, or changes the type of their weights."""
         given = [x for x in args if x is not None and not isinstance(x, bool)]
-        for module in (self.original_model, *(theirs for *_, theirs in self._theirs())):
-            module.to(*given, **kwargs)
-        return self
+        self.original_model.to(*given, **kwargs)  # which may refuse
+        return nn.Module.to(self, *given, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.original_model._apply(fn, recurse)
         for *_, module in self._theirs():
             module._apply(fn, recurse)
+        for holder in (self, *self.parts.values()):
+            if isinstance(holder, HoldsParameters):
+                holder.apply_to_own(fn)
         return self
 
     @property

@@ -113,6 +113,10 @@ def test_what_was_put_in_is_there_and_what_it_replaced_is_not():
     assert not ids(named.values()) & old
     state = model.state_dict()
     assert {"blocks.0.attn.tally", "blocks.0.attn.W_Q"} <= set(state)
+    model.extra = nn.Parameter(torch.ones(3))
+    for changed in (copy.deepcopy(model).double(), copy.deepcopy(model).to("cpu", torch.float64)):
+        assert {parameter.dtype for parameter in changed.parameters()} == {torch.float64}
+    del model.extra
     copied = copy.deepcopy(model)
     assert set(copied.state_dict()) == set(state)
     assert copied.blocks[0].attn.tally is not model.blocks[0].attn.tally
