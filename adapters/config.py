@@ -18,8 +18,8 @@ from adapters.mixers.part import Mixer
 from adapters.offloaded import input_device
 from adapters.paths import core_path, has_module, module_at, path_from
 
-#: Says what was done to a model's weights: given what was noted last, what is true of them now.
-ReadsRecord = Callable[[dict[str, str]], dict[str, str]]
+#: Says what was done to a model's weights: given its facts, and what was noted last, what is true of them now.
+ReadsRecord = Callable[["ModelConfig", dict[str, str]], dict[str, str]]
 
 
 @dataclass(repr=False)
@@ -162,7 +162,7 @@ class ModelConfig:
         """What a field that others may change is now, which was `known` when it was set."""
         if name == "processed":
             record: ReadsRecord | None = self.__dict__.get("_record")
-            return known if record is None else record(known)
+            return known if record is None else record(self, known)
         if name == "normalization_type":
             return f"{known}Pre" if known in ("LN", "RMS") and self.processed.get("fold_ln") == "done" else known
         if name == "tie_word_embeddings":

@@ -118,31 +118,31 @@ class Record:
     """
 
     def __init__(self, model: Processable) -> None:
-        self._core, self._architecture, self._cfg = model.core, model.architecture, model.cfg
+        self._core, self._architecture = model.core, model.architecture
         self._looked: tuple[object, bool | None] = None, None
 
-    def __call__(self, known: dict[str, str]) -> dict[str, str]:
+    def __call__(self, cfg: ModelConfig, known: dict[str, str]) -> dict[str, str]:
         """What is true now, given what was noted last."""
         noted = getattr(self._core.config, RECORD, None)
         record = dict(noted) if noted and noted != known else known
         if DONE not in record.values():
             return known
-        is_true = self._is_true(record)
+        is_true = self._is_true(cfg, record)
         return known if is_true is None else record if is_true else {}
 
-    def _is_true(self, record: Mapping[str, str]) -> bool | None:
+    def _is_true(self, cfg: ModelConfig, record: Mapping[str, str]) -> bool | None:
         """Whether the weights look like it; None where they cannot be looked at."""
         done = tuple([name for name, state in record.items() if state == DONE])
         # Looked at anew when a parameter was written to or replaced.
         now = done, tuple([(p.data_ptr(), None if p.is_inference() else p._version) for p in self._core.parameters()])
         if now != self._looked[0]:
-            self._looked = now, self._are_as_left(done)
+            self._looked = now, self._are_as_left(cfg, done)
         return self._looked[1]
 
-    def _are_as_left(self, done: tuple[str, ...]) -> bool | None:
+    def _are_as_left(self, cfg: ModelConfig, done: tuple[str, ...]) -> bool | None:
         if no_processing(self._core, self._architecture):
             return None
-        parts = Parts(Weights(self._architecture, self._core, self._cfg))
+        parts = Parts(Weights(self._architecture, self._core, cfg))
         try:
             return all(is_as_left(parts, name) for name in done)
         except TypeError:  # what `Weights.matrix` says of LoRA and quantised layers

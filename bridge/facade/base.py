@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Literal, Self
 
 import torch
@@ -87,9 +88,13 @@ class WrappedModel(nn.Module):
         self.__dict__["core"] = found.core
         self.__dict__["architecture"] = found.architecture
         self.names = Names(self.wiring.points)
-        self._weights: Weights | None = None
-        self._tree = Tree(self.names, lambda: self.weights)
+        self._read_weights()
         read_record(self)
+
+    def _read_weights(self) -> None:
+        """Says where weights are read, without a word of this bridge: with a cycle it would outlive its last user."""
+        self._weights = cache(partial(Weights, self.architecture, self.original_model, self.cfg))
+        self._tree = Tree(self.names, self._weights)
 
     def _keep_what_is_proved(self, found: ModelMap, inputs: Given | None) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""
@@ -127,9 +132,7 @@ class WrappedModel(nn.Module):
     @property
     def weights(self) -> Weights:
         """The canonical weights by HookedTransformer's state-dict names."""
-        if self._weights is None:
-            self._weights = Weights(self.architecture, self.original_model, self.cfg)
-        return self._weights
+        return self._weights()
 
     @property
     def hook_dict(self) -> dict[str, HookPoint]:
@@ -270,6 +273,7 @@ class WrappedModel(nn.Module):
     def __copy__(self) -> Self:
         new = self.beside(self.original_model)
         new.cfg = self.cfg
+        new._read_weights()
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

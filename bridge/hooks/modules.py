@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -65,11 +66,24 @@ class Finder:
         call: which call of it in a pass is meant, None where it is called once.
     """
 
-    __slots__ = ("call", "parts", "root")
+    __slots__ = ("_root", "call", "parts")
 
     def __init__(self, root: nn.Module, path: str) -> None:
-        self.root, self.call = root, call_number(path)
+        # What finds a model must not keep it: a bridge and its model end with their last user.
+        self._root, self.call = weakref.ref(root), call_number(path)
         self.parts = module_path(path).split(".") if path else []
+
+    @property
+    def root(self) -> nn.Module:
+        """The model.
+
+        Raises:
+            RuntimeError: nobody holds it any more.
+        """
+        root = self._root()
+        if root is None:
+            raise RuntimeError("the model is gone: keep the bridge, or the model, as long as you use a part of it")
+        return root
 
     @property
     def module(self) -> nn.Module:
@@ -95,15 +109,15 @@ class Finder:
             found.append(getattr(found[-1], part) if child is None else child)
         return found
 
-    def steps(self) -> Iterator[tuple[dict[str, Any], str, nn.Module | None]]:
-        """The steps from the model to the module: the modules among which it was looked for, the name, what was found.
+    def steps(self) -> Iterator[tuple[nn.Module, str, nn.Module | None]]:
+        """The steps from the model to the module: the module in which it was looked, the name, what was found.
 
         None stands for a step that led through an attribute.
         """
         found: Any = self.root
         for part in self.parts:
             child = found._modules.get(part)
-            yield found._modules, part, child
+            yield found, part, child
             found = getattr(found, part) if child is None else child
 
 
@@ -112,15 +126,12 @@ class TokenEmbedding:
 
     Args:
         model: the model.
-
-    Attributes:
-        model: likewise.
     """
 
-    __slots__ = ("_paths", "model")
+    __slots__ = ("_find", "_paths")
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self._find = Finder(model, "")
         known = token_embedding(model)
         everywhere = model.named_modules(remove_duplicate=False)
         self._paths = [path.split(".") for path, module in everywhere if module is known]
@@ -128,15 +139,15 @@ class TokenEmbedding:
     @property
     def module(self) -> nn.Module | None:
         """The module that it is now; None where the model does not say."""
-        found = None
+        model, found = self._find.root, None
         for path in self._paths:
-            here: nn.Module | None = self.model
+            here: nn.Module | None = model
             for part in path:
                 here = None if here is None else here._modules.get(part)  # None where an attribute leads to it
             if here is None or (found is not None and here is not found):
-                return token_embedding(self.model)
+                return token_embedding(model)
             found = here
-        return token_embedding(self.model) if found is None else found
+        return token_embedding(model) if found is None else found
 
 
 def check_places(finders: Iterable[Finder]) -> None:

@@ -6,13 +6,14 @@ sees what, costs as much as a small model's forward pass. Where nobody changes a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from adapters.paths import call_number
+from adapters.paths import call_number, gone
 from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hook_point import HookPoint
@@ -30,7 +31,7 @@ class _Place:
     __slots__ = ("before", "call", "key", "module", "points", "site")
 
     def __init__(self, site: SiteHook, module: nn.Module, points: tuple[HookPoint, ...]) -> None:
-        self.site, self.module, self.points = site, module, points
+        self.site, self.module, self.points = site, weakref.ref(module), points
         self.key = site.site.key
         self.call = call_number(site.site.path)
         self.before = site.site.kind == "input"
@@ -94,8 +95,8 @@ class ReadingPlan:
                 self.others.append(point)
             else:
                 at.setdefault(site, []).append(point)
-        #: Where each module was found: the dictionary that held it, under which name.
-        self._found: dict[tuple[int, str], tuple[dict[str, Any], str, nn.Module]] = {}
+        #: Where each module was found: in which module, under which name. A plan keeps none of them alive.
+        self._found: dict[tuple[int, str], tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]] = {}
         self._lasting = True
         self._places = [_Place(site, self._find(site), tuple(at[site])) for site in at]
 
@@ -105,13 +106,19 @@ class ReadingPlan:
             if child is None:
                 self._lasting = False
             else:
-                self._found[id(holder), name] = (holder, name, child)
+                self._found[id(holder), name] = (weakref.ref(holder), name, weakref.ref(child))
         return site.module
 
     @property
     def holds(self) -> bool:
         """Whether every module still stands where it was found."""
-        return self._lasting and all(holder.get(name) is module for holder, name, module in self._found.values())
+        if not self._lasting:
+            return False
+        for holder, name, module in self._found.values():
+            here, known = holder(), module()
+            if here is None or known is None or here._modules.get(name) is not known:
+                return False
+        return True
 
     @property
     def is_free(self) -> bool:
@@ -126,14 +133,19 @@ class ReadingPlan:
             keep: is given what is read. It may keep the tensor, and must not change it.
             scope: the scope; None: all runs see it.
         """
-        readers = [(Reader(place, keep, scope), place) for place in self._places]
+        readers: list[tuple[Reader, nn.Module]] = []
         try:
-            for reader, place in readers:
+            for place in self._places:
+                module = place.module()
+                if module is None:
+                    raise RuntimeError(gone(place.site.site.path))
+                reader = Reader(place, keep, scope)
+                readers.append((reader, module))
                 if place.before:
-                    put_before(place.module, reader, reader.on_input)
+                    put_before(module, reader, reader.on_input)
                 else:
-                    put_behind(place.module, reader, reader.on_output)
+                    put_behind(module, reader, reader.on_output)
             yield
         finally:
-            for reader, place in readers:
-                take_away(place.module, reader)
+            for reader, module in readers:
+                take_away(module, reader)

@@ -60,7 +60,7 @@ class SiteHook:
         """The module that it stands on; None in a copy."""
         return None if self._find is None else self._find.module
 
-    def steps(self) -> Iterator[tuple[dict[str, Any], str, nn.Module | None]]:
+    def steps(self) -> Iterator[tuple[nn.Module, str, nn.Module | None]]:
         """The steps that lead to its module (see `Finder.steps`)."""
         return iter(()) if self._find is None else self._find.steps()
 

@@ -47,7 +47,7 @@ class Wiring:
     """
 
     def __init__(self, model: nn.Module, points: Iterable[Point], make: type[HookPoint] = HookPoint) -> None:
-        self.model = model
+        self._model = Finder(model, "")
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
         self.tapped: dict[str, str] = {}
@@ -82,6 +82,11 @@ class Wiring:
         self._lists = [Finder(model, path) for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks)]
         inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
         check_places([Finder(model, path) for path in inside if path and has_module(model, path)])
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._model.root
 
     def place(self, hook: HookPoint) -> None:
         """Takes in a hook point, and finds its sites, as its `point` says."""

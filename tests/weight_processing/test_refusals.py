@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GPT2ForSequenceClassification, GPT2Model, OPTConfig, OPTModel
 
-from adapters import Attention, Block, MoE, Step
+from adapters import Attention, Block, MoE, Step, Weights
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
 from tests.adapters.by_hand import families
@@ -171,7 +171,7 @@ def declare(bridge: TransformerBridge, *steps: Step) -> None:
     """Changes what the adapter of a bridge has declared."""
     stack = replace(bridge.architecture.stack, block=Block(steps))
     bridge.__dict__["architecture"] = replace(bridge.architecture, stacks=(stack,))
-    bridge.__dict__["_weights"] = None
+    bridge.__dict__["_weights"] = lambda: Weights(bridge.architecture, bridge.original_model, bridge.cfg)
 
 
 @pytest.mark.parametrize("case", ["gpt_oss-gqa", "qwen2_moe-gqa"])
