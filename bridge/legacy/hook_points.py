@@ -110,6 +110,19 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         theirs = hook
         return self.add_hook(lambda x, hook: theirs(hook, (x,), x), prepend=prepend)
 
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any) -> Any:
+        """Adds a function of torch's kind, called as ``hook(point, (activation,))``."""
+        return self.register_forward_hook(lambda *given: _alone(hook(*given[:2])), prepend=prepend, **kwargs)
+
+    def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        """Adds a function of torch's kind, called as ``hook(point, (gradient,), (gradient,))``."""
+        theirs = hook
+        return self.add_hook(lambda x, hook: _alone(theirs(hook, (x,), (x,))), dir="bwd", prepend=prepend)
+
+    def register_full_backward_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        """Adds a function of torch's kind, called as ``hook(point, (gradient,))``."""
+        return self.register_full_backward_hook(lambda point, gradient, _: hook(point, gradient), prepend)
+
     @property
     def fwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
         """The functions that were added to it."""
@@ -141,6 +154,11 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         HookPoint.__init__(self)
         self.__dict__.update({name: value for name, value in state.items() if name not in ("name", "ctx")})
         self.name, self.ctx = state["name"], state["ctx"]
+
+
+def _alone(result: Any) -> Any:
+    """What a hook of torch's kind returned, out of its tuple."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 Hooks = Sequence[tuple[NamesFilter, HookFunction]]
@@ -182,10 +200,12 @@ class HookedRootModule(nn.Module, AddsHooks):
         self.mod_dict, self.hook_dict = {}, {}
         for name, module in self.named_modules():
             if name:
-                module.name = name  # type: ignore[assignment]
+                if "host" not in module.__dict__:  # a model inside knows its parts by their names
+                    module.name = name  # type: ignore[assignment]
                 self.mod_dict[name] = module
                 if isinstance(module, HookPoint):
-                    module.order, module.point = len(self.hook_dict), point_named(name)
+                    if module.is_loose:
+                        module.order, module.point = len(self.hook_dict), point_named(name)
                     self.hook_dict[name] = module
 
     def hook_points(self) -> Collection[bridge_point.HookPoint]:

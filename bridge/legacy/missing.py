@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dis import opname
+from itertools import islice
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 from bridge.hooks.names import suggestion
@@ -45,7 +48,10 @@ NOT_HERE = {
         "TokenTypeEmbed": "the embeddings of an encoder are one part: HookedEncoder(...).embed",
         "T5Block": "HookedEncoderDecoder(...).encoder[0]",
         "GatedMLP4Bit": "quantised layers are Hugging Face's own, behind the same MLP",
+        **dict.fromkeys(("bert_block", "bert_mlm_head", "bert_nsp_head", "bert_pooler", "token_typed_embed"), _BERT),
+        "t5_block": "HookedEncoderDecoder(...).encoder[0]",
     },
+    f"{_ROOM}.utilities": dict.fromkeys(("addmm", "attention"), "what they compute is Hugging Face's modules' own"),
     f"{_ROOM}.evals": dict.fromkeys(("MMLU_SUBJECTS", "MMLU_ANSWER_LETTERS"), _MMLU),
     f"{_ROOM}.loading_from_pretrained": {
         "get_num_params_of_pretrained": "get_pretrained_model_config(name).n_params",
@@ -69,11 +75,13 @@ NOT_HERE = {
 def why_not(where: str, name: str) -> str | None:
     """What to use in place of a name that is left out on purpose of a module or a class."""
     instead = NOT_HERE.get(where, {}).get(name) or NOT_HERE[_ROOM].get(name)
+    if name.startswith("convert_") and name.endswith("_weights"):
+        instead = NOT_HERE[_ROOM]["pretrained"]
     return None if instead is None else f"{where} has no {name}: {instead}. See docs/migration.md"
 
 
 def says_what_is_missing(module: str) -> Callable[[str], NoReturn]:
-    """A module's ``__getattr__``.
+    """A module's ``__getattr__``. What it says is shown by ``from module import name``, too.
 
     Example:
         >>> from bridge.legacy.missing import says_what_is_missing
@@ -84,9 +92,16 @@ def says_what_is_missing(module: str) -> Callable[[str], NoReturn]:
 
     def refuse(name: str) -> NoReturn:
         known = f"module {module!r} has no attribute {name!r}.{suggestion(name, dir(sys.modules[module]))}"
-        raise AttributeError(why_not(module, name) or known)
+        # Of an AttributeError, that statement would show nothing.
+        raise (ImportError if _is_imported() else AttributeError)(why_not(module, name) or known)
 
     return refuse
+
+
+def _is_imported() -> bool:
+    """Whether what asks for a name is ``from module import name``."""
+    frames = [frame for frame, _ in islice(walk_stack(None), 8)]  # type checkers may stand between
+    return any(opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM" for frame in frames)
 
 
 def not_done(name: str, why: str = _MMLU) -> Callable[..., Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from adapters.config import ModelConfig
 from adapters.paths import join
-from bridge.legacy.hook_points import CALLS, HookPoint
+from bridge.legacy.held import HoldsParameters
+from bridge.legacy.hook_points import CALLS
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.weights.component_tree import Component
 
@@ -23,7 +24,17 @@ BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _IN_TRACES = ("input", "inputs", "output")
 
 
-class Part(nn.Module):
+def _calls_it(register: str) -> Callable[..., Any]:
+    """A method of `torch.nn.Module` that adds a hook to a part: the model calls this part from now on."""
+
+    def added(part: Part, *args: Any, **kwargs: Any) -> Any:
+        part.host.stand_in(part)
+        return getattr(nn.Module, register)(part, *args, **kwargs)
+
+    return added
+
+
+class Part(HoldsParameters):
     """A part of a model. Called by itself it computes what the model's module does, in HookedTransformer's terms.
 
     Its weights are views of the model's own parameters, its hook points are the model's. Assigning to a weight writes
@@ -137,22 +148,12 @@ class Part(nn.Module):
 
     # What torch asks of a module.
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the Hugging Face module, under its names, and those of modules that were put in."""
-        module = self.host.find_module(self.name)
-        if module is not None:
-            yield from module.named_parameters(prefix, recurse, remove_duplicate)
-        else:  # of several modules, or of a part of one
-            weights = (weight for name, weight in self.state_dict().items() if isinstance(weight, Tensor))
-            places = {weight.untyped_storage().data_ptr() for weight in weights}
-            for name, parameter in self.host.original_model.named_parameters(prefix):
-                if parameter.untyped_storage().data_ptr() in places:
-                    yield name, parameter
-        yield from put_in(self, prefix)
+    def parameters_here(self) -> Mapping[str, nn.Parameter]:
+        """The Hugging Face model's parameters that stand in this part, under HookedTransformer's names."""
+        return self.host.parameters_of(self.name) if "host" in self.__dict__ else {}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.host.own_weights.get(self.name, ()):
             weight = getattr(self, name)
             destination[prefix + name] = weight if keep_vars else weight.detach()
@@ -167,14 +168,16 @@ class Part(nn.Module):
         unfit = {name: why for name, value in given.items() if (why := self.host.fits(name, value)) is not None}
         error_msgs += unfit.values()
         self.host.write({name: value for name, value in given.items() if name not in unfit})
-        known = {*own, *self._modules, *BUFFERS}
-        inside = (key[len(prefix) :] for key in state_dict if key.startswith(prefix))
-        unexpected_keys += [prefix + key for key in inside if key.partition(".")[0] not in known]
+        theirs = {key: x for key, x in state_dict.items() if key.removeprefix(prefix) not in (*own, *BUFFERS)}
+        super()._load_from_state_dict(
+            theirs, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )  # of what the user gave it
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         module = self.host.find_module(self.name)
         if module is not None:
             module._apply(fn, recurse)
+        self.apply_to_own(fn)
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -184,20 +187,10 @@ class Part(nn.Module):
             module.train(mode)
         return self
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `torch.nn.Module`. The model calls this part from now on."""
-        self.host.stand_in(self)
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `torch.nn.Module`. The model calls this part from now on."""
-        self.host.stand_in(self)
-        return super().register_forward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `torch.nn.Module`. The model calls this part from now on."""
-        self.host.stand_in(self)
-        return super().register_full_backward_hook(*args, **kwargs)
+    register_forward_hook = _calls_it("register_forward_hook")
+    register_forward_pre_hook = _calls_it("register_forward_pre_hook")
+    register_full_backward_hook = _calls_it("register_full_backward_hook")
+    register_full_backward_pre_hook = _calls_it("register_full_backward_pre_hook")
 
 
 def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -215,27 +208,28 @@ def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return first
 
 
-def put_in(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of modules that a user put into a part or a model."""
-    seen: set[int] = set()
-    for path, module in root.named_modules(prefix=prefix):
-        if module is not root and not isinstance(module, Part | Blocks | HookPoint):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield join(path, name), parameter
-
-
 class Blocks(nn.ModuleList):
-    """The blocks of a model, or the experts of a mixture."""
+    """The blocks of a model, or the experts of a mixture. Each can be replaced; their number is the model's."""
 
-    def __init__(self, modules: Any = None, host: PartsAsBefore | None = None, name: str = "") -> None:
-        super().__init__(modules)
+    def __init__(self, host: PartsAsBefore, name: str) -> None:
+        super().__init__()
         self.__dict__.update(host=host, name=name)
 
+    def __getitem__(self, index: Any) -> Any:
+        return nn.ModuleList([*self][index]) if isinstance(index, slice) else super().__getitem__(index)
+
     def __setitem__(self, index: Any, module: nn.Module) -> None:
-        host: PartsAsBefore | None = self.__dict__["host"]
-        if host is None:
-            super().__setitem__(index, module)
-        else:
-            host.put(self, self.__dict__["name"], str(range(len(self))[index]), module)
+        self.__dict__["host"].put(self, self.__dict__["name"], str(range(len(self))[index]), module)
+
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """What would change their number.
+
+        Raises:
+            TypeError: always, with what to do instead.
+        """
+        raise TypeError(
+            f"{self.__dict__['name']} are as many as the model has: stop_at_layer=n runs the first n, "
+            "from_pretrained(first_n_layers=n) loads them; each can be replaced, as by nn.Identity()"
+        )
+
+    __delitem__ = __iadd__ = append = extend = insert = pop = refuse  # type: ignore[assignment]

@@ -18,10 +18,11 @@ from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Handle, Listener, checked
 from bridge.hooks.names import suggestion
 from bridge.legacy.calling import CallsParts, InPlace
+from bridge.legacy.held import HoldsParameters, names_of
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.kinds import kind_of
-from bridge.legacy.parts import Blocks, Part, put_in
+from bridge.legacy.parts import Blocks, Part
 from bridge.weights.component_tree import Tree
 from weight_processing.saving import untie
 
@@ -37,13 +38,15 @@ def _renamed(point: Point) -> Point:
     return replace(point, name="hook_tokens", aliases=(*point.aliases, _TOKENS), group="heavy", flag="use_hook_tokens")
 
 
-class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: ignore[misc]  # the bridge's come first
+class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootModule):  # type: ignore[misc]  # the bridge's come first
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
     makes_points = HookPoint
     #: The parts by name, and the names of the weights that stand directly in each.
     parts: dict[str, Any]
     own_weights: dict[str, list[str]]
+    #: For the path of each parameter, the part that it stands in (where tied, two), and its name there.
+    parameter_names: dict[str, dict[str, str]]
 
     def _wire(self, found: ModelMap) -> None:
         if not isinstance(self.cfg, HookedModelConfig):
@@ -70,7 +73,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
             for key in [key for key, module in part._modules.items() if self._is_own(part.name, key, module)]:
                 del part._modules[key]
         names, inside = [*self.weights.getters, *self.wiring.points], dict[str, set[str]]()
-        self.__dict__["own_weights"] = {}
+        self.__dict__["own_weights"], self.__dict__["parameter_names"] = {}, {}
         for name in names:
             path, _, last = name.rpartition(".")
             if name in self.weights.getters:
@@ -91,7 +94,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
 
     def _new(self, path: str, inside: set[str]) -> nn.Module:
         if all(word.isdigit() for word in inside):
-            self.parts[path] = made = Blocks(None, self, path)
+            self.parts[path] = made = Blocks(self, path)
             return made
         return kind_of(path, inside, self.cfg).of(self, path)
 
@@ -181,7 +184,9 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
                 raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
             if point is not None:
                 return self._splice(parent, name, point, value)
-            if name == "pos_embed" or isinstance(self.parts[full], Blocks):
+            if isinstance(self.parts[full], Blocks):
+                self.parts[full].refuse()
+            if name == "pos_embed":
                 raise TypeError(f"{full} cannot be replaced: its modules can, or use hooks on its hook points")
             self.stand_in(self.parts[full])
             parent._modules[name] = value
@@ -196,7 +201,8 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
             hint = suggestion(name, known) if isinstance(value, nn.Module | Tensor) and was is None else ""
             if hint and not isinstance(value, HookPoint):
                 raise AttributeError(f"{prefix or 'the model'} has no {name!r}.{hint}")
-            nn.Module.__setattr__(parent, name, value)
+            kind = HoldsParameters if isinstance(parent, HoldsParameters) else nn.Module
+            kind.__setattr__(parent, name, value)
             if name == "forward" and isinstance(parent, Part):
                 self.stand_in(parent)
 
@@ -285,9 +291,33 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The Hugging Face model's parameters under its names, and those of modules that were put in."""
-        yield from self.original_model.named_parameters(prefix, recurse, remove_duplicate)
-        yield from put_in(self, prefix)
+        """The Hugging Face model's parameters, and those of modules that were put in, by their places in the tree. One
+        has the name of the weight that is stored in it, or of several, and its own shape."""
+        self.__dict__["by_part"] = self._sort_parameters()
+        try:
+            found = list(nn.Module.named_parameters(self, prefix, recurse, remove_duplicate))
+        finally:
+            del self.__dict__["by_part"]
+        yield from found
+
+    def parameters_of(self, part: str) -> Mapping[str, nn.Parameter]:
+        """The Hugging Face model's parameters that stand in a part; in the model itself, called "", the rest."""
+        return (self.__dict__.get("by_part") or self._sort_parameters()).get(part, {})
+
+    def parameters_here(self) -> Mapping[str, nn.Parameter]:
+        """The Hugging Face model's parameters that stand in no part."""
+        return self.parameters_of("") if "parts" in self.__dict__ else {}
+
+    def _sort_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
+        given = dict(self.original_model.named_parameters())
+        if not given.keys() <= self.parameter_names.keys():
+            modules = [(name, path) for name, path in self._paths() if name in self.parts]
+            self.parameter_names.update(names_of(given, self.weights, modules))
+        found: dict[str, dict[str, nn.Parameter]] = {}
+        for path, parameter in given.items():
+            for part, name in self.parameter_names[path].items():
+                found.setdefault(part, {})[name] = parameter
+        return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The weights by HookedTransformer's names: views of the model's own parameters."""
@@ -296,14 +326,16 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
     def to(self, *args: Any, print_details: bool = True, **kwargs: Any) -> Self:
         """Moves the model and what was put in, or changes the type of their weights."""
         given = [x for x in args if x is not None and not isinstance(x, bool)]
-        for module in (self.original_model, *(theirs for *_, theirs in self._theirs())):
-            module.to(*given, **kwargs)
-        return self
+        self.original_model.to(*given, **kwargs)  # which may refuse
+        return nn.Module.to(self, *given, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.original_model._apply(fn, recurse)
         for *_, module in self._theirs():
             module._apply(fn, recurse)
+        for holder in (self, *self.parts.values()):
+            if isinstance(holder, HoldsParameters):
+                holder.apply_to_own(fn)
         return self
 
     @property
@@ -313,20 +345,25 @@ class PartsAsBefore(CallsParts, TransformerBridge, HookedRootModule):  # type: i
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("parts", "own_weights", "calls", "spliced"):
+        for name in ("parts", "own_weights", "parameter_names", "calls", "spliced"):
             state.pop(name)
         theirs = {(name, key): module for name, key, module in self._theirs()}
         in_place = {at for at in theirs if at[0] or join(*at) in self.parts or join(*at) in self.hook_dict}
         state["put_in"] = [(*at, theirs[at]) for at in theirs if at in in_place]
         state["_modules"] = {at[1]: module for at, module in theirs.items() if at not in in_place}
-        for part in self.parts.values():
+        state["given"] = {}
+        for name, part in self.parts.items():
             if "forward" in part.__dict__:
                 part.__getstate__()  # which says why it cannot be copied
+            state["given"][name] = part.__dict__["_parameters"], part._buffers
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        put_in = state.pop("put_in")
+        put_in, given = state.pop("put_in"), state.pop("given")
         super().__setstate__(state)
+        for name, (parameters, buffers) in given.items():
+            self.parts[name].__dict__["_parameters"].update(parameters)
+            self.parts[name]._buffers.update(buffers)
         for name, key, module in put_in:
             self.put(self.parts[name] if name else self, name, key, module)
         self.setup()

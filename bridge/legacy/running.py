@@ -210,7 +210,7 @@ class RunsAsBefore(TransformerBridge):
         found = inspect.signature(self.forward).parameters
         if any(each.kind is each.VAR_POSITIONAL for each in found.values()):  # of a class of the user's
             found = inspect.signature(RunsAsBefore.forward.__get__(self)).parameters
-        names = list(found)[: len(model_args)]
+        names = ["input", *list(found)[1:]][: len(model_args)]  # a class of the user's may call it `tokens`
         return dict(zip(names, model_args, strict=True))
 
     def generate(  # type: ignore[override]
@@ -245,13 +245,16 @@ class RunsAsBefore(TransformerBridge):
             stop_at_eos = len(eos_token_id) > 0
             if own is not None:
                 more.setdefault("pad_token_id", own)
+                if isinstance(input, Tensor) and not embedded:  # in which this token is BOS, as for a single one
+                    more.setdefault("attention_mask", torch.ones_like(input))
         sampled = do_sample and temperature > 0
         sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
         if sampled:
             drawn_from = {"top_k": 0 if top_k is None else top_k, "top_p": 1.0 if top_p is None else top_p}
-            sampling |= drawn_from | {"temperature": temperature}
+            # HookedTransformer subtracts the penalty behind the division by the temperature, and when it samples only
+            sampling |= drawn_from | {"temperature": temperature, "freq_penalty": freq_penalty * temperature}
         made = super().generate(
-            input, max_new_tokens, stop_at_eos=stop_at_eos, eos_token_id=eos_token_id, freq_penalty=freq_penalty,
+            input, max_new_tokens, stop_at_eos=stop_at_eos, eos_token_id=eos_token_id,
             use_past_kv_cache=use_past_kv_cache, prepend_bos=prepend_bos, padding_side=padding_side, verbose=verbose,
             return_type="tokens" if as_embeddings or return_type == "tensor" else return_type, **(sampling | more),
         )  # fmt: skip

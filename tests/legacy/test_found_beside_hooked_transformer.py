@@ -162,6 +162,33 @@ def test_rows_that_end_at_one_of_several_tokens_are_filled_with_eos(model):
     assert filled == ended + [model.tokenizer.eos_token_id] * (6 - len(ended))
 
 
+def test_the_frequency_penalty_comes_behind_the_temperature(model):
+    tokens = torch.randint(3, 50, (8, 4), generator=torch.Generator().manual_seed(0))
+    given = {"max_new_tokens": 5, "verbose": False, "stop_at_eos": False}
+    torch.manual_seed(0)
+    made = model.generate(tokens, temperature=3.0, freq_penalty=1.5, **given)
+    torch.manual_seed(0)
+    by_hand = tokens
+    for _ in range(5):
+        logits = model(by_hand)[:, -1] / 3.0
+        counts = torch.nn.functional.one_hot(by_hand, model.cfg.d_vocab).sum(1)
+        drawn = torch.distributions.Categorical(logits=logits - 1.5 * counts).sample()
+        by_hand = torch.cat([by_hand, drawn[:, None]], 1)
+    assert torch.equal(made, by_hand)
+    greedy = model.generate(tokens, do_sample=False, **given)
+    assert torch.equal(model.generate(tokens, do_sample=False, freq_penalty=100.0, **given), greedy)
+    assert torch.equal(model.generate(tokens, temperature=0.0, freq_penalty=100.0, **given), greedy)
+
+
+def test_tokens_may_begin_with_the_token_that_fills_rows_up(loaded):
+    model = HookedTransformer(loaded.original_model, loaded.tokenizer)
+    model.tokenizer.pad_token = model.tokenizer.eos_token = model.tokenizer.bos_token  # as GPT-2's
+    tokens, given = model.to_tokens(["Mary and John"] * 2), {"max_new_tokens": 3, "do_sample": False, "verbose": False}
+    assert int(tokens[0, 0]) == model.tokenizer.pad_token_id
+    made = model.generate(tokens, eos_token_id=[10**6], **given)
+    assert torch.equal(made, model.generate(tokens, stop_at_eos=False, **given))
+
+
 def test_composition_of_two_matrices():
     generator = torch.Generator().manual_seed(0)
     A, B, C, D = (torch.randn(shape, generator=generator) for shape in ((5, 3), (3, 5), (5, 2), (2, 5)))

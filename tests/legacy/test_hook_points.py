@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from bridge.hooks.names import UnknownHookError
+from bridge.legacy import HookedTransformer
 from bridge.legacy.hook_points import HookedRootModule, HookPoint, LensHandle
+from tests.reference import DATA, reference
 
 
 class Block(nn.Module):
@@ -213,3 +215,50 @@ def test_a_hook_point_of_another_module_is_refused(toy):
         toy.add_hook(Toy().hook_in, double)
     toy.add_hook(toy.hook_in, double)
     assert counts(toy) == {"hook_in": (1, 0)}
+
+
+def test_torch_hooks_of_every_kind_act_on_a_models_hook_point():
+    model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    tokens, point, seen = reference("gpt2")["tokens"], model.blocks[0].hook_resid_mid, []
+    right = model.run_with_hooks(tokens, fwd_hooks=[(point.name, lambda x, hook: x / 2)])
+    handle = point.register_forward_pre_hook(lambda module, given: (given[0] / 2,))
+    assert torch.equal(model(tokens), right)
+    handle.remove()
+    point.register_full_backward_pre_hook(lambda module, gradient: seen.append(gradient[0]))
+    point.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0,))
+    model(tokens, return_type="loss").backward()
+    assert seen[0].abs().sum() > 0
+    assert model.blocks[0].attn.W_O.grad.abs().max() == 0 < model.blocks[0].mlp.W_out.grad.abs().max()
+
+
+def test_a_model_inside_of_a_module_with_hook_points():
+    class Root(HookedRootModule):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.hook_logits = model, HookPoint()
+            self.setup()
+
+        def forward(self, tokens):
+            return self.hook_logits(self.model(tokens))
+
+    model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    tokens = reference("gpt2")["tokens"]
+    _, right = model.run_with_cache(tokens)
+    edited = model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_pattern", lambda x, hook: x / 2)])
+    root = Root(model)
+    _, cache = root.run_with_cache(tokens)
+    assert torch.allclose(cache["model.blocks.1.attn.hook_pattern"], right["pattern", 1], atol=1e-6)
+    halving = [("model.blocks.0.attn.hook_pattern", lambda x, hook: x / 2)]
+    assert torch.equal(root.run_with_hooks(tokens, fwd_hooks=halving), edited)
+    assert model.blocks[0].attn.name == "blocks.0.attn" and model.blocks[0].attn(right["resid_pre", 0]).ndim == 3
+
+
+def test_a_class_of_the_users_may_call_its_input_otherwise():
+    class Halved(HookedTransformer):
+        def forward(self, tokens):
+            return super().forward(tokens) / 2
+
+    cfg = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10, "act_fn": "relu", "device": "cpu"}
+    model, tokens = Halved(cfg), torch.tensor([[1, 2, 3]])
+    assert torch.equal(model.run_with_cache(tokens)[0], model(tokens))
+    assert torch.equal(model.run_with_hooks(tokens, fwd_hooks=[]), model(tokens))

@@ -57,6 +57,22 @@ def test_what_is_not_offered_says_why(name):
         getattr(transformer_lens, name)
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("from bridge.legacy.utils import print_gpu_mem", r"no print_gpu_mem: torch\.cuda\.memory_allocated"),
+        ("from bridge.legacy.loading_from_pretrained import convert_gpt2_weights", "not converted but viewed"),
+        ("from bridge.legacy.utils import get_act_nam", "Did you mean get_act_name"),
+        ("from bridge.legacy.components.bert_block import BertBlock", "no bert_block: HookedEncoder's parts"),
+        ("from bridge.legacy.utilities.addmm import batch_addmm", "no addmm: .*Hugging Face"),
+    ],
+)
+def test_an_import_says_why(line, why):
+    with pytest.raises(ImportError, match=why):
+        exec(line)
+    assert not hasattr(transformer_lens.utils, "print_gpu_mem")
+
+
 @pytest.mark.parametrize("name", ["convert_hf_model_config", "get_basic_config", "NEED_REMOTE_CODE_MODELS"])
 def test_what_loading_does_not_offer_says_why(name):
     with pytest.raises(AttributeError, match=f"no {name}: .*docs/migration.md"):

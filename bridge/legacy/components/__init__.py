@@ -16,7 +16,7 @@ __all__ = kinds.__all__
 #: HookedTransformer has a module for each class; here each of them is the one that holds them all.
 _MODULES = (
     "abstract_attention", "attention", "bert_embed", "embed", "grouped_query_attention", "layer_norm",
-    "layer_norm_pre", "pos_embed", "rms_norm", "rms_norm_pre", "transformer_block", "unembed",
+    "layer_norm_pre", "pos_embed", "rms_norm", "rms_norm_pre", "t5_attention", "transformer_block", "unembed",
 )  # fmt: skip
 mlps = ModuleType(f"{__name__}.mlps", "``transformer_lens.components.mlps``'s modules.")
 mlps.__spec__, mlps.__path__ = kinds.__spec__, []
