@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from bridge.trace.copies import mapped
+
 #: What an edit does to an activation, in place.
 Operation = Callable[[Tensor], None]
 
@@ -51,10 +53,12 @@ class EveryStep:
             value._no_value("read")  # and what may be assigned is `run[name][index] += v`, which is recorded already
 
     def _write(self, path: tuple[object, ...], new: Callable[[Tensor], object]) -> None:
+        *above, last = _as_it_is(path)
+
         def write(act: Any) -> None:
-            for index in path[:-1]:
+            for index in above:
                 act = act[index]
-            act[path[-1]] = new(act[path[-1]])
+            act[last] = new(act[last])
 
         self._record(write)
 
@@ -91,7 +95,7 @@ class EveryStep:
             for other in (*args, *kwargs.values()):
                 if isinstance(other, EveryStep):
                     other._no_value("read")
-            kept, named = [_as_it_is(x) for x in args], {name: _as_it_is(x) for name, x in kwargs.items()}
+            kept, named = _as_it_is(args), _as_it_is(kwargs)
 
             def changed(old: Tensor) -> object:
                 new = old.clone()
@@ -131,9 +135,9 @@ class EveryStep:
         given._no_value(f"given to {getattr(func, '__name__', func)}")
 
 
-def _as_it_is(value: object) -> object:
-    """A value that nobody changes afterwards."""
-    return value.clone() if isinstance(value, Tensor) else value
+def _as_it_is(value: Any) -> Any:
+    """A value, or a structure of values, that nobody changes afterwards."""
+    return mapped(value, Tensor.clone)
 
 
 def _are_same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:

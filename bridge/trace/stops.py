@@ -235,14 +235,14 @@ class Stops:
         if waited_for:
             stop = self._stop_at(given)
             new, replaced = stop.value, stop.replaced
+        if new is given:  # which may have been assigned to itself: run[name] *= 2
+            self.gone_on_with.add(given, hook.name)
         if replaced:
             new = checked(new, act, self._points[hook], hook).clone()
         if hook in self.captured:
             self.kept[hook] = new
         if new.requires_grad:
             self._keep_gradient(new, hook.name)
-        if not replaced:
-            self.gone_on_with.add(given, hook.name)
         if not (replaced or new.requires_grad) and in_its_place(given, version, act, hook.view) is None:
             return None
         return new.clone()
@@ -274,11 +274,12 @@ class Stops:
         """Shows what a module is given or returns; what it is to be instead, or None."""
         copy = Copied(value)
         stop = self._stop_at(copy.given)
+        shown = [leaf for leaf in leaves(copy.given) if isinstance(leaf, Tensor)]
+        for leaf in leaves(stop.value):
+            if any(leaf is other for other in shown):
+                self.gone_on_with.add(leaf, stop.place.name)
         if stop.replaced:
             return mapped(stop.value, Tensor.clone)
-        for leaf in leaves(copy.given):
-            if isinstance(leaf, Tensor):
-                self.gone_on_with.add(leaf, stop.place.name)
         return mapped(copy.given, Tensor.clone) if copy.changed else None
 
     def end_step(self) -> None:

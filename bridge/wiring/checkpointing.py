@@ -29,6 +29,10 @@ class BringsHooks(Protocol):
 
     changes: int
 
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+
     def attach_scope(self, scope: Scope) -> None:
         """Attaches its hooks, if they are not attached already."""
 
@@ -104,6 +108,7 @@ class _WithItsHooks:
     def __init__(self, function: Callable[..., Any], path: str, attaches: BringsHooks) -> None:
         context = CURRENT.get()
         self._function, self._path, self._attaches = function, path, attaches
+        self._model = attaches.model  # hooks find its modules, also where nobody holds more of it than a loss
         self._shared = context.shared
         for scope in self._shared:
             if scope is not None:

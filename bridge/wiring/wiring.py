@@ -367,7 +367,7 @@ class Wiring:
         self._following[key] = following
 
     def _disconnect_followers(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
-        kinds = ("bwd", "edge") if point.point.branches else ("fwd", "bwd", "edge")
+        kinds = ("bwd", "edge") if point.point.branches else ("fwd", "bwd", "edge", "follow")
         needed = {listener.scope for listener in left if listener.kind in kinds}
         for key in [key for key in self._following if key[0] is point and key[1] not in needed]:
             for following in self._following.pop(key):

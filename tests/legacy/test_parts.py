@@ -453,6 +453,21 @@ def test_a_module_at_a_hook_point():
     assert model.hook_embed is model.hook_dict["hook_embed"]
 
 
+def test_a_module_at_a_point_that_feeds_others_outlives_hooks_there():
+    model, name = fresh(), "blocks.0.hook_attn_in"
+    plain = model(TOKENS)
+    model.blocks[0].hook_attn_in = Halves()
+    halved = model(TOKENS)
+    model.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda x, hook: None)])
+    assert torch.equal(model(TOKENS), halved)
+    assert not torch.equal(halved, plain)
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x * 0.5
+
+
 class CallsThePoint(nn.Module):
     """As programs that find circuits wrap hook points: it holds the old one, and calls it."""
 

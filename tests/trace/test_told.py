@@ -34,6 +34,25 @@ def test_late_edits_of_modules(bridge, tokens, what):
         value *= 0
 
 
+def test_late_edits_of_what_was_assigned_to_itself(bridge, tokens):
+    path = path_of_mlp(bridge)
+    with pytest.raises(LateEditError, match=LATE), bridge.trace(tokens) as run:
+        run[A] *= 2
+        value = run[A]
+        run[B]
+        value *= 0
+    with pytest.raises(LateEditError, match=LATE), bridge.trace(tokens) as run:
+        value = run.module(path).output
+        run.module(path).output = value
+        run[B]
+        value *= 0
+    with bridge.trace(tokens) as run:  # what another tensor stands for is the user's again
+        value = run[A]
+        run[A] = torch.zeros_like(value)
+        run[B]
+        value *= 0
+
+
 def test_late_edits_of_what_is_gone(bridge, tokens):
     def edit(run):
         z = run["blocks.0.attn.hook_z"]
@@ -178,6 +197,17 @@ def test_edits_of_every_step_keep_their_operands(bridge, tokens):
         run[A].data = change
 
 
+def test_edits_of_every_step_keep_their_indices(bridge, tokens):
+    index, seen = torch.tensor([0]), []
+    with torch.no_grad(), bridge.trace_generate(tokens[:1], **GIVEN) as run:
+        run[A][..., index] = 7.0
+        run[A].index_fill_(-1, index, 7.0)
+        for step in run.steps:
+            seen.append(step[A][0, -1, :2].eq(7).tolist())
+            index.fill_(1)
+    assert seen == [[True, False]] * 3
+
+
 def test_parts_outside_of_the_loop(bridge, tokens):
     def generation():
         return bridge.trace_generate(tokens[:1], **GIVEN)
@@ -247,3 +277,21 @@ def test_a_captured_point_that_is_not_computed(bridge, tokens, monkeypatch):
         pass
     with pytest.raises(PointNeverCameError, match="never came in this run"):
         run[never]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_runs_of_the_body_with_hooks_at_the_same_point(bridge, tokens, when):
+    """Their hooks go when they end, and what feeds queries, keys and values with the edit of the trace stays."""
+    name = "blocks.1.hook_attn_in"
+    hooks = [(name, lambda x, hook: x * 0.5)]
+    with torch.no_grad():
+        by_hook = bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+        with bridge.trace(tokens) as run:
+            value = run[name]
+            if when == "before":
+                bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+            value *= 0.5
+            if when == "after":
+                bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    assert torch.equal(run.logits, by_hook)
+    assert not torch.equal(by_hook, bridge(tokens))

@@ -195,3 +195,20 @@ def test_a_copy_made_meanwhile_has_its_own_function():
         other = copy.deepcopy(bridge.original_model)
     other(tokens, labels=tokens, use_cache=False).loss.backward()
     assert len(copies) == 1
+
+
+def test_a_loss_is_enough_for_backward():
+    """Whoever holds the graph alone holds what is computed again, hooks and all."""
+    expected = {}
+    for kept in (True, False):
+        model = model_of("llama", checkpointing=True)
+        parameters = dict(model.named_parameters())
+        bridge = TransformerBridge(model)
+        loss = bridge.run_with_hooks(tokens_of("llama"), return_type="loss", fwd_hooks=EDITS[0])
+        if not kept:
+            del bridge, model
+            gc.collect()
+        loss.backward()
+        expected[kept] = {name: parameter.grad for name, parameter in parameters.items()}
+    for name, gradient in expected[True].items():
+        assert torch.equal(gradient, expected[False][name]), name
