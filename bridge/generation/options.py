@@ -101,7 +101,7 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
     _check_used(options, more)
     prompt = prompt_of(bridge, input, options.prepend_bos, options.padding_side, more.pop("attention_mask", None))
     if prompt.tokens is not None and "input_ids" in prompt.kwargs and "attention_mask" not in prompt.kwargs:
-        prompt.kwargs["attention_mask"] = _inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
+        prompt.kwargs["attention_mask"] = inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
     _check_room(bridge, prompt, options.max_new_tokens)
     arguments: Arguments = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample, **more}
     for name in ("top_k", "top_p", "temperature", "repetition_penalty"):
@@ -122,15 +122,21 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
     return prompt, arguments
 
 
-def _inferred_mask(
+def inferred_mask(
     bridge: Generates, tokens: Tensor, eos_token_id: int | Sequence[int] | None, more: Arguments
 ) -> Tensor:
     """The mask of tokens that are given without one: all of them count, as in a forward pass.
 
     It is said here because not stopping at EOS, which hides EOS from `generate`, must not make padding of it.
 
+    Args:
+        bridge: the bridge.
+        tokens: ``[batch, pos]``.
+        eos_token_id: what ends a row; None: what the model's configuration says.
+        more: the arguments of the model's `generate`, which may say what padding is.
+
     Raises:
-        ValueError: there are such tokens: a forward pass reads them as tokens, and `generate` would not.
+        ValueError: there are padding tokens: a forward pass reads them as tokens, and `generate` would not.
     """
     own = bridge.core.generation_config
     pad = more.get("pad_token_id", own.pad_token_id)

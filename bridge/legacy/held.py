@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,10 @@ class Held(ChainMap[str, Any]):
         super().__delitem__(name)
 
 
+#: The module whose own parameters alone are meant, here and in no other thread.
+_OWN_ONLY: ContextVar[nn.Module | None] = ContextVar("own_only", default=None)
+
+
 class HoldsParameters(nn.Module):
     """A module in whose place in the tree torch finds parameters of the Hugging Face model, too."""
 
@@ -38,7 +43,7 @@ class HoldsParameters(nn.Module):
     @property
     def _parameters(self) -> Any:  # type: ignore[override]
         own = self.__dict__["_parameters"]
-        return own if "own_only" in self.__dict__ else Held(own, dict(self.parameters_here()))
+        return own if _OWN_ONLY.get() is self else Held(own, dict(self.parameters_here()))
 
     @_parameters.setter
     def _parameters(self, own: dict[str, nn.Parameter | None]) -> None:
@@ -47,15 +52,19 @@ class HoldsParameters(nn.Module):
     @contextmanager
     def _own_only(self) -> Iterator[None]:
         """For assignments, and for state dicts, in which parts have HookedTransformer's weights."""
-        self.__dict__["own_only"] = True
+        token = _OWN_ONLY.set(self)
         try:
             yield
         finally:
-            self.__dict__.pop("own_only", None)
+            _OWN_ONLY.reset(token)
 
     def __setattr__(self, name: str, value: Any) -> None:
         with self._own_only():
             super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """The same as an assignment."""
+        setattr(self, name, module)
 
     def apply_to_own(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Changes the parameters and buffers that a user gave it."""

@@ -140,6 +140,10 @@ class Part(HoldsParameters):
         else:
             self.host.put(self, self.name, attribute, value)
 
+    def __delattr__(self, attribute: str) -> None:
+        self.host.check_removal(self.name, attribute)
+        super().__delattr__(attribute)
+
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.host.tree.children.get(self.name, ())]
 
@@ -221,6 +225,18 @@ class Blocks(nn.ModuleList):
     def __setitem__(self, index: Any, module: nn.Module) -> None:
         self.__dict__["host"].put(self, self.__dict__["name"], str(range(len(self))[index]), module)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", ()):  # so do torch's and other people's ways to exchange a module
+            self[int(name)] = value
+        elif isinstance(value, nn.Module):
+            self.refuse()
+        else:
+            super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """The same as an assignment."""
+        setattr(self, name, module)
+
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """What would change their number.
 
@@ -232,4 +248,4 @@ class Blocks(nn.ModuleList):
             "from_pretrained(first_n_layers=n) loads them; each can be replaced, as by nn.Identity()"
         )
 
-    __delitem__ = __iadd__ = append = extend = insert = pop = refuse  # type: ignore[assignment]
+    __delattr__ = __delitem__ = __iadd__ = append = extend = insert = pop = refuse  # type: ignore[assignment]

@@ -256,6 +256,21 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
         else:
             super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        self.check_removal("", name)
+        super().__delattr__(name)
+
+    def check_removal(self, prefix: str, name: str) -> None:
+        """Looks whether something may be taken out of a part of this name.
+
+        Raises:
+            TypeError: the Hugging Face model has it, and would go on to call it.
+        """
+        full = join(prefix, name)
+        point = self.wiring.points.get(full)
+        if full in self.parts or (point is not None and not getattr(point, "is_loose", False)):
+            raise TypeError(f"{full} is the Hugging Face model's: put a module in its place, such as nn.Identity()")
+
     # Weights.
 
     def fits(self, name: str, value: Tensor) -> str | None:
@@ -297,7 +312,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
         try:
             found = list(nn.Module.named_parameters(self, prefix, recurse, remove_duplicate))
         finally:
-            del self.__dict__["by_part"]
+            self.__dict__.pop("by_part", None)  # another thread may have done so
         yield from found
 
     def parameters_of(self, part: str) -> Mapping[str, nn.Parameter]:

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
+from bridge.generation.options import inferred_mask
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
@@ -244,9 +245,9 @@ class RunsAsBefore(TransformerBridge):
         elif stop_at_eos and isinstance(eos_token_id, Sequence):
             stop_at_eos = len(eos_token_id) > 0
             if own is not None:
+                if not embedded and texts_in(input) is None and "attention_mask" not in more:
+                    more["attention_mask"] = inferred_mask(self, as_tokens(input), own, more)  # in which it may be BOS
                 more.setdefault("pad_token_id", own)
-                if isinstance(input, Tensor) and not embedded:  # in which this token is BOS, as for a single one
-                    more.setdefault("attention_mask", torch.ones_like(input))
         sampled = do_sample and temperature > 0
         sampling: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": sampled}
         if sampled:

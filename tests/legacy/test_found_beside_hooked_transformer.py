@@ -189,6 +189,21 @@ def test_tokens_may_begin_with_the_token_that_fills_rows_up(loaded):
     assert torch.equal(made, model.generate(tokens, stop_at_eos=False, **given))
 
 
+def test_tokens_may_hold_padding_and_nothing_says_so(model, monkeypatch):
+    """Several EOS are no word on padding: it would be read as text."""
+    given = {"max_new_tokens": 2, "do_sample": False, "verbose": False}
+    tokens = model.to_tokens("Mary and John")
+    pad = next(token for token in range(1, 61) if token not in tokens and token != model.tokenizer.eos_token_id)
+    monkeypatch.setattr(model.original_model.generation_config, "pad_token_id", pad)
+    padded = torch.cat([torch.full((1, 2), pad), tokens], 1)
+    for ends in (None, [10**6]):
+        with pytest.raises(ValueError, match="the tokens hold the padding token"):
+            model.generate(padded, eos_token_id=ends, **given)
+    mask = torch.tensor([[0, 0] + [1] * tokens.shape[1]])
+    made = model.generate(padded, eos_token_id=[10**6], attention_mask=mask, **given)
+    assert torch.equal(made[:, 2:], model.generate(tokens[0], eos_token_id=[10**6], **given))
+
+
 def test_composition_of_two_matrices():
     generator = torch.Generator().manual_seed(0)
     A, B, C, D = (torch.randn(shape, generator=generator) for shape in ((5, 3), (3, 5), (5, 2), (2, 5)))

@@ -1,6 +1,8 @@
 """The parameters of a model in its tree: what optimizers, other modules and filters by name find."""
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -144,10 +146,47 @@ def test_what_would_change_nothing_is_refused():
     for change in (
         lambda: model.blocks.__delitem__(1), lambda: model.blocks.append(nn.Identity()), lambda: model.blocks.pop(0),
         lambda: model.blocks.insert(0, nn.Identity()), lambda: setattr(model, "blocks", model.blocks[:1]),
+        lambda: model.blocks.add_module("2", nn.Identity()), lambda: delattr(model.blocks, "1"),
     ):  # fmt: skip
         with pytest.raises(TypeError, match="blocks are as many as the model has: stop_at_layer"):
             change()
+    for change in (
+        lambda: delattr(model.blocks[0], "mlp"), lambda: delattr(model, "unembed"), lambda: delattr(model, "hook_embed")
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="is the Hugging Face model's: put a module in its place"):
+            change()
     assert torch.equal(model(TOKENS), plain)
+
+
+PLACES = {
+    "an assignment": lambda model, new: setattr(model.blocks[0], "mlp", new),
+    "add_module": lambda model, new: model.blocks[0].add_module("mlp", new),
+    "register_module": lambda model, new: model.blocks[0].register_module("mlp", new),
+    "set_submodule": lambda model, new: model.set_submodule("blocks.0.mlp", new),
+    "a block": lambda model, new: setattr(model.blocks, "0", new),
+    "a block by set_submodule": lambda model, new: model.set_submodule("blocks.0", new),
+    "of the model": lambda model, new: model.add_module("embed", new),
+}
+
+
+class Zeros(nn.Module):
+    def __init__(self, width=None):
+        super().__init__()
+        self.width = width
+
+    def forward(self, x):
+        return torch.zeros(*x.shape, self.width) if self.width else x * 0
+
+
+@pytest.mark.parametrize("way", PLACES)
+def test_every_way_to_exchange_a_module_acts(way):
+    model = fresh()
+    PLACES[way](model, Zeros(32 if way == "of the model" else None))
+    point = {"of the model": "hook_embed"}.get(
+        way, "blocks.0.hook_resid_post" if "block" in way else "blocks.0.hook_mlp_out"
+    )
+    hooks = [(point, lambda x, hook: x * 0)]
+    assert torch.equal(model(TOKENS), fresh().run_with_hooks(TOKENS, fwd_hooks=hooks))
 
 
 def test_torch_hooks_of_gradients_before_a_part_are_called():
@@ -157,3 +196,31 @@ def test_torch_hooks_of_gradients_before_a_part_are_called():
     model(TOKENS, return_type="loss").backward()
     handle.remove()
     assert len(seen) == 2 and torch.equal(seen[0], seen[1])
+
+
+def test_threads_find_the_same_parameters():
+    model, found, errors = fresh(), set(), []
+    expected = len(list(model.original_model.parameters()))
+
+    def look():
+        try:
+            for _ in range(40):
+                found.add(len(list(model.named_parameters())))
+        except KeyError as error:
+            errors.append(error)
+
+    def save():
+        for _ in range(40):
+            found.add(len(model.state_dict()) - len(keys) + expected)
+
+    keys, before = model.state_dict(), sys.getswitchinterval()
+    threads = [threading.Thread(target=target) for target in (look, look, save)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors and found == {expected}

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -71,6 +72,16 @@ def test_an_import_says_why(line, why):
     with pytest.raises(ImportError, match=why):
         exec(line)
     assert not hasattr(transformer_lens.utils, "print_gpu_mem")
+
+
+@pytest.mark.unchecked
+def test_an_import_of_something_else_asks_as_anyone(monkeypatch):
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = lambda name: hasattr(transformer_lens, "not_there")
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    from lazy import thing
+
+    assert thing is False
 
 
 @pytest.mark.parametrize("name", ["convert_hf_model_config", "get_basic_config", "NEED_REMOTE_CODE_MODELS"])
