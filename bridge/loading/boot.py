@@ -37,8 +37,12 @@ class UnknownArgumentError(TypeError):
     """
 
     def __init__(self, name: str, loader: str, known: Iterable[str]) -> None:
-        super().__init__(f"{name!r} is an argument of neither the bridge nor {loader}.{suggestion(name, known)}")
+        super().__init__(name, loader, tuple(known))  # with all of them it is made again in another process
         self.name, self.loader = name, loader
+
+    def __str__(self) -> str:
+        name, loader, known = self.args
+        return f"{name!r} is an argument of neither the bridge nor {loader}.{suggestion(name, known)}"
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,8 @@ def _explain_unknown(error: TypeError, given: Collection[str], loader: type[Any]
     """Raises our own error where Hugging Face's says that it does not know an argument of the user's."""
     for name in given:
         if f"unexpected keyword argument {name!r}" in str(error):
-            raise UnknownArgumentError(name, loader.__name__, inspect.signature(load).parameters) from error
+            known = inspect.signature(load).parameters.keys() - {"from_pretrained"}
+            raise UnknownArgumentError(name, loader.__name__, sorted(known)) from error
 
 
 def _empty(loader: Any, kwargs: dict[str, Any]) -> nn.Module:

@@ -1,5 +1,7 @@
 """Loading: everything that a folder can show without a network."""
 
+import pickle
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -80,6 +82,10 @@ def test_what_nobody_knows_or_nothing_uses_is_refused(folder):
         TypeError, match=r"^'cache_dirr' is an argument of neither the bridge nor .*\. Did you mean cache_dir\?$"
     ):
         TransformerBridge.boot_transformers(folder, cache_dirr="here")
+    with pytest.raises(TypeError, match=r"^'from_pretrained' is an argument of neither") as raised:
+        TransformerBridge.boot_transformers(folder, from_pretrained={"cache_dir": "here"})
+    assert "Did you mean" not in str(raised.value)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)  # from a worker of a harvest
     for given in ({"device_map": "cpu"}, {"quantization_config": {}}, {"weights_only": True}):
         with pytest.raises(ValueError, match=f"{next(iter(given))} would say how weights are loaded, but load_weights"):
             TransformerBridge.boot_transformers(folder, load_weights=False, **given)
