@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from adapters.points import Follower
@@ -23,12 +21,13 @@ class Following:
         self._attaches.remove(self._point, (self._listener,))
 
 
-def take_over_from(leader: HookPoint, follower: Follower) -> Callable[..., Tensor | None]:
+class TakeOver:
     """A listener's function for a follower: what was written at its leader in this pass; None where nothing was."""
 
-    def take_over(value: Tensor, hook: HookPoint) -> Tensor | None:
-        run = CURRENT.get().run
-        written = None if run is None else run.written.get(leader)
-        return None if written is None else follower.convert(written)
+    def __init__(self, leader: HookPoint, follower: Follower) -> None:
+        self._leader, self._follower = leader, follower
 
-    return take_over
+    def __call__(self, value: Tensor, hook: HookPoint) -> Tensor | None:
+        run = CURRENT.get().run
+        written = None if run is None else run.written.get(self._leader)
+        return None if written is None else self._follower.convert(written)

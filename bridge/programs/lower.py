@@ -11,6 +11,7 @@ from torch import nn
 from adapters.paths import call_number, has_module, module_path, token_embedding
 from adapters.points import Site
 from adapters.views import Kwargs
+from bridge.hooks.followers import TakeOver
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, wants_gradients
 from bridge.programs.edits import edit_changes
@@ -80,7 +81,7 @@ def lower(
         declared: the names of the declared inputs.
 
     Raises:
-        ValueError: a hook point that no program can have; or a hook of gradients is there.
+        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there.
         TypeError: a function that asks for what is not declared.
     """
     original, prefix = written(bridge.original_model)
@@ -129,7 +130,7 @@ def _heard(hook: HookPoint) -> Iterable[Listener]:
     """The functions that a run would call now at a hook point.
 
     Raises:
-        ValueError: one is given gradients.
+        ValueError: one is given gradients, or is a module that was put there.
     """
     if not hook.listeners:
         return ()
@@ -138,6 +139,11 @@ def _heard(hook: HookPoint) -> Iterable[Listener]:
         raise ValueError(
             f"{hook.name} has a hook that is given gradients, which a program has no place for: remove it "
             "(reset_hooks), or use tensor.register_hook on what the program returns"
+        )
+    if any(listener.kind == "follow" and not isinstance(listener.fn, TakeOver) for listener in heard):
+        raise ValueError(
+            f"{hook.name} has a module in its place, which a program has no place for: take it away, and give a "
+            "function that calls it as an intervention"
         )
     return [listener for listener in heard if listener.kind == "fwd"]
 

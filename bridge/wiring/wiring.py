@@ -13,7 +13,7 @@ from torch import nn
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
 from bridge.hooks.context import Scope, open_scope
-from bridge.hooks.followers import Following, take_over_from
+from bridge.hooks.followers import Following, TakeOver
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
@@ -355,7 +355,7 @@ class Wiring:
             return
         following: list[SeparateReading | Following] = []
         for follower in point.point.followers:
-            takes_over = Listener("follow", take_over_from(point, follower), listener.scope)
+            takes_over = Listener("follow", TakeOver(point, follower), listener.scope)
             other = self.points[follower.name]
             self.add(other, takes_over, prepend=True)
             following.append(Following(self, other, takes_over))

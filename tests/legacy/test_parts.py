@@ -461,6 +461,13 @@ def test_a_module_at_a_point_that_feeds_others_outlives_hooks_there():
     model.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda x, hook: None)])
     assert torch.equal(model(TOKENS), halved)
     assert not torch.equal(halved, plain)
+    with pytest.raises(ValueError, match=f"{name} has a module in its place, which a program has no place for"):
+        model.program(capture=["blocks.1.hook_resid_post"])
+    model.blocks[0].hook_attn_in = HookPoint()
+    program = model.program(interventions=[(name, lambda x, hook: x * 0.5)])
+    torch.testing.assert_close(program(TOKENS)["logits"], halved)
+    model.add_hook(name, lambda x, hook: x * 0.5)
+    torch.testing.assert_close(model.program()(TOKENS)["logits"], halved)
 
 
 class Halves(nn.Module):
