@@ -30,12 +30,29 @@ Get = Callable[[], Tensor]
 _DEQUANTISE = "merge adapters (merge_and_unload) or dequantise the model first"
 
 
-class _Modules:
-    """Finds a model's modules by an adapter's paths: see `Weights`."""
+class Weights:
+    """A model's canonical weights, by name.
+
+    Args:
+        architecture: what its adapter declares.
+        model: the Hugging Face model, with what wraps it.
+        cfg: its configuration.
+
+    Attributes:
+        getters: for each of HookedTransformer's state-dict names, a function that gives the tensor.
+    """
 
     def __init__(self, architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> None:
         self.model, self.cfg, self.architecture = model, cfg, architecture
         self.base, self.core = base_path(model), core_path(model)
+        self.getters = self._all()
+
+    def _all(self) -> dict[str, Get]:
+        # The functions know the model and not this table: with a cycle the model would outlive its last user.
+        return _Getters(self.architecture, self.model, self.cfg).taken()
+
+    def __getitem__(self, name: str) -> Float[Tensor, "..."]:
+        return _with_gradient(self.getters[name]())
 
     def module(self, path: str) -> nn.Module:
         """The module at a path from the base model; a path that begins with a dot is from the model itself."""
@@ -52,48 +69,6 @@ class _Modules:
     def full_path(self, path: str) -> str:
         """Such a path, from what wraps the model."""
         return join(self.core, path[1:]) if path.startswith(".") else join(self.base, path)
-
-
-class Weights(_Modules):
-    """A model's canonical weights, by name.
-
-    Args:
-        architecture: what its adapter declares.
-        model: the Hugging Face model, with what wraps it.
-        cfg: its configuration.
-
-    Attributes:
-        getters: for each of HookedTransformer's state-dict names, a function that gives the tensor.
-    """
-
-    def __init__(self, architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> None:
-        super().__init__(architecture, model, cfg)
-        # The functions know the model and not this table: with a cycle the model would outlive its last user.
-        self.getters = _Getters(architecture, model, cfg).taken()
-
-    def __getitem__(self, name: str) -> Float[Tensor, "..."]:
-        return _with_gradient(self.getters[name]())
-
-
-class _Getters(_Modules):
-    """Makes the functions that give a model's weights."""
-
-    def taken(self) -> dict[str, Get]:
-        """The functions, by name; nothing of them is kept here."""
-        self.getters: dict[str, Get] = {}
-        architecture, cfg = self.architecture, self.cfg
-        self._add_embeddings()
-        for stack in architecture.stacks:
-            if self.has(stack.path):
-                self._add_stack(stack)
-        self._add_heads()
-        unembed = "." + architecture.unembed
-        if architecture.unembed and self.has(unembed):
-            self.getters["unembed.W_U"] = lambda: self.matrix(unembed)
-            self.getters["unembed.b_U"] = self.bias(unembed, lambda: (cfg.d_vocab_out,))
-        found = self.getters
-        del self.getters
-        return found
 
     def parameter(self, path: str, name: str = "weight") -> Get:
         """A module's own parameter."""
@@ -130,6 +105,28 @@ class _Getters(_Modules):
             return bias if part is None else part.get(bias, _NO_CALL)
 
         return get
+
+
+class _Getters(Weights):
+    """Makes the functions that give a model's weights."""
+
+    def _all(self) -> dict[str, Get]:
+        return {}
+
+    def taken(self) -> dict[str, Get]:
+        """The functions, by name; nothing of them is kept here."""
+        architecture, cfg = self.architecture, self.cfg
+        self._add_embeddings()
+        for stack in architecture.stacks:
+            if self.has(stack.path):
+                self._add_stack(stack)
+        self._add_heads()
+        unembed = "." + architecture.unembed
+        if architecture.unembed and self.has(unembed):
+            self.getters["unembed.W_U"] = lambda: self.matrix(unembed)
+            self.getters["unembed.b_U"] = self.bias(unembed, lambda: (cfg.d_vocab_out,))
+        found, self.getters = self.getters, {}
+        return found
 
     def _add_embeddings(self) -> None:
         a = self.architecture
