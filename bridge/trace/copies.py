@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
@@ -118,12 +119,16 @@ class GoneOnWith:
         self._copies = None
 
 
+#: For counters of tensors in the CPU's memory: to make one each takes longer than all else here.
+_NOTHING = torch.empty(0)
+
+
 def _counter_of(value: Tensor) -> Tensor:
     """A tensor that counts the versions of another one, of which it holds nothing."""
     if type(value) is not Tensor:
         return value
     counter = value.detach()
-    counter.data = value.new_empty(0)
+    counter.data = _NOTHING if value.is_cpu else value.new_empty(0)
     return counter
 
 
