@@ -70,7 +70,6 @@ class Stops:
         self.turns: Turns | None = None
         self._waiting: tuple[Asked, Place, Line] | None = None
         self._last: tuple[Place, Line] | None = None
-        self._missed = False
         self._points: dict[HookPoint, Listener] = {}
         self._handles: dict[tuple[str, str], RemovableHandle] = {}
         self._openings = Openings(wiring, scope)
@@ -113,7 +112,6 @@ class Stops:
             raise self._never(place, line, None) if missed else self._passed(place, line, at)
         self._attach(asked, place if at is not None and at[0].group == place.group else None)
         self._waiting = (asked, place, line)
-        self._missed = False
         try:
             self.go_on()
         finally:
