@@ -9,20 +9,27 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
+from adapters.architecture import Architecture, Block, Head, Opaque, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
-from adapters.automatic.ends import FoundEmbedding, find_embedding, find_final_norm, find_head, find_unembedding
+from adapters.automatic.ends import (
+    FoundEmbedding,
+    find_embedding,
+    find_final_norm,
+    find_head,
+    find_readout,
+    find_unembedding,
+)
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
-from adapters.automatic.norms import norm_kind, with_gated
+from adapters.automatic.norms import function_norm, norm_kind, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
-from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
+from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, mark, record
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
 from adapters.automatic.stream import Found, Sums, Value
@@ -33,7 +40,7 @@ from adapters.inputs.arguments import takes
 from adapters.inputs.made import CannotBeMade, Given, sample_inputs
 from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
-from adapters.norms import Norm
+from adapters.norms import Norm, normalized
 from adapters.paths import base_path, core_path
 from adapters.proofs.evidence import evaluating
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
@@ -138,22 +145,21 @@ class _Inference:
             self.facts.speak_of_the_first()
             decoder, last_norm = self._decoder(other, found)
             declared.append(decoder)
-        values = self.facts.values(found, unembed, self.given, self.not_offered)
+        values = self.facts.values(found, unembed)
+        declared[0] = replace(declared[0], embedding=embedding.declared(self.relative))
+        heads: tuple[Head, ...] = ()
+        readout = Readout()
+        if unembed is not None:
+            normed, declared[-1] = self._normed(stacks[-1], last_norm, unembed, declared[-1])
+            heads = self._heads(stacks[-1], normed, unembed)
+            readout = find_readout(self.model, self.given, unembed, normed, self.core, bool(heads))
+            if readout.unknown:
+                self.not_offered["logits of the stream"] = readout.unknown
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
-            embed=embedding.embed and self.relative(embedding.embed),
-            unembed=relative(unembed.path, self.core) if unembed else "",
-            pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
-            token_types=embedding.token_types and self.relative(embedding.token_types),
-            embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
-            embeddings=embedding.module and self.relative(embedding.module),
-            embed_factor=embedding.factor,
-            embed_adjust=embedding.adjust,
-            more_embeds=tuple(map(self.relative, embedding.more)),
-            embed_project=embedding.project and self.relative(embedding.project),
-            d_embed=embedding.width,
+            readout=readout,
             changed_in_place=self._changed_before(found.blocks[0].start),
-            heads=self._heads(stacks[-1], last_norm, unembed),
+            heads=heads,
             no_layer_runs=why_no_layers(found, two, self.main),
             config_values=values,
         )
@@ -204,11 +210,7 @@ class _Inference:
         stack = replace(
             stack,
             pos="decoder_pos",
-            embed=self.relative(embedding.embed),
-            embed_factor=embedding.factor,
-            pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
-            embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
-            token_types=embedding.token_types and self.relative(embedding.token_types),
+            embedding=embedding.declared(self.relative),
         )
         return stack, final
 
@@ -217,12 +219,22 @@ class _Inference:
         before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
         return tuple((self.relative(call.path), which) for call in before for which in call.changed)
 
-    def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
+    def _normed(self, found: FoundStack, final: Norm | None, unembed: ModuleCall, stack: Stack) -> tuple[Tensor, Stack]:
+        """What the final norm puts out, or else the last stream; and the stack, with a norm that is a function."""
+        if final is not None:
+            return self.recording.of(final.path)[-1].left[0].value, stack
+        last = collapse(self.recording, found).value
+        if (stack.block.steps and stack.block.steps[-1].stream_norm) or unembed.entered is None:
+            return last, stack
+        self.not_offered.pop("ln_final", None)
+        kind = function_norm(last, unembed.entered.value)
+        if kind is None:
+            return last, stack
+        return normalized(kind, last), replace(stack, final_norm=Norm("", kind))
+
+    def _heads(self, found: FoundStack, normed: Tensor, unembed: ModuleCall) -> tuple[Head, ...]:
         """What stands between the last block and the output layer, where that does not read the last stream's norm."""
-        if unembed is None or unembed.entered is None:
-            return ()
-        last = collapse(self.recording, found) if final is None else self.recording.of(final.path)[-1].left[0]
-        if last.mark == unembed.entered.mark:
+        if unembed.entered is None or mark(normed) == unembed.entered.mark:
             return ()
         head = find_head(self.recording, found.blocks[-1].end, unembed)
         if head is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.blocks import power_between
+from adapters.automatic.layouts import relative
 from adapters.automatic.norms import norm_kind, rounded, tolerance
 from adapters.automatic.recording import ModuleCall, Recording, Seen, elements_of, mark
 from adapters.config import config_of
 from adapters.inputs.made import Given
 from adapters.norms import Norm
 from adapters.paths import base_path, token_embedding
-from adapters.proofs.facts import factor_of_small
+from adapters.stream_ends import Embedding, Readout
 from adapters.views import Affine
 
 
@@ -47,6 +50,30 @@ class FoundEmbedding:
     width: int | None = None
     more: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+
+    def declared(self, relative: Callable[[str], str]) -> Embedding:
+        """The declaration of it.
+
+        Args:
+            relative: makes a path from the base model of one from the model.
+        """
+
+        def at(path: str | None) -> str | None:
+            return None if path is None else relative(path)
+
+        return Embedding(
+            self.embed and relative(self.embed),
+            self.factor,
+            self.adjust,
+            at(self.pos_embed),
+            at(self.token_types),
+            tuple(map(relative, self.more)),
+            self.norm and Norm(relative(self.norm.path), self.norm.kind),
+            at(self.project),
+            at(self.module),
+            self.width,
+            "; ".join(self.missing.values()),
+        )
 
 
 def find_embedding(
@@ -271,19 +298,56 @@ def find_head(recording: Recording, after: int, unembed: ModuleCall) -> tuple[st
     return None
 
 
-def soft_cap(model: nn.Module, inputs: Given, unembed: ModuleCall) -> float | None:
-    """The soft cap between an output layer and the logits: ``cap * tanh(factor * x / cap)``; -1 where there is none.
+def find_readout(
+    model: nn.Module, inputs: Given, unembed: ModuleCall, normed: Tensor, core: str, behind_head: bool
+) -> Readout:
+    """How logits are made of what the final norm puts out.
 
-    It is seen in what the model makes of numbers as large as a trained model's logits: its own may be so small that the
-    cap is nearly a straight line.
+    What stands behind the output layer is seen in what the model makes of numbers as large as a trained model's logits:
+    its own may be so small that a soft cap is nearly a straight line.
 
     Args:
         model, inputs: as for `record`.
         unembed: the call of the output layer.
-
-    Returns:
-        None where something else stands between that is neither a factor nor a bias.
+        normed: what the final norm puts out, or the last stream without one.
+        core: the path of the Hugging Face model in what wraps it.
+        behind_head: a `Head` stands between the two.
     """
+    path = relative(unembed.path, core)
+    entered = None if unembed.entered is None else unembed.entered.value
+    factor_in = 1.0
+    if not behind_head:
+        found = None if entered is None else _factor_between(normed, entered)
+        if found is None:
+            return Readout(path, unknown=f"{path} reads what is neither the last stream nor a norm of it that is known")
+        factor_in = found
+    before, logits = _large_logits(model, inputs, unembed)
+    if logits is None or before.shape[:-1] != logits.shape[:-1] or logits.shape[-1] > before.shape[-1]:
+        return Readout(path, factor_in, unknown=f"what {path} puts out has another shape than the logits")
+    behind = readout_between(before[..., : logits.shape[-1]], logits)
+    if behind is None:
+        return Readout(path, factor_in, unknown=f"something that is not known is between {path} and the logits")
+    factor_out, bias, cap = behind
+    name = None
+    if bias is not None:
+        name = _holder_of(model.get_submodule(core), bias)
+        if name is None:
+            return Readout(path, factor_in, unknown=f"what is added behind {path} is no parameter of the model")
+    return Readout(path, factor_in, factor_out, name, cap)
+
+
+def _factor_between(x: Tensor, y: Tensor) -> float | None:
+    """What a tensor is multiplied with to be another; None where it is not."""
+    if x.shape != y.shape:
+        return None
+    a, b = x.double().flatten(), y.double().flatten()
+    factor = float((a @ b) / (a @ a).clamp_min(1e-30))
+    close = 3 * tolerance(y) * float(b.abs().max())
+    return rounded(factor) if factor > 0 and bool(((factor * a - b).abs() <= close).all()) else None
+
+
+def _large_logits(model: nn.Module, inputs: Given, unembed: ModuleCall) -> tuple[Tensor, Tensor | None]:
+    """Numbers of a trained model's size in place of what the output layer puts out, and the logits they become."""
     generator = torch.Generator().manual_seed(0)
     before = unembed.left[0].value
     before = (torch.randn(before.shape, generator=generator, dtype=torch.float64) * 20).to(before)
@@ -295,29 +359,73 @@ def soft_cap(model: nn.Module, inputs: Given, unembed: ModuleCall) -> float | No
             logits = next(iter(elements_of(model(**inputs))), None)
     finally:
         handle.remove()
-    return cap_between(before, logits) if isinstance(logits, Tensor) else None
+    return before, logits if isinstance(logits, Tensor) else None
 
 
-def cap_between(before: Tensor, logits: Tensor) -> float | None:
-    """The soft cap between what leaves an output layer and what the model returns: see `soft_cap`."""
-    x, y = before.double().flatten(), logits.double().flatten()
-    if x.shape != y.shape:
-        return None
-    close = 10 * tolerance(before) * float(y.abs().max())
-    factor = float((x @ y) / (x @ x))
+def _holder_of(model: nn.Module, bias: Tensor) -> str | None:
+    """The path of the parameter or buffer that holds a bias."""
+    for name, held in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if held.numel() == bias.numel() and not held.is_meta:
+            rest = (held.detach().double().reshape(-1).to(bias.device) - bias).abs().max()
+            if float(rest) <= 1e-3 * float(bias.abs().max()):
+                return name
+    return None
+
+
+def readout_between(before: Tensor, logits: Tensor) -> tuple[float, Tensor | None, float | None] | None:
+    """The factor, the bias and the soft cap between what leaves an output layer and the logits; None for anything else.
+
+    Args:
+        before: what leaves the output layer, ``[batch, pos, d_vocab]``: some of it beyond a soft cap.
+        logits: what the model makes of it.
+    """
+    close = 10 * tolerance(before) * float(logits.abs().max())
+    x, y = before.double(), logits.double()
+    factor = rounded(float((x * y).sum() / x.pow(2).sum()))
     if bool(((y - factor * x).abs() <= close).all()):
-        return -1.0
-    rest = (logits.double() - before.double()).flatten(0, -2)
+        return factor, None, None
+    rows, made = x.flatten(0, -2), y.flatten(0, -2)
+    around = rows - rows.mean(0)
+    factor = rounded(float((around * made).sum() / around.pow(2).sum()))
+    rest = made - factor * rows
     if bool(((rest - rest[:1]).abs() <= close).all()):
-        return -1.0  # a bias behind the output layer
-    x = x * factor_of_small(x, y)
-    at = int(x.abs().argmax())
-    if abs(float(y[at])) >= abs(float(x[at])):
+        return factor, rest.mean(0), None
+    found = capped_between(before, logits)
+    return None if found is None else (found[0], None, found[1])
+
+
+def capped_between(before: Tensor, logits: Tensor) -> tuple[float, float] | None:
+    """The factor and the soft cap that make logits: ``cap * tanh(factor * x / cap)``; None where they do not.
+
+    Args:
+        before, logits: as for `readout_between`.
+    """
+    x, y = before.double().flatten(), logits.double().flatten()
+    close = 10 * tolerance(before) * float(y.abs().max())
+    cap = float(y.abs().max())
+    for _ in range(100):  # each factor tells a cap, each cap tells a factor: by turns, they come to rest
+        near = y.abs() < 0.6 * cap
+        if not bool(near.any()):
+            return None
+        straight = cap * torch.atanh(y[near] / cap)
+        factor = float((x[near] @ straight) / (x[near] @ x[near]))
+        at = int(x.abs().argmax())
+        new = _cap_at(abs(float(factor * x[at])), abs(float(y[at])))
+        if new is None:
+            return None
+        cap, moved = new, abs(new - cap)
+        if moved <= 1e-12 * cap:
+            break
+    cap, factor = float(f"{cap:.4g}"), rounded(float(f"{factor:.6g}"))
+    return (factor, cap) if bool(((cap * torch.tanh(factor * x / cap) - y).abs() <= close).all()) else None
+
+
+def _cap_at(x: float, y: float) -> float | None:
+    """The soft cap that leaves a number this much; None where it leaves it all."""
+    if y >= x:
         return None
-    low, high = abs(float(y[at])), 1e6
+    low, high = y, 1e6
     for _ in range(200):
         middle = (low + high) / 2
-        smaller = middle * torch.tanh(x[at].abs() / middle) < y[at].abs()
-        low, high = (middle, high) if bool(smaller) else (low, middle)
-    cap = float(f"{low:.4g}")
-    return cap if bool(((cap * torch.tanh(x / cap) - y).abs() <= close).all()) else None
+        low, high = (middle, high) if middle * math.tanh(x / middle) < y else (low, middle)
+    return low
