@@ -9,27 +9,21 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from adapters.architecture import Architecture, Block, Head, Opaque, Part, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, Opaque, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
-from adapters.automatic.ends import (
-    FoundEmbedding,
-    find_embedding,
-    find_final_norm,
-    find_head,
-    find_readout,
-    find_unembedding,
-)
+from adapters.automatic.ends.embedding import FoundEmbedding, find_embedding
+from adapters.automatic.ends.readout import End, find_final_norm, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
-from adapters.automatic.norms import function_norm, norm_kind, with_gated
+from adapters.automatic.norms import norm_kind, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
-from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, mark, record
+from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
 from adapters.automatic.stream import Found, Sums, Value
@@ -40,7 +34,7 @@ from adapters.inputs.arguments import takes
 from adapters.inputs.made import CannotBeMade, Given, sample_inputs
 from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
-from adapters.norms import Norm, normalized
+from adapters.norms import Norm
 from adapters.paths import base_path, core_path
 from adapters.proofs.evidence import evaluating
 from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
@@ -134,7 +128,7 @@ class _Inference:
             text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
             embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
         if embedding is None and self.main is not None:
-            embedding = FoundEmbedding("")
+            embedding = FoundEmbedding(Embedding())
         if embedding is None:
             raise NotInferable("no token embedding ran")
         self.not_offered |= embedding.missing
@@ -150,11 +144,18 @@ class _Inference:
         heads: tuple[Head, ...] = ()
         readout = Readout()
         if unembed is not None:
-            normed, declared[-1] = self._normed(stacks[-1], last_norm, unembed, declared[-1])
-            heads = self._heads(stacks[-1], normed, unembed)
-            readout = find_readout(self.model, self.given, unembed, normed, self.core, bool(heads))
+            last = collapse(self.recording, stacks[-1])
+            on_stream = bool(declared[-1].block.steps and declared[-1].block.steps[-1].stream_norm)
+            end = End(self.model, self.recording, self.core, unembed, stacks[-1].blocks[-1].end)
+            normed, function = end.normed(last.value, last_norm, on_stream)
+            if function is not None:
+                declared[-1] = replace(declared[-1], final_norm=function)
+            heads = end.heads(normed)
+            readout = end.readout(self.given, normed, bool(heads))
             if readout.unknown:
                 self.not_offered["logits of the stream"] = readout.unknown
+            else:
+                self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
             readout=readout,
@@ -218,32 +219,6 @@ class _Inference:
         """What the model writes over, at the borders of the modules that run before the blocks."""
         before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
         return tuple((self.relative(call.path), which) for call in before for which in call.changed)
-
-    def _normed(self, found: FoundStack, final: Norm | None, unembed: ModuleCall, stack: Stack) -> tuple[Tensor, Stack]:
-        """What the final norm puts out, or else the last stream; and the stack, with a norm that is a function."""
-        if final is not None:
-            return self.recording.of(final.path)[-1].left[0].value, stack
-        last = collapse(self.recording, found).value
-        if (stack.block.steps and stack.block.steps[-1].stream_norm) or unembed.entered is None:
-            return last, stack
-        self.not_offered.pop("ln_final", None)
-        kind = function_norm(last, unembed.entered.value)
-        if kind is None:
-            return last, stack
-        return normalized(kind, last), replace(stack, final_norm=Norm("", kind))
-
-    def _heads(self, found: FoundStack, normed: Tensor, unembed: ModuleCall) -> tuple[Head, ...]:
-        """What stands between the last block and the output layer, where that does not read the last stream's norm."""
-        if unembed.entered is None or mark(normed) == unembed.entered.mark:
-            return ()
-        head = find_head(self.recording, found.blocks[-1].end, unembed)
-        if head is None:
-            return ()
-        around, linear = ("." + relative(each, self.core) for each in head[:2])
-        norm = head[2] and Norm("." + relative(head[2].path, self.core), head[2].kind)
-        width = unembed.entered.value.shape[-1]
-        own = None if width == found.d_model else width
-        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True, width=own),)
 
     def relative(self, path: str) -> str:
         """A path of the model as one from its base model."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adapters import UnsupportedModelError, verify
 from adapters.architecture import Architecture
 from adapters.automatic.declaration import infer
-from adapters.automatic.ends import readout_between
+from adapters.automatic.ends.readout import readout_between
 from adapters.automatic.source import source_of
 from bridge import TransformerBridge
 from tests.conftest import tiny
