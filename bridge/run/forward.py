@@ -11,7 +11,8 @@ from torch import Tensor
 
 from adapters.inputs.arguments import takes
 from adapters.paths import learns_prompt, token_embedding
-from bridge.hooks.context import ForwardPass, Scope, forward_pass
+from bridge.hooks.context import ForwardPass, forward_pass
+from bridge.hooks.listener import Scope
 from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
 from bridge.run import layer_range

@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.paths import call_number
 from adapters.views import Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass, Scope
+from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Scope
 
 
 class Tap:
@@ -125,7 +126,7 @@ class Tap:
             if "@" in point.point.site.path and not self._is_under_way(point):
                 continue
             if point.sources:
-                call.sources = point.sources_seen()
+                call.sources = point.sources_seen(CURRENT.get().run)
             x = point.apply(x, call)
         return x
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from adapters.inputs.arguments import takes
 from adapters.paths import module_at
-from bridge.hooks.context import CURRENT, Scope
+from bridge.hooks.context import CURRENT
+from bridge.hooks.listener import Scope
 from bridge.run.forward import ReadyPass, checked_layers
 from bridge.run.hooked import points_that_run, refuse_silent
 from bridge.run.layer_range import bypassing
