@@ -247,7 +247,11 @@ class HookPoint:
         visible = CURRENT.get().visible
         return [listener for listener in self.listeners if listener.scope in visible]
 
-    def sources_seen(self, run: Remembered | None) -> tuple[tuple[nn.Module, Tensor], ...]:
+    def sources_seen(self) -> tuple[tuple[nn.Module, Tensor], ...]:
+        """What the present pass saw at the sites whose tensors the view needs (see `sources_in`)."""
+        return self.sources_in(CURRENT.get().run)
+
+    def sources_in(self, run: Remembered | None) -> tuple[tuple[nn.Module, Tensor], ...]:
         """What a pass saw at the sites whose tensors the view needs: the module called there, the tensor.
 
         Args:

@@ -41,5 +41,5 @@ class Step:
         """
         hook = self.hook
         if hook.sources:
-            call.sources = hook.sources_seen(one_pass)
+            call.sources = hook.sources_in(one_pass)
         return hook.edited(x, call, one_pass, self._listeners, self.copies, hook.view)

@@ -126,7 +126,7 @@ class Tap:
             if "@" in point.point.site.path and not self._is_under_way(point):
                 continue
             if point.sources:
-                call.sources = point.sources_seen(CURRENT.get().run)
+                call.sources = point.sources_seen()
             x = point.apply(x, call)
         return x
 

@@ -188,7 +188,7 @@ class SiteHook(AtSite):
                     continue  # somebody else's, who may have come after this run had passed the sources
                 if call is _NO_CALL:
                     call = Call(module, args, kwargs)
-                call.sources = point.sources_seen(run)
+                call.sources = point.sources_in(run)
             elif call is _NO_CALL and point.view.contextual:
                 call = Call(module, args, kwargs)
             x = point.apply(x, call, index < self._last_writer)
