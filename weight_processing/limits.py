@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters import Architecture
-from weight_processing.parts import Parts, norm_parameters
+from weight_processing.parts import Norm, Parts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.steps import written
 
@@ -113,25 +113,26 @@ class Limits:
             return "one of its norms is none that is known"
         if not self.parts.weights.has("." + self.a.readout.path):
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
-        for norm in self.parts.norms:
-            if not norm.readers:
-                return f"nothing is known to read {norm.name}"
-            module = self.parts.weights.module(norm.path)
-            weight, bias = norm_parameters(module)
-            if any(x is not None and id(x) not in map(id, module._parameters.values()) for x in (weight, bias)):
-                return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
-            if bias is None or not bool(bias.any()):
-                continue
-            if norm.name == "ln_final" and self.a.readout.factor_in != 1:
-                return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
-            if not norm.kind.centered:
-                return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
-            if norm.gated:
-                return (
-                    f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
-                )
-            if any(reader.bias is None for reader in norm.readers):
-                return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
+        return next((reason for norm in self.parts.norms if (reason := self._why_not_folded(norm))), "")
+
+    def _why_not_folded(self, norm: Norm) -> str:
+        """Why one norm cannot be folded into what reads it; empty where it can."""
+        if not norm.readers:
+            return f"nothing is known to read {norm.name}"
+        module = self.parts.weights.module(norm.path)
+        weight, bias = norm_parameters(module)
+        if any(x is not None and id(x) not in map(id, module._parameters.values()) for x in (weight, bias)):
+            return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
+        if bias is None or not bool(bias.any()):
+            return ""
+        if norm.name == "ln_final" and self.a.readout.factor_in != 1:
+            return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
+        if not norm.kind.centered:
+            return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
+        if norm.gated:
+            return f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
+        if any(reader.bias is None for reader in norm.readers):
+            return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
         return ""
 
     def _center_writing_weights(self) -> str:

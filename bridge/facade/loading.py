@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from bridge.embedded import MODEL_DIR
 from bridge.facade.processing import ProcessingMethods
-from bridge.loading.boot import DeviceMap, MaxMemory, load, make_native
+from bridge.loading.boot import load, loaded_already, make_native, tokenizer_of
 from bridge.loading.patches import Patches, WeightConversions
+from bridge.loading.request import DeviceMap, MaxMemory, Placement, Source, Variant
 from bridge.native import NativeConfig
 
 
@@ -94,39 +95,27 @@ class LoadingMethods(ProcessingMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        loaded = load(
-            model_name,
-            hf_model=hf_model,
-            tokenizer=tokenizer,
-            hf_config_overrides=hf_config_overrides,
-            device=device,
-            dtype=dtype,
-            load_weights=load_weights,
-            trust_remote_code=trust_remote_code,
-            model_class=model_class,
-            device_map=device_map,
-            n_devices=n_devices,
-            max_memory=max_memory,
-            n_ctx=n_ctx,
-            revision=revision,
-            checkpoint_index=checkpoint_index,
-            checkpoint_value=checkpoint_value,
-            attn_implementation=attn_implementation,
-            cache_dir=cache_dir,
-            force_download=force_download,
-            local_files_only=local_files_only,
-            token=token,
-            patches=patches,
-            weight_conversions=weight_conversions,
-            gguf_file=gguf_file,
-            quantization_config=quantization_config,
-            progress=progress,
+        source = Source(
+            name=model_name, revision=revision, checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
+            gguf_file=gguf_file, cache_dir=cache_dir, force_download=force_download,
+            local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        placement = Placement(device=device, device_map=device_map, n_devices=n_devices, max_memory=max_memory)
+        variant = Variant(
+            model_class=model_class, hf_config_overrides=hf_config_overrides, n_ctx=n_ctx, dtype=dtype,
+            attn_implementation=attn_implementation, quantization_config=quantization_config,
+            load_weights=load_weights, patches=patches, weight_conversions=weight_conversions,
             from_pretrained=from_pretrained,
-        )
-        bridge = cls(loaded.model, loaded.tokenizer)
+        )  # fmt: skip
+        if hf_model is None:
+            model, files = load(source, placement, variant, progress)
+        else:
+            model, files = hf_model, loaded_already(hf_model, source, placement, variant)
+        bridge = cls(model, tokenizer_of(files, progress) if tokenizer is None else tokenizer)
         if hf_model is None:
             bridge.restore_processing()
-        for field, value in loaded.facts.items():
+        asked = {"n_ctx": n_ctx, "n_devices": n_devices}
+        for field, value in (files.facts() | {name: n for name, n in asked.items() if n is not None}).items():
             setattr(bridge.cfg, field, value)
         return bridge
 

@@ -13,6 +13,7 @@ from bridge.facade.runs import RunMethods
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.run.protocol import Input
+from bridge.run.request import Request
 from bridge.trace.edit import Body, Edit, points_asked_for
 from bridge.trace.generation import GenerationTrace
 from bridge.trace.places import Places
@@ -75,18 +76,8 @@ class TraceMethods(RunMethods, GenerationMethods):
             >>> pattern.shape, run.logits.shape[0]
             (torch.Size([1, 4, 15, 15]), 1)
         """
-        return Trace(
-            self,
-            self._model_order,
-            input,
-            capture,
-            prepend_bos,
-            padding_side,
-            attention_mask,
-            start_at_layer,
-            stop_at_layer,
-            model_kwargs,
-        )
+        asked = Request(input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer, model_kwargs)
+        return Trace(self, self._model_order, asked, capture)
 
     def trace_generate(self, input: Input = "", **arguments: Any) -> GenerationTrace:
         """A generation that waits wherever the body of a ``with`` statement asks for an activation.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from adapters.paths import base_path, core_path, join
 from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
-from bridge.hooks.context import CURRENT, Scope, forward_pass, without_hooks
+from bridge.hooks.context import CURRENT, forward_pass, without_hooks
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import suggestion
 from bridge.legacy.hook_points import CALLS

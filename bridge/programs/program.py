@@ -23,9 +23,9 @@ from bridge.programs.generation import Run, generating, with_row_counts
 from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
 from bridge.programs.one_pass import AnyFunction, OnePass
-from bridge.programs.taps import AttentionWatch
 from bridge.run.model_inputs import places_among_tokens, places_of
 from bridge.run.protocol import Runs
+from bridge.taps.attention import AttentionWatch
 
 
 class Program(nn.Module):

@@ -15,9 +15,9 @@ from bridge.generation.criteria import Steps
 from bridge.generation.generate import generating, run_generate
 from bridge.generation.options import Options, prepared
 from bridge.generation.prompt import aligned, rows_of, texts_of
-from bridge.hooks.context import CURRENT, Generation, Scope, of_the_next_run
+from bridge.hooks.context import CURRENT, Generation, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.listener import Listener, Scope
 from bridge.run.protocol import Input
 from bridge.trace.access import Access
 from bridge.trace.every_step import EveryStep, Operation, apply
