@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, cast
+from sys import getrefcount
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from adapters.views import Call, Deferred, View
 from bridge.hooks.context import CURRENT, Pass, Remembered, SourceSite
 from bridge.hooks.listener import HookFunction, Kind, Listener
 from bridge.hooks.recomputed import refuse_unknown_recomputation
-from bridge.hooks.results import checked, in_its_place, listen_backward, version_of, wants_gradients
+from bridge.hooks.results import checked, listen_backward, takes_its_place, version_of, wants_gradients
+from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
 
 class AttachesListeners(Protocol):
@@ -82,7 +84,12 @@ class HookPoint:
         name: the canonical name, such as ``blocks.3.attn.hook_z``.
         ctx: a dictionary for the user's hook functions to keep state in.
         point: the adapter's declaration: its axes, aliases, site and view.
+        one_tensor: where gradients are computed, all functions are shown one tensor, as in HookedTransformer: what a
+            later one writes into it, or asks of its gradient, an earlier one that holds it sees. What a cache has
+            kept stays all the same.
     """
+
+    one_tensor: ClassVar[bool] = False
 
     __slots__ = ("_attaches", "_path", "ctx", "listeners", "name", "order", "point", "sources", "view")
 
@@ -352,14 +359,24 @@ class HookPoint:
         return act.clone() if copy or view.writes_through else act
 
     def _asked(self, mine: Sequence[Listener], act: Tensor, now: Pass, view: View) -> tuple[Tensor, bool]:
-        """What listeners make of the activation, in turn, and whether anything came of it."""
-        changed = False
+        """What listeners make of the activation, in turn, and whether anything came of it.
+
+        Each function is shown a copy of its own, so that nothing that somebody holds can change under it, and the next
+        one a copy of that: what one was shown is on the way to what the next one sees.
+        """
+        shown: list[Tensor] = []
+        changed = kept = False
         for listener in mine:
             new: Tensor | None = None
             if listener.kind == "fwd":
-                new = self._ask(listener, act, now, view)
+                given = copy_to_show(act, shown, self.one_tensor and not kept)
+                act, made = self._ask(listener, given, act, now, view)
+                changed = changed or made
+                keep_gradients_of_all(given, shown)
+                shown.append(given)
             elif listener.kind == "read":
                 now.show(listener, act, self)
+                kept = True
             elif listener.kind == "follow":
                 new = listener.fn(act, hook=self)
             elif listener.kind == "leader":
@@ -368,15 +385,15 @@ class HookPoint:
                 act, changed = new, True
         return act, changed
 
-    def _ask(self, listener: Listener, act: Tensor, now: Pass, view: View) -> Tensor | None:
-        """What one function makes of the activation; None when nothing came of it.
-
-        The function gets a copy of its own, so that nothing that holds the activation can change under it.
-        """
-        given = act.clone()
-        version = version_of(given)
+    def _ask(self, listener: Listener, given: Tensor, act: Tensor, now: Pass, view: View) -> tuple[Tensor, bool]:
+        """What one function makes of the copy that it is shown, and whether it must take the activation's place."""
+        compiling = torch.compiler.is_compiling()
+        version, holders = version_of(given), 0 if compiling else getrefcount(given)
         new = now.ask(listener, given, self)
-        return in_its_place(given, version, act, view) if new is None else checked(new, act, listener, self)
+        if new is not None:
+            return checked(new, act, listener, self), True
+        held = not compiling and getrefcount(given) > holders
+        return given, takes_its_place(given, version, act, view, held)
 
     def _put(self, x: Tensor, act: Tensor, changed: bool, call: Call, now: Pass, view: View) -> Tensor:
         """Writes an activation back, and tells the points that follow this one."""

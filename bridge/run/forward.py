@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.inputs.arguments import takes
+from adapters.inputs.arguments import gives_cache, takes
 from adapters.paths import learns_prompt, token_embedding
 from bridge.hooks.context import ForwardPass, forward_pass
 from bridge.hooks.listener import Scope
@@ -40,6 +40,11 @@ def run_model(bridge: Runs, asked: Request, return_type: str | None, loss_per_to
     if return_type not in RETURN_TYPES:
         raise ValueError(f"return_type is {return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
     if return_type == "logits_and_cache":
+        if not gives_cache(bridge.core):
+            raise ValueError(
+                f"{type(bridge.core).__name__} returns no past_key_values, so there is no 'logits_and_cache'; "
+                "return_type='logits' gives its logits"
+            )
         model_kwargs.setdefault("use_cache", True)
     start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
     if stop is None:
@@ -116,7 +121,8 @@ class ReadyPass:
             if start is not None:
                 stands_in = self._until_the_end().enter_context(_starting(bridge, run, asked.input, start))
                 asked = replace(asked, input=stands_in)
-                asked.model_kwargs.setdefault("use_cache", False)
+                if asked.model_kwargs.get("past_key_values") is None:  # Whisper's decoder leaves it out with False
+                    asked.model_kwargs.setdefault("use_cache", False)
             self.inputs = prepare(bridge, asked)
             if "inputs_embeds" in self.inputs.kwargs:
                 run.take_embeddings(bridge.core, self.inputs.kwargs)
