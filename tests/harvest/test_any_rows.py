@@ -1,5 +1,7 @@
 """Random documents, shard sizes and kinds of rows: whatever way they are read, they are the plain list of rows."""
 
+from itertools import chain
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +24,7 @@ def bridge():
 def segments(documents, size, pack):
     """The inputs as lists of (token, document), each cut where another document begins: the slow way."""
     rows = [[(token, n) for token in ids] for n, ids in enumerate(documents)]
-    rows = [sum(rows, [])] if pack else rows
+    rows = [list(chain(*rows))] if pack else rows
     inputs = [row[start : start + size] for row in rows for start in range(0, len(row), size)]
     return [[[t for t, n in row if n == document] for document in sorted({n for _, n in row})] for row in inputs]
 
@@ -89,10 +91,10 @@ def test_rows_are_the_plain_list(bridge, tmp_path, monkeypatch, seed):
     batch = int(rng.integers(1, 40))
     batches = list(acts.batches(batch))
     assert [len(each["token"]) for each in batches] == [min(batch, len(acts) - at) for at in range(0, len(acts), batch)]
-    assert sum(map(numbers, batches), []) == found
+    assert list(chain(*map(numbers, batches))) == found
     for memory in (2**29, 2**16):
         mixed = list(acts.batches(batch, shuffle=True, seed=seed, memory=memory))
-        assert sorted(sum(map(numbers, mixed), [])) == sorted(found)
+        assert sorted(chain(*map(numbers, mixed))) == sorted(found)
     shares = [row for rank in range(3) for each in acts.batches(batch, share=Share(rank, 3)) for row in numbers(each)]
     assert sorted(shares) == sorted(found)
     statistics = acts.statistics(EMBED, covariance=True)

@@ -242,7 +242,7 @@ def test_float16_that_cannot_hold_a_value_is_an_error(embedded, tmp_path):
         return x * 1e6
 
     kw = {"hook_points": [RESID], "context_size": 16, "interventions": [("blocks.0.hook_resid_pre", huge)]}
-    with pytest.raises(HarvestError, match="float16 cannot hold .* dtype='float32'"):
+    with pytest.raises(HarvestError, match=r"float16 cannot hold .* dtype='float32'"):
         harvest(embedded, TEXTS[:2], out=tmp_path / "a", **kw)
     assert harvest(embedded, TEXTS[:2], out=tmp_path / "b", dtype="float32", **kw).rows
 
