@@ -42,7 +42,8 @@ def why_no_twin(model: nn.Module) -> str:
 def twin(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
     """A model of other modules that shares the parameters: nothing done to it is done to the model.
 
-    Parameters whose elements are all the same get noise, and those in half precision are in float32; these are its own.
+    Parameters whose elements are all the same get noise, those in half precision are in float32, and those that were
+    made in inference mode are copied; these are its own.
     Hooks of any kind, the user's and the bridge's, stay with the model.
 
     Args:
@@ -58,6 +59,8 @@ def twin(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
             new = new + (torch.randn(new.shape, generator=generator) * noise).to(new)
         if new.dtype in (torch.float16, torch.bfloat16):
             new = new.float()
+        if new.is_inference():
+            new = new.clone()
         own = new.data_ptr() != parameter.data_ptr()
         tensors[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad) if own else parameter
     for buffer in model.buffers():

@@ -129,7 +129,7 @@ def test_a_mean_over_a_large_vocabulary_that_rounding_keeps_in_part(vocabulary: 
     raw = bridge.W_U.detach().clone()
     assert not is_as_left(Parts(bridge.weights), "center_unembed")
     bridge.process_weights(check=False)
-    # What HookedTransformer's centring is, in float64: the mean that is left is no more than half a step of each number.
+    # The mean that is left is no more than half a step of each number.
     assert bridge.W_U.double().mean(-1).abs().max() <= raw.double().abs().mean(-1).max() * torch.finfo(dtype).eps
     done = {name for name, state in bridge.cfg.processed.items() if state == "done"}
     assert done == {"fold_ln", "center_unembed", "fold_value_biases"}
