@@ -134,8 +134,9 @@ def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Chec
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
     findings = Findings(_tolerance(subject), angles=3e-2 if half else 1e-4)
     pos = _length(subject)
-    rows = max(2, min(subject.cfg.n_heads, 8))
-    tokens, more = some_tokens(subject, rows, pos, 1, inputs)
+    rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
+    few = rows if subject.cfg.num_experts else min(rows, 4)  # experts are chosen by many tokens
+    tokens, more = some_tokens(subject, few, pos, 1, inputs)
     try:
         evidence = driven(subject, tokens, more)
     except WRONG as error:
@@ -147,6 +148,7 @@ def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Chec
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
             padded = more | _padded(tokens)
             findings.attempt(PATTERN, lambda: prove_attention(driven(subject, tokens, padded), findings))
+        tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     yield from findings.checks()
     if reason:
@@ -196,7 +198,7 @@ def _length(bridge: Bridge) -> int:
         pos = max(pos, cfg.window_size + 3)
     if cfg.relative_attention_num_buckets is not None:
         pos = max(pos, 29)
-    taken = {cfg.n_heads, cfg.n_kv_heads, max(2, min(cfg.n_heads, 8))}
+    taken = {cfg.n_heads, cfg.n_kv_heads, max(2, min(cfg.n_heads, 8)), 4}
     while pos in taken or pos - 4 in taken:
         pos += 1
     if cfg.n_ctx is not None:

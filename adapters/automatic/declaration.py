@@ -8,14 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
-from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
+from adapters.automatic.blocks import (
+    FoundStack,
+    find_stacks,
+    number_calls,
+    number_norms,
+    refuse_two_towers,
+    why_no_layers,
+)
 from adapters.automatic.ends import FoundEmbedding, find_embedding, find_final_norm, find_head, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
@@ -30,14 +35,14 @@ from adapters.automatic.stream import Found, Sums, Value
 from adapters.automatic.values import beside, with_values
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
-from adapters.inputs.arguments import accepted_arguments, takes
+from adapters.inputs.arguments import takes
 from adapters.inputs.made import CannotBeMade, Given, sample_inputs
 from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
 from adapters.proofs.evidence import evaluating, outside_of_modes
-from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
+from adapters.proofs.twin import model_or_twin
 
 
 class NotInferable(Exception):
@@ -77,40 +82,13 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
     try:
         # Wherever it is asked for: it goes by gradients.
         with outside_of_modes(model):
-            _refuse_two_towers(model)
-            subject = _subject(model)
+            refuse_two_towers(model)
+            subject = model_or_twin(model)
             with evaluating(subject):
                 given = sample_inputs(subject, inputs)
                 return _Inference(subject, given, record(subject, given)).run()
     except (CannotBeMade, NotFound) as why:
         raise NotInferable(str(why)) from None
-
-
-def _refuse_two_towers(model: nn.Module) -> None:
-    """A model that compares texts with images or sound has two streams that never meet, and no logits of tokens.
-
-    Raises:
-        NotFound: this is one.
-    """
-    core = model.get_submodule(core_path(model))
-    accepted = accepted_arguments(type(core).forward)
-    inside = [name for name, child in core.named_children() if isinstance(child, PreTrainedModel)]
-    # What asks for the contrastive loss: CLIP and its kin take it.
-    if {"input_ids", "return_loss"} <= set(accepted) and len(inside) == 2:
-        raise NotFound(
-            f"{type(core).__name__} compares texts with images or sound: its two streams never meet. "
-            f"Each is a model that can be wrapped: {' and '.join(f'model.{name}' for name in inside)}"
-        )
-
-
-def _subject(model: nn.Module) -> nn.Module:
-    """What is run: the model; or its twin, where its parameters prove nothing, or little, or have no gradients."""
-    parameters = list(model.parameters())
-    half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
-    inference = any(p.is_inference() for p in parameters)
-    if any(p.is_meta for p in parameters) or not (half or inference or trivial_parameters(model)) or why_no_twin(model):
-        return model
-    return model if 4 * sum(p.numel() for p in half) > ROOM else twin(model)
 
 
 class _Inference:

@@ -22,8 +22,13 @@ def trivial_parameters(model: nn.Module) -> list[str]:
     return [
         name
         for name, p in model.named_parameters()
-        if p.is_floating_point() and p.numel() > 1 and not p.is_meta and bool((p == p.flatten()[0]).all())
+        if p.is_floating_point() and p.numel() > 1 and not p.is_meta and _is_constant(p)
     ]
+
+
+def _is_constant(p: Tensor) -> bool:
+    """Whether all elements are the first: of most parameters the second is not."""
+    return all(bool((x == x[0]).all()) for x in (p.flatten()[:2], p.flatten()))
 
 
 def why_no_twin(model: nn.Module) -> str:
@@ -99,3 +104,17 @@ def _other(value: Any, twins: Mapping[int, nn.Module]) -> Any:
     if isinstance(owner, nn.Module) and id(owner) in twins and hasattr(value, "__func__"):
         return value.__func__.__get__(twins[id(owner)])
     return value
+
+
+def model_or_twin(model: nn.Module) -> nn.Module:
+    """What is run: the model; or its twin, where its parameters prove nothing, or little, or have no gradients.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    parameters = list(model.parameters())
+    half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
+    inference = any(p.is_inference() for p in parameters)
+    if any(p.is_meta for p in parameters) or not (half or inference or trivial_parameters(model)) or why_no_twin(model):
+        return model
+    return model if 4 * sum(p.numel() for p in half) > ROOM else twin(model)

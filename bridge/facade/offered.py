@@ -45,10 +45,11 @@ class Offered:
         """It in a sentence."""
         if not self.inferred:
             return f"{self.model}: {len(self.names)} hook points, as its adapter declares"
-        left_out = f"; {len(self.not_offered)} things are not offered: print(bridge.offered())"
+        count = len(self.not_offered)
+        left_out = f"; {count} things are not offered: print(bridge.offered())" if count else ""
         return (
             f"{self.model} has {_ADAPTERS[self.adapter]}. One was inferred from a run, with {len(self.names)} hook "
-            f"points that were tried on it; adapters.verify(bridge) proves what holds{left_out if self.not_offered else ''}"
+            f"points that were tried on it; adapters.verify(bridge) proves what holds{left_out}"
         )
 
     def __repr__(self) -> str:

@@ -103,7 +103,9 @@ def grid(
         color=color,
         tooltip=tooltip,
     )
-    shown = {} if blank is None else {"invalid": None}  # as they are: Vega leaves out what has no number
+    shown: dict[str, Any] = (
+        {} if blank is None else {"invalid": None}
+    )  # as they are: Vega leaves out what has no number
     drawn: alt.Chart | alt.LayerChart | alt.FacetChart = cells.mark_rect(
         stroke=colour("ground"), strokeWidth=min(1.0, columns.cell / 12), **shown
     )
