@@ -75,7 +75,7 @@ class WrappedModel(nn.Module):
         self.no_layer_runs = found.no_layer_runs
         self._wire(found)
         if found.inferred:
-            self._keep_what_is_proved(found, inputs)
+            self._keep_what_holds(found, inputs)
             _LOGGER.warning("%s", self.offered().summary)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
@@ -96,7 +96,7 @@ class WrappedModel(nn.Module):
         self._weights = cache(partial(Weights, self.architecture, self.original_model, self.cfg))
         self._tree = Tree(self.names, self._weights)
 
-    def _keep_what_is_proved(self, found: ModelMap, inputs: Given | None) -> None:
+    def _keep_what_holds(self, found: ModelMap, inputs: Given | None) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""
         proof = Proof(self, inputs).run()
         self.no_layer_runs = proof.no_layer_runs
@@ -106,8 +106,8 @@ class WrappedModel(nn.Module):
         """What the bridge offers, and what it does not, with the reasons. Print it.
 
         Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and what
-        could not be proved on the model is left out. Of a model of images or sound and text it is the text's part: what
-        stands beside that is listed by name.
+        did not hold when it was tried on the model is left out; `adapters.verify` proves the rest. Of a model of images
+        or sound and text it is the text's part: what stands beside that is listed by name.
 
         Example:
             >>> from transformers import OlmoConfig, OlmoForCausalLM
