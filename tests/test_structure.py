@@ -32,7 +32,7 @@ MAY_USE = {
     },
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
-    "bridge.loading": {"bridge.native", "bridge.hooks"},
+    "bridge.loading": {"adapters", "bridge.native", "bridge.hooks"},
     "bridge.lens": {"adapters", "bridge.hooks", "bridge.run"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",

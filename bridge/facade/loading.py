@@ -9,10 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from bridge.embedded import MODEL_DIR
+from bridge import embedded, loading
 from bridge.facade.processing import ProcessingMethods
-from bridge.loading.boot import DeviceMap, MaxMemory, load, make_native
-from bridge.loading.patches import Patches, WeightConversions
 from bridge.native import NativeConfig
 
 
@@ -32,9 +30,9 @@ class LoadingMethods(ProcessingMethods):
         load_weights: bool = True,
         trust_remote_code: bool = False,
         model_class: type[Any] | None = None,
-        device_map: DeviceMap = None,
+        device_map: loading.boot.DeviceMap = None,
         n_devices: int | None = None,
-        max_memory: MaxMemory = None,
+        max_memory: loading.boot.MaxMemory = None,
         n_ctx: int | None = None,
         revision: str | None = None,
         checkpoint_index: int | None = None,
@@ -44,8 +42,8 @@ class LoadingMethods(ProcessingMethods):
         force_download: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
-        patches: Patches | None = None,
-        weight_conversions: WeightConversions | None = None,
+        patches: loading.patches.Patches | None = None,
+        weight_conversions: loading.patches.WeightConversions | None = None,
         gguf_file: str | None = None,
         quantization_config: object = None,
         progress: bool = False,
@@ -94,7 +92,7 @@ class LoadingMethods(ProcessingMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        loaded = load(
+        loaded = loading.boot.load(
             model_name,
             hf_model=hf_model,
             tokenizer=tokenizer,
@@ -158,7 +156,7 @@ class LoadingMethods(ProcessingMethods):
             >>> bridge([[1, 2, 3]]).shape
             torch.Size([1, 3, 10])
         """
-        return cls(*make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
+        return cls(*loading.boot.make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
 
     @classmethod
     def boot_embedded(cls) -> Self:
@@ -169,6 +167,6 @@ class LoadingMethods(ProcessingMethods):
             >>> TransformerBridge.boot_embedded().cfg.n_layers
             4
         """
-        bridge = cls.boot_transformers(str(MODEL_DIR))
+        bridge = cls.boot_transformers(str(embedded.MODEL_DIR))
         bridge.cfg.model_name = "embedded"
         return bridge
