@@ -26,7 +26,7 @@ MAY_USE = {
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.wiring"},
     "bridge.generation": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.analysis", "bridge.cache"},
     "bridge.trace": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.generation"},
-    "bridge.export": {"bridge.version"},
+    "bridge.export": {"adapters", "bridge.version"},
     "bridge.programs": {
         "adapters", "bridge.hooks", "bridge.taps", "bridge.wiring", "bridge.run", "bridge.trace", "bridge.export",
     },

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.exporters import ExportedModel
 
+from adapters.imports import versions
 from bridge import programs
 from bridge.facade.hooks import HookMethods
 from bridge.facade.tokens import TokenMethods
@@ -83,7 +83,7 @@ class ProgramMethods(HookMethods, TokenMethods):
         dynamic: bool = True,
         path: str | Path | None = None,
         **options: Any,
-    ) -> ExportedModel:
+    ) -> versions.ExportedModel:
         """A run with captured activations and interventions for another runtime, through transformers' exporters.
 
         Args:
@@ -98,6 +98,7 @@ class ProgramMethods(HookMethods, TokenMethods):
             what the program returns.
 
         Raises:
+            VersionError: transformers is older than 5.23.
             ImportError: the format needs something that is not installed; the error names the command.
             UnknownHookError, TypeError, ValueError: as for `program` and `Program.export`.
         """

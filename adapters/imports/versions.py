@@ -1,0 +1,69 @@
+"""What differs between the versions of transformers, each difference with the version and what needs it.
+
+Nothing else asks for a version. What the installed one does not have is refused by name when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import transformers
+from packaging.version import Version
+
+if TYPE_CHECKING:
+    from transformers.exporters import ExportedModel as ExportedModel
+    from transformers.exporters import HfExporter as HfExporter
+    from transformers.exporters.auto import get_exporter_class as get_exporter_class
+    from transformers.exporters.utils import decompose_for_generation as decompose_for_generation
+
+#: What exports are made of. 5.15 has other exporters, which return no `ExportedModel`.
+_EXPORT = ("5.23", "exporting a program")
+#: Names that only some versions have: the module, the first version, and what needs it.
+_SINCE = {
+    "ExportedModel": ("transformers.exporters", *_EXPORT),
+    "HfExporter": ("transformers.exporters", *_EXPORT),
+    "get_exporter_class": ("transformers.exporters.auto", *_EXPORT),
+    "decompose_for_generation": ("transformers.exporters.utils", *_EXPORT),
+}
+
+
+class VersionError(ImportError):
+    """The installed version of a library does not have what this needs; the message names the version that does."""
+
+
+def has_transformers(version: str) -> bool:
+    """Whether the installed transformers is this version or a later one.
+
+    Args:
+        version: such as ``"5.13"``.
+
+    Example:
+        >>> from adapters.imports.versions import has_transformers
+        >>> has_transformers("5.9"), has_transformers("99")
+        (True, False)
+    """
+    return Version(Version(transformers.__version__).base_version) >= Version(version)
+
+
+def registered_conversions() -> set[str]:
+    """The names for which a user registered how weights are converted, as transformers keeps them.
+
+    It does since 5.13, where what is registered takes part in saving as well. Before, there is nothing to keep.
+    """
+    if not has_transformers("5.13"):
+        return set()
+    found: set[str] = importlib.import_module("transformers.conversion_mapping").USER_REGISTERED_MAPPINGS
+    return found
+
+
+def __getattr__(name: str) -> object:
+    if name not in _SINCE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, version, use = _SINCE[name]
+    if not has_transformers(version):
+        raise VersionError(
+            f"{use} needs transformers {version} or later, and {transformers.__version__} is installed: "
+            f"pip install 'transformers>={version}'"
+        )
+    return getattr(importlib.import_module(module), name)
