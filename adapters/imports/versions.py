@@ -6,10 +6,12 @@ Nothing else asks for a version. What the installed one does not have is refused
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from packaging.version import Version
+from torch import nn
+from transformers import PreTrainedConfig
 
 if TYPE_CHECKING:
     from transformers.exporters import ExportedModel as ExportedModel
@@ -55,6 +57,52 @@ def registered_conversions() -> set[str]:
         return set()
     found: set[str] = importlib.import_module("transformers.conversion_mapping").USER_REGISTERED_MAPPINGS
     return found
+
+
+def rotation_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a configuration says of rotary embeddings: one set, or one for each kind of layer.
+
+    Until 5.15 an empty `rope_theta` stands among those for each kind of layer (Gemma 3).
+
+    Args:
+        config: a Hugging Face configuration.
+    """
+    found = dict(getattr(config, "rope_parameters", None) or {})
+    if found.get("rope_theta", 0) is None:
+        del found["rope_theta"]
+    return found
+
+
+def clamp_of(config: PreTrainedConfig) -> tuple[float, float]:
+    """The limit and the slope of gpt-oss's activation function: until 5.18 they are constants of its source.
+
+    Args:
+        config: a Hugging Face configuration of a model with that function.
+    """
+    if not has_transformers("5.19") and config.model_type == "gpt_oss":
+        return 7.0, 1.702
+    return config.swiglu_limit, config.swiglu_alpha
+
+
+def outputs_of_t5_encoder() -> int:
+    """How many values a block of T5's encoder returns: since 5.15 as many as one of its decoder."""
+    return 3 if has_transformers("5.15") else 2
+
+
+def known_error(model: nn.Module) -> str:
+    """What this version of transformers is known to compute wrongly in a model; "" where nothing is known.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    config = getattr(model, "config", None)
+    capped = getattr(config, "model_type", "") == "gemma2" and getattr(config, "attn_logit_softcapping", None)
+    if capped and getattr(config, "_attn_implementation", "") == "sdpa" and not has_transformers("5.21"):
+        return (
+            f"transformers {transformers.__version__} leaves Gemma 2's soft cap of the scores out of its sdpa "
+            "attention (5.21 has it): load the model with attn_implementation='eager'"
+        )
+    return ""
 
 
 def __getattr__(name: str) -> object:
