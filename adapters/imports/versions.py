@@ -84,6 +84,11 @@ def clamp_of(config: PreTrainedConfig) -> tuple[float, float]:
     return config.swiglu_limit, config.swiglu_alpha
 
 
+def unembedding_of_gpt_neox() -> str:
+    """Where GPT-NeoX's output layer is: since 5.14 it has the name that all others have."""
+    return "lm_head" if has_transformers("5.14") else "embed_out"
+
+
 def outputs_of_t5_encoder() -> int:
     """How many values a block of T5's encoder returns: since 5.15 as many as one of its decoder."""
     return 3 if has_transformers("5.15") else 2
@@ -96,11 +101,13 @@ def known_error(model: nn.Module) -> str:
         model: a Hugging Face model.
     """
     config = getattr(model, "config", None)
-    capped = getattr(config, "model_type", "") == "gemma2" and getattr(config, "attn_logit_softcapping", None)
+    capped = getattr(config, "model_type", "") in ("gemma2", "vaultgemma") and getattr(
+        config, "attn_logit_softcapping", None
+    )
     if capped and getattr(config, "_attn_implementation", "") == "sdpa" and not has_transformers("5.21"):
         return (
-            f"transformers {transformers.__version__} leaves Gemma 2's soft cap of the scores out of its sdpa "
-            "attention (5.21 has it): load the model with attn_implementation='eager'"
+            f"transformers {transformers.__version__} leaves this model's soft cap of the scores out of its sdpa "
+            "attention (from 5.21 on it has none for such models): load the model with attn_implementation='eager'"
         )
     return ""
 
