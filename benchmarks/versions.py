@@ -225,7 +225,8 @@ What differs between versions is in `adapters/imports/versions.py`, each differe
 What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23. What a version
 computes wrongly itself, `adapters.verify` says.
 
-The lower bounds in `pyproject.toml` are the lowest versions in this table. What is between two rows was not measured.
+The lower bounds in `pyproject.toml` are the lowest versions of the rows in which all reference numbers are right. What
+is between two rows was not measured.
 """
 
 

@@ -34,6 +34,7 @@ def test_hooks_gradients_and_weights(embedded: TransformerBridge) -> None:
     hooks = [("blocks.1.attn.hook_q", lambda grad, hook: found.update(grad=grad))]
     embedded.run_with_hooks(PROMPT, return_type="loss", bwd_hooks=hooks).backward()
     assert found["grad"].abs().sum() > 0
+    embedded.zero_grad(set_to_none=True)
     with torch.no_grad():
         _, cache = embedded.run_with_cache(PROMPT)
         z, W_O = cache["z", 2], embedded.W_O[2]
@@ -131,7 +132,12 @@ def test_patched_loading(tmp_path: Path) -> None:
     class Ours(LlamaRMSNorm):
         pass
 
-    bridge = TransformerBridge.boot_transformers(str(tmp_path), patches={"LlamaRMSNorm": Ours})
+    try:
+        bridge = TransformerBridge.boot_transformers(str(tmp_path), patches={"LlamaRMSNorm": Ours})
+    except ModuleNotFoundError as error:  # transformers imports all its modules there
+        if error.name != "torchvision":
+            raise
+        pytest.skip("transformers' own patching needs torchvision in this version, which is not here")
     assert type(bridge.core.model.norm).__name__ == "Ours"
     assert type(LlamaForCausalLM(LlamaConfig(**SIZES)).model.norm) is LlamaRMSNorm
 
