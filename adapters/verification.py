@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from adapters.imports.versions import known_error
 from adapters.inputs.made import Given
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
@@ -121,6 +122,8 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
                 with torch.no_grad():
                     report.checks += mechanics.full()
         report.checks += mechanics.last()
+    if wrong := known_error(bridge.core):
+        report.checks.append(Check("transformers computes this model as its configuration says", False, wrong))
     return report
 
 

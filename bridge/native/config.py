@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import fields
-from typing import Any, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 import torch
 from transformers import PreTrainedConfig
@@ -91,6 +91,8 @@ class NativeConfig(PreTrainedConfig):
     """
 
     model_type = "transformer_bridge_native"
+    #: Until 5.19 transformers makes a configuration without arguments when one is saved, unless this is true.
+    has_no_defaults_at_init: ClassVar[bool] = True
     # What transformers' own code (caches, masks, generation) asks for.
     attribute_map = {  # noqa: RUF012 - the base class declares it
         "hidden_size": "d_model",
