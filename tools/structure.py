@@ -138,7 +138,12 @@ def calls() -> dict[str, Callable[[], object]]:
 
     def wrap() -> object:
         config = transformers.BitNetConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=61
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=48,
+            vocab_size=61,
         )
         return TransformerBridge(transformers.BitNetForCausalLM(config).eval())
 

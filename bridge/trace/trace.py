@@ -11,7 +11,6 @@ from torch import Tensor
 from adapters.inputs.arguments import takes
 from adapters.paths import module_at
 from bridge.hooks.context import CURRENT
-from bridge.hooks.listener import Scope
 from bridge.run.forward import ReadyPass, checked_layers
 from bridge.run.hooked import points_that_run, refuse_silent
 from bridge.run.layer_range import bypassing
@@ -22,7 +21,7 @@ from bridge.trace.in_step import InStep
 from bridge.trace.places import Places
 from bridge.trace.protocol import Traced
 from bridge.trace.rows import Rows
-from bridge.trace.stops import Stop, Stops
+from bridge.trace.stops import Stop
 from bridge.trace.turns import Turns
 
 _ALL = (None, None)
@@ -51,13 +50,11 @@ class Trace(InStep, Access):
         if isinstance(capture, str):
             raise TypeError(f"capture is {capture!r}; it must be a list of names")
         kept = [bridge.names.find(name) for name in capture]
-        scope = Scope(of_one_run=True)
-        stops = Stops(bridge.wiring, scope, places, kept)
-        InStep.__init__(self, stops)
-        Access.__init__(self, bridge, stops)
+        InStep.__init__(self, bridge, places, kept)
+        Access.__init__(self, bridge, self.stops)
         for hook in kept if self._layers != _ALL else ():
             self._check_runs(hook.name)
-        self._pass: ReadyPass | None = ReadyPass(bridge, asked, *self._layers, True, scope)
+        self._pass: ReadyPass | None = ReadyPass(bridge, asked, *self._layers, True, self.scope)
         self._is_ready = False
         self._output: Any = None
         self._inputs: Inputs | None = None
@@ -121,8 +118,7 @@ class Trace(InStep, Access):
         Raises:
             RuntimeError: the run was stopped.
         """
-        if self._state == "open":
-            self._run_to_the_end()
+        self._run_to_the_end()
         if self._state != "ran":
             raise RuntimeError(
                 "this run has no output: " + ("it was stopped" if self._state == "stopped" else "it has not begun")
