@@ -74,6 +74,7 @@ class _AttentionWatch(Watch):
         super().__init__()
         self._tap, self._call = tap, call
         self._seen: set[str] = set()  # the products, the inside, which are seen once
+        self._went_by = False  # a kernel, or a softmax, while nobody listened
         # A trace may ask for something while the module runs: then it is asked anew who listens.
         self._asks = bool(tap.opened)
         self._heard: dict[tuple[str, ...], list[HookPoint]] = {
@@ -95,6 +96,9 @@ class _AttentionWatch(Watch):
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows what it is given and what it makes."""
+        if (func is scaled_dot_product_attention or func in SOFTMAXES) and not (self._inside or self._products):
+            self._went_by = True
+            return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
             return self._scaled_dot_product(KernelArguments(*args, **kwargs))
         if func in SOFTMAXES and self._inside:
@@ -116,8 +120,11 @@ class _AttentionWatch(Watch):
             RuntimeError: it was not.
         """
         missed = [*(_PRODUCT if self._products else ()), *(_INSIDE if self._inside else ())]
-        if missed:
-            names = ", ".join(point.name for point in self._tap.heard(missed))
+        heard = self._tap.heard(missed)
+        if self._went_by and all(x.kind == "follow" for point in heard for x in point.heard_by()):
+            return  # a trace that asked too late, which says so itself
+        if heard:
+            names = ", ".join(point.name for point in heard)
             config = getattr(self._tap.module, "config", None)
             raise RuntimeError(
                 f"{type(self._tap.module).__name__} computed no scores that could be seen with "
