@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from adapters.paths import module_at
 from adapters.views import Deferred
-from adapters.written import Written, written_to
 from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
 from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
 from bridge.hooks.shapes import BatchAxisError
+from bridge.weights.written import Written, written_to
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from adapters.paths import module_at
-from adapters.written import written_to
 from bridge.hooks.context import CURRENT, RunContext, in_context
 from bridge.lens.readable import Readable
+from bridge.weights.written import written_to
 
 Decode = Callable[[Tensor, int], Tensor]
 
@@ -20,7 +20,7 @@ def as_read(bridge: Readable, decode: Decode, hooked: bool) -> Decode:
     Args:
         bridge: the bridge.
         decode: from a stream and its layer to logits.
-        hooked: it runs the model behind the blocks, and so sees the hooks there. (Hooks elsewhere have done their work.)
+        hooked: it runs the model behind the blocks, and so sees the hooks there. (Others have done their work.)
     """
     behind = [hook for hook in bridge.hook_dict.values() if hook.point.depth >= bridge.cfg.n_layers]
     paths = dict.fromkeys(hook.point.site.path for hook in behind)

@@ -94,7 +94,8 @@ def _as_computed(points: dict[str, HookPoint]) -> list[tuple[str, HookPoint]]:
 
     Norms of queries and keys stand behind what they read, and what goes into a mixer before the rest of it.
     """
-    last, first = {}, {}
+    last: dict[str, int] = {}
+    first: dict[str, int] = {}
     for number, name in enumerate(points):
         part, _, end = name.rpartition(".")
         last[name] = number

@@ -1,4 +1,4 @@
-"""Sweeps over models whose keys and values are not one of each for a layer: the numbers of whole runs, by plain hooks."""
+"""Sweeps over models with other caches than one pair of keys and values a layer: the numbers of whole runs."""
 
 import pytest
 import torch
