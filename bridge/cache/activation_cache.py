@@ -18,7 +18,7 @@ from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
 from bridge.hooks.shapes import BatchAxisError
-from bridge.weights.written import Written, written_to
+from bridge.hooks.written import Written, written_to
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from adapters.paths import module_at
 from bridge.hooks.context import CURRENT, RunContext, in_context
+from bridge.hooks.written import written_to
 from bridge.lens.readable import Readable
-from bridge.weights.written import written_to
 
 Decode = Callable[[Tensor, int], Tensor]
 

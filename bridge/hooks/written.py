@@ -16,7 +16,7 @@ def written_to(module: nn.Module) -> Written:
 
     Example:
         >>> import torch
-        >>> from bridge.weights.written import written_to
+        >>> from bridge.hooks.written import written_to
         >>> layer = torch.nn.Linear(2, 2)
         >>> before = written_to(layer)
         >>> with torch.no_grad():
