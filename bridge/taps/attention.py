@@ -83,6 +83,7 @@ class AttentionWatch(Watch):
         super().__init__(shown)
         self._kernel_alone = kernel_alone
         self._products_seen = self._inside_seen = False
+        self._went_by = False  # a kernel, or a softmax, while nobody listened
 
     @property
     def _products(self) -> bool:
@@ -96,6 +97,9 @@ class AttentionWatch(Watch):
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows what it is given and what it makes."""
+        if (func is scaled_dot_product_attention or func in SOFTMAXES) and not (self._inside or self._products):
+            self._went_by = True
+            return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
             return self.scaled_dot_product(func, KernelArguments(*args, **kwargs))
         if self._kernel_alone:
@@ -119,9 +123,12 @@ class AttentionWatch(Watch):
             RuntimeError: it was not.
         """
         missed = [*(_PRODUCT if self._products else ()), *(_INSIDE if self._inside else ())]
-        if missed:
+        heard = self.shown.heard(missed)
+        if self._went_by and all(x.kind == "follow" for point in heard for x in point.heard_by()):
+            return  # a trace that asked too late, which says so itself
+        if heard:
             module = self.shown.module
-            names = ", ".join(point.name for point in self.shown.heard(missed))
+            names = ", ".join(point.name for point in heard)
             raise RuntimeError(
                 f"{type(module).__name__} computed no scores that could be seen with attn_implementation="
                 f"{implementation_of(module)!r}, so there is nothing to show at {names}; load the model with "
