@@ -199,7 +199,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
 def short(found: dict[str, Any]) -> str:
     total = found["passed"] + len(found["failed"]) + len(found["told"])
-    return f"{found['passed']} of {total}"
+    failed = f", {len(found['failed'])} fail" if found["failed"] else ""
+    return f"{found['passed']} of {total}{failed}"
 
 
 def said(found: dict[str, Any], transformers: str) -> Iterator[str]:
@@ -227,8 +228,8 @@ What differs between versions is in `adapters/imports/versions.py`, each differe
 What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23. What a version
 computes wrongly itself, `adapters.verify` says.
 
-The lower bounds in `pyproject.toml` are the lowest versions of the rows in which all reference numbers are right. What
-is between two rows was not measured.
+The lower bounds in `pyproject.toml` are the lowest versions of the rows in which nothing fails. What is between two
+rows was not measured.
 """
 
 

@@ -34,7 +34,7 @@ def shown(name: str, value: object) -> str:
     parameters = list(signature.parameters.values())
     if isinstance(value, type) and any(base.__module__.startswith("transformers.") for base in value.__mro__):
         parameters = [p for p in parameters if p.name in value.__annotations__]  # the others are that version's own
-    plain = [p.replace(annotation=p.empty) for p in parameters]
+    plain = [p.replace(annotation=p.empty) for p in parameters if p.name != "cls"]
     text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
     return name + re.sub(r" at 0x[0-9a-f]+", "", text)
 
