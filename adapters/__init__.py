@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from adapters.architecture import Architecture, Block, Head, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP, MoE
 from adapters.imports.lazily import lazily
@@ -21,12 +21,14 @@ __all__ = [
     "Architecture",
     "Attention",
     "Block",
+    "Embedding",
     "Head",
     "Mixer",
     "MoE",
     "ModelMap",
     "Norm",
     "Projection",
+    "Readout",
     "Report",
     "Stack",
     "Step",
