@@ -101,6 +101,23 @@ def supported() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def family_of(cls: type[nn.Module]) -> str | None:
+    """The family whose adapter a class of models has: the name of the file that declares it; None: it has none.
+
+    Args:
+        cls: a class of Hugging Face models.
+
+    Example:
+        >>> from transformers import MistralForCausalLM
+        >>> from adapters.registry import family_of
+        >>> family_of(MistralForCausalLM)
+        'llama'
+    """
+    _load()
+    declares = (_REGISTRY[base.__name__] for base in cls.__mro__ if base.__name__ in _REGISTRY)
+    return next((declare.__module__.rpartition(".")[2] for declare in declares), None)
+
+
 def has_declaration(model: nn.Module) -> bool:
     """Whether a class among a model's bases has an adapter, or what wraps it hides it from hooks.
 

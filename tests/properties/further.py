@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 
 import torch
+from torch import Tensor
 
+from bridge.harvest import Activations, harvest
 from tests.properties.plain import Place, seen
 from tests.properties.subject import Absent, Subject, Wrong
 from tests.properties.sums import attributions_sum_to_the_logits, terms_sum_to_the_stream
@@ -13,49 +15,58 @@ from tests.properties.sums import attributions_sum_to_the_logits, terms_sum_to_t
 _GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
 
-def generates_as_the_model(subject: Subject) -> None:
-    """`generate` writes what the model's own `generate` writes."""
-    subject.needs_plain_text()
+def _prompt(subject: Subject) -> tuple[Tensor, Tensor]:
+    """A prompt, and what the plain model's own `generate` writes behind it."""
+    subject.needs_tokens()
+    if extra := set(subject.more) - {"decoder_input_ids"}:
+        raise Absent(f"it is given {', '.join(sorted(extra))}")
     if not subject.hf.can_generate():
         raise Absent("the model does not generate")
     prompt = subject.tokens[:2, :6]
+    with subject.itself(), torch.no_grad():
+        torch.manual_seed(0)
+        written = subject.hf.generate(prompt, eos_token_id=None, attention_mask=torch.ones_like(prompt), **_GREEDY)
+    return prompt, written
+
+
+def generates_as_the_model(subject: Subject) -> None:
+    """`generate` writes what the model's own `generate` writes."""
+    prompt, written = _prompt(subject)
     with torch.no_grad():
-        with subject.itself():
-            torch.manual_seed(0)
-            theirs = subject.hf.generate(prompt, eos_token_id=None, attention_mask=torch.ones_like(prompt), **_GREEDY)
         torch.manual_seed(0)
         ours = subject.bridge.generate(prompt, stop_at_eos=False, verbose=False, return_type="tokens", **_GREEDY)
-    subject.same(ours.double(), theirs.double(), "tokens", near=None)
+    subject.same(ours.double(), written.double(), "tokens", near=None)
 
 
 def generation_keeps_what_a_run_shows(subject: Subject) -> None:
     """The activations of a generation are those of a run over what was written."""
-    subject.needs_plain_text()
-    if not subject.hf.can_generate():
-        raise Absent("the model does not generate")
-    prompt = subject.tokens[:2, :6]
+    prompt, _ = _prompt(subject)
+    subject.needs_blocks()
     with torch.no_grad():
-        with subject.itself():
-            subject.hf.generate(prompt, eos_token_id=None, attention_mask=torch.ones_like(prompt), **_GREEDY)
         torch.manual_seed(0)
         written, cache = subject.bridge.generate(
             prompt, stop_at_eos=False, verbose=False, return_type="tokens", return_cache=True, **_GREEDY
         )
+
+        def again() -> Tensor:
+            if subject.main == "decoder":
+                return subject.run(prompt, decoder_input_ids=written[:, :-1])
+            return subject.run(written[:, :-1])
+
         places = {str(i): Place(path, "input") for i, path in enumerate(subject.paths)}
-        _, streams = seen(subject.hf, places, lambda: subject.run(written[:, :-1]))
-        for layer in range(len(subject.paths)):
-            name = f"blocks.{layer}.hook_resid_pre"
-            if name in cache and str(layer) in streams:
-                subject.same(cache[name], streams[str(layer)], name, near=1e-3)
+        _, streams = seen(subject.hf, places, again)
+    for layer, stream in streams.items():
+        name = f"{subject.main}.{layer}.hook_resid_pre"
+        if name in cache:
+            subject.same(cache[name], stream, name, near=1e-3)
 
 
 def harvest_writes_what_a_run_shows(subject: Subject) -> None:
-    """The rows of a harvest are what leaves a block of the plain model."""
-    from bridge.harvest import Activations, harvest
-
-    subject.needs_plain_text()
-    last = len(subject.paths) - 1
-    name = f"blocks.{last}.hook_resid_pre"
+    """The rows of a harvest are what enters a block of the plain model."""
+    subject.needs_tokens()
+    stack = next(iter(subject.stacks))
+    last = len(subject.stacks[stack]) - 1
+    name = f"{stack}.{last}.hook_resid_pre"
     if not subject.named(name):
         raise Absent("its blocks have no hook points")
     documents = [row.tolist() for row in subject.tokens]
@@ -66,8 +77,7 @@ def harvest_writes_what_a_run_shows(subject: Subject) -> None:
         )  # fmt: skip
         rows = Activations(folder)
         ours = torch.stack([torch.as_tensor(rows[i][name]) for i in range(len(rows))])
-    theirs = subject.stream(last)
-    subject.same(ours, theirs.reshape(ours.shape) if theirs.shape[:2] == subject.tokens.shape else theirs.transpose(0, 1).reshape(ours.shape), name)
+    subject.same(ours, subject.stream(last, stack).flatten(0, 1), name)
 
 
 def processing_leaves_log_probabilities(subject: Subject) -> None:
@@ -88,8 +98,6 @@ def processing_leaves_log_probabilities(subject: Subject) -> None:
 
 def processed_models_sum(subject: Subject) -> None:
     """Terms and attributions of a processed model sum to its own streams and logits."""
-    if list(subject.stacks) != ["blocks"]:
-        raise Absent("it has an encoder and a decoder")
     processed = Subject(subject.case)
     bridge = processed.new_bridge()
     bridge.process_weights()

@@ -37,6 +37,8 @@ def _edited(values: Any, edit: Edit) -> Any:
     """Arguments, or what a module returned, with the first activation in them edited; None: as it was."""
     if _is_activation(values):
         return edit(values)
+    if not isinstance(values, Mapping | tuple | list):
+        return None
     items = list(values.items() if isinstance(values, Mapping) else enumerate(values))
     for key, value in items:
         if _is_activation(value):
@@ -108,17 +110,24 @@ def seen(model: nn.Module, places: Mapping[str, Place], run: Callable[[], Tensor
 
 
 def outputs_inside(model: nn.Module, path: str, run: Callable[[], Tensor]) -> dict[Place, Tensor]:
-    """What every module inside of one is given and returns, in a run: where each is called once.
+    """What every module inside of a block is given and returns, in a run. One that runs several times is left out.
 
     Args:
         model: the model.
-        path: the module.
+        path: the block.
         run: runs it.
     """
-    base = path.partition("@")[0]
-    inside = [f"{base}.{name}" for name, _ in model.get_submodule(base).named_modules() if name]
-    suffix = path[len(base) :]
-    places = {f"{name}:{side}": Place(name + suffix, side) for name in inside for side in ("input", "output")}
-    with torch.no_grad():
-        _, found = seen(model, places, run)
-    return {places[name]: x for name, x in found.items()}
+    block, at, call = path.partition("@")
+    found: dict[Place, list[Tensor]] = {}
+    with ExitStack() as stack, torch.no_grad():
+        for name, _ in model.get_submodule(block).named_modules():
+            for side in ("input", "output"):
+                place = Place(f"{block}.{name}{at}{call}", side)
+
+                def keep(x: Tensor, place: Place = place) -> None:
+                    found.setdefault(place, []).append(x.detach().clone())
+
+                if name:
+                    stack.enter_context(editing(model, place, keep))
+        run()
+    return {place: xs[0] for place, xs in found.items() if len(xs) == 1}

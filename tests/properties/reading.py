@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.properties.subject import Absent, Subject, Wrong
+from adapters.inputs.made import arguments_of
+from tests.properties.subject import Absent, Subject, Wrong, logits_of
 from tests.properties.sums import uncapped
 
 
 def lens_is_the_model(subject: Subject) -> None:
     """The lens at each layer is what the plain model says when that stream stands behind its last block."""
-    subject.needs_plain_text()
+    subject.needs_tokens()
     with torch.no_grad():
-        reading = subject.ours(subject.bridge.lens)
+        reading = subject.bridge.lens(subject.tokens)
         n = len(subject.paths)
         for layer in range(n + 1):
             stream = subject.stream(layer)
@@ -24,10 +25,10 @@ def lens_is_the_model(subject: Subject) -> None:
 
 def raw_lens_is_the_unembedding(subject: Subject) -> None:
     """The raw lens is the model's unembedding of a stream that no norm has seen, without a soft cap."""
-    subject.needs_plain_text()
+    subject.needs_tokens()
     n = len(subject.paths)
     with torch.no_grad():
-        reading = subject.ours(subject.bridge.lens, kind="raw")
+        reading = subject.bridge.lens(subject.tokens, kind="raw")
         head, stream = subject.hf.get_output_embeddings(), subject.stream(n)
         if head is None:
             raise Absent("the model does not say what its unembedding is")
@@ -59,7 +60,9 @@ def accumulated_streams_are_the_models(subject: Subject) -> None:
         subject.same(stack[layer], subject.stream(layer), f"layer {layer}", near=None)
 
 
-def _as_product(subject: Subject, x: Tensor, weight: Tensor, bias: Tensor | None, equation: str, theirs: Tensor, what: str) -> None:
+def _as_product(
+    subject: Subject, x: Tensor, weight: Tensor, bias: Tensor | None, equation: str, theirs: Tensor, what: str
+) -> None:
     ours = torch.einsum(equation, x.double(), weight.double())
     subject.same(ours if bias is None else ours + bias.double(), theirs.double(), what)
 
@@ -72,61 +75,53 @@ def _weight(part: object, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def _kept(subject: Subject, *names: str) -> list[Tensor]:
+    with torch.no_grad():
+        _, cache = subject.ours(subject.bridge.run_with_cache, names_filter=list(names))
+    return [cache[name] for name in names]
+
+
+def _part(subject: Subject, block: str, part: str) -> object:
+    stack, _, layer = block.partition(".")
+    return getattr(getattr(subject.bridge, stack)[int(layer)], part)
+
+
 def weights_explain_attention(subject: Subject) -> None:
     """Queries, keys and values are what attention reads times ``W_Q``...; what it puts out is z times ``W_O``."""
-    bridge = subject.bridge
-    for layer in range(len(subject.paths)):
-        prefix = f"blocks.{layer}.attn"
+    for block, part in ((block, part) for block, _ in subject.layers for part in ("attn", "cross_attn")):
+        prefix = f"{block}.{part}"
         for x in ("q", "k", "v"):
             if not subject.named(f"{prefix}.hook_{x}") or not subject.named(f"{prefix}.{x}.hook_in"):
                 continue
-            part = bridge.blocks[layer].attn
-            weight = getattr(part, f"W_{x.upper()}")
-            with torch.no_grad():
-                _, cache = subject.ours(bridge.run_with_cache, names_filter=[f"{prefix}.{x}.hook_in", f"{prefix}.hook_{x}"])
-                out = cache[f"{prefix}.hook_{x}"]
-                if weight.shape[0] != out.shape[2]:
-                    if weight.shape[0] % out.shape[2]:
-                        raise Wrong(f"{prefix}.W_{x.upper()} has {weight.shape[0]} heads, the activation {out.shape[2]}")
-                    repeat = weight.shape[0] // out.shape[2]
-                    out = out.repeat_interleave(repeat, 2)
-                read = cache[f"{prefix}.{x}.hook_in"]
-                _as_product(subject, read, weight, _weight(part, f"b_{x.upper()}"), "bpd,hde->bphe", out, f"{prefix}.hook_{x}")
-    for layer in range(len(subject.paths)):
-        prefix = f"blocks.{layer}.attn"
+            held = _part(subject, block, part)
+            weight = getattr(held, f"W_{x.upper()}")
+            read, out = _kept(subject, f"{prefix}.{x}.hook_in", f"{prefix}.hook_{x}")
+            if len(weight) % out.shape[2]:
+                raise Wrong(f"{prefix}.W_{x.upper()} has {len(weight)} heads, the activation {out.shape[2]}")
+            out = out.repeat_interleave(len(weight) // out.shape[2], 2)
+            bias = _weight(held, f"b_{x.upper()}")
+            _as_product(subject, read, weight, bias, "bpd,hde->bphe", out, f"{prefix}.hook_{x}")
         if subject.named(f"{prefix}.hook_z") and subject.named(f"{prefix}.hook_out"):
-            part = bridge.blocks[layer].attn
-            with torch.no_grad():
-                _, cache = subject.ours(bridge.run_with_cache, names_filter=[f"{prefix}.hook_z", f"{prefix}.hook_out"])
-                _as_product(
-                    subject, cache[f"{prefix}.hook_z"], part.W_O, _weight(part, "b_O"), "bphe,hed->bpd",
-                    cache[f"{prefix}.hook_out"], f"{prefix}.hook_out",
-                )
+            held = _part(subject, block, part)
+            z, out = _kept(subject, f"{prefix}.hook_z", f"{prefix}.hook_out")
+            _as_product(subject, z, held.W_O, _weight(held, "b_O"), "bphe,hed->bpd", out, f"{prefix}.hook_out")
 
 
 def weights_explain_mlps(subject: Subject) -> None:
-    """What an MLP computes before its activation function is what it reads times ``W_in``; what it puts out, ``W_out``."""
-    bridge = subject.bridge
-    for layer in range(len(subject.paths)):
-        prefix = f"blocks.{layer}.mlp"
-        names = [name for name in ("hook_in", "hook_pre", "hook_pre_linear", "hook_post", "hook_out") if subject.named(f"{prefix}.{name}")]
-        if "hook_post" not in names or any(".experts." in name and name.startswith(prefix) for name in bridge.hook_dict):
+    """Before its activation function an MLP has what it reads times ``W_in``; it puts out ``hook_post @ W_out``."""
+    for block, _ in subject.layers:
+        prefix = f"{block}.mlp"
+        if not subject.named(f"{prefix}.hook_post"):
             continue
-        part = bridge.blocks[layer].mlp
-        with torch.no_grad():
-            _, cache = subject.ours(bridge.run_with_cache, names_filter=[f"{prefix}.{name}" for name in names])
-            if "hook_out" in names:
-                _as_product(
-                    subject, cache[f"{prefix}.hook_post"], part.W_out, _weight(part, "b_out"), "bpm,md->bpd",
-                    cache[f"{prefix}.hook_out"], f"{prefix}.hook_out",
-                )
-            if subject.named(f"{prefix}.in.hook_in"):
-                _, read = subject.ours(bridge.run_with_cache, names_filter=f"{prefix}.in.hook_in")
-                gated = "hook_pre_linear" in names
-                _as_product(
-                    subject, read[f"{prefix}.in.hook_in"], part.W_in, _weight(part, "b_in"), "bpd,dm->bpm",
-                    cache[f"{prefix}.hook_pre_linear" if gated else f"{prefix}.hook_pre"], f"{prefix}.hook_pre",
-                )
+        held = _part(subject, block, "mlp")
+        if subject.named(f"{prefix}.hook_out"):
+            post, out = _kept(subject, f"{prefix}.hook_post", f"{prefix}.hook_out")
+            _as_product(subject, post, held.W_out, _weight(held, "b_out"), "bpm,md->bpd", out, f"{prefix}.hook_out")
+        if subject.named(f"{prefix}.in.hook_in"):
+            gated = subject.named(f"{prefix}.hook_pre_linear")
+            pre = f"{prefix}.hook_pre_linear" if gated else f"{prefix}.hook_pre"
+            read, before = _kept(subject, f"{prefix}.in.hook_in", pre)
+            _as_product(subject, read, held.W_in, _weight(held, "b_in"), "bpd,dm->bpm", before, pre)
 
 
 def weights_explain_the_ends(subject: Subject) -> None:
@@ -145,16 +140,12 @@ def weights_explain_the_ends(subject: Subject) -> None:
 
 def patterns_are_the_models(subject: Subject) -> None:
     """Attention patterns are those that the model returns when it computes them itself."""
-    model = subject.case.model()
-    try:
-        model.set_attn_implementation("eager")
-    except (ValueError, AttributeError, NotImplementedError) as error:
-        raise Absent("its attention has no eager form") from error
-    with torch.no_grad():
+    with subject.itself(), torch.no_grad():
+        model = subject.case.model(attn_implementation="eager")
         torch.manual_seed(0)
-        from adapters.inputs.made import arguments_of
-
         output = model(**arguments_of(model, *subject.inputs), output_attentions=True)
+    if not torch.allclose(logits_of(output), subject.logits, rtol=1e-2, atol=1e-3 * float(subject.logits.abs().max())):
+        raise Absent("the model itself: its eager form computes something else")
     for stack, key in (("blocks", "attentions"), ("encoder", "encoder_attentions"), ("decoder", "decoder_attentions")):
         attentions = getattr(output, key, None)
         if stack not in subject.stacks or attentions is None:

@@ -68,9 +68,10 @@ class Case:
         options = "".join(f" {name}={value}" for name, value in self.options)
         return f"{self.task}:{self.model_type}{options}"
 
-    def model(self) -> PreTrainedModel:
+    def model(self, attn_implementation: str | None = None) -> PreTrainedModel:
         """The model; two of one case are equal."""
-        return tiny_model(self.model_type, self.task, **dict(self.options))
+        options = dict(self.options)
+        return tiny_model(self.model_type, self.task, attn_implementation=attn_implementation, **options)
 
 
 @dataclass
@@ -137,6 +138,11 @@ class Subject:
         """Tokens are all that it is given."""
         return not self.more and not self.tokens.is_floating_point()
 
+    def needs_tokens(self) -> None:
+        """For what is promised of text."""
+        if self.tokens.is_floating_point():
+            raise Absent("it is given no tokens")
+
     def needs_plain_text(self) -> None:
         """For what is promised of one list of blocks that reads tokens alone."""
         if not self.is_plain_text:
@@ -172,11 +178,24 @@ class Subject:
         }
 
     @property
+    def main(self) -> str:
+        """The list of blocks that ends in the logits."""
+        return next(reversed(self.stacks))
+
+    @property
     def paths(self) -> list[str]:
-        """The paths of the one list of blocks."""
-        if list(self.stacks) != ["blocks"]:
-            raise Absent("it has an encoder and a decoder")
-        return self.stacks["blocks"]
+        """The paths of its blocks."""
+        return self.stacks[self.main]
+
+    @property
+    def layers(self) -> list[tuple[str, str]]:
+        """All blocks: their names, and their paths in the plain model."""
+        return [(f"{name}.{i}", path) for name, paths in self.stacks.items() for i, path in enumerate(paths)]
+
+    def needs_blocks(self) -> None:
+        """For what is done to a whole block of the plain model by a torch hook."""
+        if "no modules of their own" in self.bridge.no_layer_runs:
+            raise Absent("the model has no modules that are its blocks")
 
     @cached_property
     def _plain(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -185,20 +204,26 @@ class Subject:
             for i, path in enumerate(paths):
                 places |= {f"{name}.{i}": Place(path, "input"), f"{name}.{i}.out": Place(path, "output")}
         with torch.no_grad():
-            return seen(self.hf, places, self.run)
+            if "no modules of their own" not in self.bridge.no_layer_runs:
+                return seen(self.hf, places, self.run)
+            output = self.hf(**arguments_of(self.hf, *self.inputs), output_hidden_states=True)
+        hidden = {f"blocks.{i}": x for i, x in enumerate(output.hidden_states)}
+        n = len(self.stacks["blocks"])
+        return logits_of(output), hidden | {f"blocks.{n - 1}.out": hidden[f"blocks.{n}"]}
 
     @property
     def logits(self) -> Tensor:
         """The plain model's."""
         return self._plain[0]
 
-    def stream(self, layer: int, stack: str = "blocks") -> Tensor:
+    def stream(self, layer: int, stack: str | None = None) -> Tensor:
         """What enters a block of the plain model; behind the last one, what leaves it.
 
         Args:
             layer: from 0 to the number of blocks.
-            stack: which list of blocks.
+            stack: which list of blocks; None: the one that ends in the logits.
         """
+        stack = self.main if stack is None else stack
         n = len(self.stacks[stack])
         name = f"{stack}.{layer}" if layer < n else f"{stack}.{n - 1}.out"
         if name not in self._plain[1]:
@@ -210,10 +235,11 @@ class Subject:
         return found
 
     @contextmanager
-    def edited(self, layer: int, edit: Edit) -> Iterator[None]:
+    def edited(self, layer: int, edit: Edit, stack: str | None = None) -> Iterator[None]:
         """The plain model with another stream into a block; behind the last one: out of it."""
-        n = len(self.paths)
-        place = Place(self.paths[layer], "input") if layer < n else Place(self.paths[-1], "output")
+        self.needs_blocks()
+        paths = self.stacks[self.main if stack is None else stack]
+        place = Place(paths[layer], "input") if layer < len(paths) else Place(paths[-1], "output")
 
         def arranged(x: Tensor) -> Tensor | None:
             new = edit(x)
@@ -252,7 +278,9 @@ class Subject:
         if torch.equal(ours, theirs):
             return
         finite = theirs.isfinite()
-        if not torch.equal(ours.isfinite(), finite) or not torch.equal(ours[~finite & ~theirs.isnan()], theirs[~finite & ~theirs.isnan()]):
+        if not torch.equal(ours.isfinite(), finite) or not torch.equal(
+            ours[~finite & ~theirs.isnan()], theirs[~finite & ~theirs.isnan()]
+        ):
             raise Wrong(f"{what}: finite at other places")
         ours, theirs = ours[finite].double(), theirs[finite].double()
         size = max(float(theirs.abs().max()), float(scale))
@@ -278,8 +306,7 @@ def logits_of(output: Any) -> Tensor:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether an error is one of ours that says why, and no accident: it was raised, in our code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__)]
-    last = frames[-1]
+    last = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(last.filename, last.lineno or 0).strip()
     ours = last.filename.startswith(_OURS) and line.startswith("raise")
     return ours and isinstance(error, ValueError | NotImplementedError | KeyError | AttributeError | TypeError)

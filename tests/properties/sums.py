@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bridge.analysis.logit_lens import head_contributions
 from tests.properties.plain import Place, editing, outputs_inside, seen
-from tests.properties.subject import Absent, Subject, Wrong
+from tests.properties.subject import Subject, Wrong
 
 #: Fields of configurations that name a soft cap on the logits.
-_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "final_logits_soft_cap", "logit_softcap")
+_CAPS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "final_logits_soft_cap",
+    "logit_softcap",
+)
 
 
 def uncapped(subject: Subject) -> Tensor:
@@ -36,7 +43,9 @@ def terms_sum_inside_blocks(subject: Subject) -> None:
         terms = subject.cache.decompose_resid(layer, mlp_input=True)
         middle = subject.cache[f"blocks.{layer}.hook_resid_mid"]
         found = outputs_inside(subject.hf, subject.paths[layer], subject.run)
-        if not any(torch.equal(x.reshape(-1), middle.reshape(-1)) for x in found.values() if x.numel() == middle.numel()):
+        if not any(
+            torch.equal(x.reshape(-1), middle.reshape(-1)) for x in found.values() if x.numel() == middle.numel()
+        ):
             raise Wrong(f"layer {layer}: no module of the model is given hook_resid_mid")
         subject.same(terms.sum(0), middle, f"layer {layer}", scale=float(terms.abs().max()))
 
@@ -57,39 +66,43 @@ def neurons_sum_to_the_stream(subject: Subject) -> None:
 
 def heads_sum_to_what_attention_writes(subject: Subject) -> None:
     """The heads' parts, and the bias, sum to what attention writes; one part is what goes with that head's z."""
-    for layer in range(len(subject.paths)):
-        prefix = f"blocks.{layer}.attn"
-        if not subject.named(f"{prefix}.hook_result"):
-            continue
-        names = [f"{prefix}.hook_result", f"{prefix}.hook_z", f"{prefix}.hook_out"]
-        with torch.no_grad():
-            _, cache = subject.ours(subject.bridge.run_with_cache, names_filter=names)
-        result, z, written = (cache[name] for name in names)
-        bias = getattr(subject.bridge.blocks[layer].attn, "b_O", None)
-        subject.same(result.sum(-2) if bias is None else result.sum(-2) + bias, written, f"layer {layer}")
-        place = place_given(subject, layer, z)
-        if place is None:
-            continue
+    for block, path in subject.layers:
+        for part in ("attn", "cross_attn"):
+            if subject.named(f"{block}.{part}.hook_result"):
+                _heads_of(subject, f"{block}.{part}", path, part)
+
+
+def _heads_of(subject: Subject, prefix: str, path: str, part: str) -> None:
+    names = [f"{prefix}.hook_result", f"{prefix}.hook_z", f"{prefix}.hook_out"]
+    with torch.no_grad():
+        _, cache = subject.ours(subject.bridge.run_with_cache, names_filter=names)
+    result, z, written = (cache[name] for name in names)
+    stack, _, layer = prefix.removesuffix(f".{part}").partition(".")
+    bias = getattr(getattr(getattr(subject.bridge, stack)[int(layer)], part), "b_O", None)
+    subject.same(result.sum(-2) if bias is None else result.sum(-2) + bias, written, prefix)
+    place = place_given(subject, path, z)
+    if place is None:
+        return
+    output = {"": Place(place.path, "output")}
+    with torch.no_grad():
+        _, whole = seen(subject.hf, output, subject.run)
         for head in range(z.shape[-2]):
 
-            def off(x: Tensor, z: Tensor = z, head: int = head) -> Tensor:
+            def off(x: Tensor, head: int = head) -> Tensor:
                 new = x.clone().reshape(z.shape)
                 new[..., head, :] = 0
                 return new.reshape(x.shape)
 
-            with torch.no_grad():
-                output = Place(place.path, "output")
-                with editing(subject.hf, place, off):
-                    _, without = seen(subject.hf, {"": output}, subject.run)
-                _, whole = seen(subject.hf, {"": output}, subject.run)
-            part = (whole[""] - without[""]).reshape(written.shape)
-            factor = float((part * result[..., head, :]).sum() / (part * part).sum())  # what follows the layer
-            subject.same(result[..., head, :], part * factor, f"layer {layer}, head {head}", near=1e-3)
+            with editing(subject.hf, place, off):
+                _, without = seen(subject.hf, output, subject.run)
+            of_head = (whole[""] - without[""]).reshape(written.shape)
+            factor = float((of_head * result[..., head, :]).sum() / (of_head * of_head).sum())  # behind the layer
+            subject.same(result[..., head, :], of_head * factor, f"{prefix}, head {head}", near=1e-3)
 
 
-def place_given(subject: Subject, layer: int, x: Tensor) -> Place | None:
+def place_given(subject: Subject, path: str, x: Tensor) -> Place | None:
     """The innermost module of a block of the plain model that is given this tensor."""
-    inside = outputs_inside(subject.hf, subject.paths[layer], subject.run)
+    inside = outputs_inside(subject.hf, path, subject.run)
     found = [
         place for place, y in inside.items()
         if place.side == "input" and y.numel() == x.numel() and torch.equal(y.reshape(-1), x.reshape(-1))
@@ -138,28 +151,14 @@ def attributions_of_heads_sum_to_the_logits(subject: Subject) -> None:
 
 def head_contributions_are_the_attributions(subject: Subject) -> None:
     """`head_contributions` is what each head adds to the logits: of each, what `logit_attrs` says of it."""
-    from bridge.analysis.logit_lens import head_contributions
-
     subject.needs_plain_text()
     one, other = (torch.full((subject.tokens.shape[0],), token) for token in (5, 7))
     found = head_contributions(subject.bridge, subject.tokens, one, other)  # batch layer head
-    head, before = subject.hf.get_output_embeddings(), []
-    handle = head.register_forward_pre_hook(lambda module, args: before.append(args[0]))
-    with torch.no_grad():
-        subject.run()
-    handle.remove()
-    for layer, path in enumerate(subject.paths):
-        z = subject.cache.cache_dict.get(f"blocks.{layer}.attn.hook_z")
-        if z is None:
-            continue
-        stack = subject.cache.stack_head_results(pos_slice=-1, post_norms=True)
-        labels = subject.cache.stack_head_results(pos_slice=-1, post_norms=True, return_labels=True)[1]
-        parts = subject.cache.logit_attrs(stack, 5, 7, pos_slice=-1)
-        for index, label in enumerate(labels):
-            at, number = map(int, label[1:].split("H"))
-            if at == layer:
-                subject.same(found[:, layer, number], parts[index], label, scale=float(parts.abs().max()))
-        del path
+    stack, labels = subject.cache.stack_head_results(pos_slice=-1, post_norms=True, return_labels=True)
+    parts = subject.cache.logit_attrs(stack, 5, 7, pos_slice=-1)
+    for part, label in zip(parts, labels, strict=True):
+        layer, number = map(int, label[1:].split("H"))
+        subject.same(found[:, layer, number], part, label, scale=float(parts.abs().max()))
 
 
 PROPERTIES = {
