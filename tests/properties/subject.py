@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,6 +24,11 @@ from tests.properties.plain import Edit, Place, editing, seen
 from tests.tiny_models import Task, tiny_model
 
 _OURS = tuple(str(Path(adapters.__file__).parent.parent / room) for room in ("adapters", "bridge", "weight_processing"))
+#: What a model of transformers may end in.
+_FAILURES = (
+    RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError, ArithmeticError,
+    StrictDataclassError,
+)  # fmt: skip
 #: How far two results may be apart, as a part of the larger one's largest number.
 NEAR = 2e-4
 
@@ -153,7 +159,9 @@ class Subject:
         """What the plain model does alone: what it cannot do, nobody promises of it."""
         try:
             yield
-        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, IndexError, KeyError) as error:
+        except Absent:
+            raise
+        except _FAILURES as error:
             raise Absent(f"the model itself: {type(error).__name__}: {' '.join(str(error).split())[:90]}") from error
 
     def run(self, tokens: Tensor | None = None, **more: Any) -> Tensor:
