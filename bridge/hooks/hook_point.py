@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from sys import getrefcount
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,13 @@ from bridge.hooks.listener import (
     Listener,
     call_user_function,
     checked,
-    in_its_place,
     listen_backward,
+    takes_its_place,
     version_of,
     wants_gradients,
 )
 from bridge.hooks.recomputed import refuse_unknown_recomputation
+from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
 
 class HookPoint:
@@ -34,7 +36,12 @@ class HookPoint:
         name: the canonical name, such as ``blocks.3.attn.hook_z``.
         ctx: a dictionary for the user's hook functions to keep state in.
         point: the adapter's declaration: its axes, aliases, site and view.
+        one_tensor: where gradients are computed, all functions are shown one tensor, as in HookedTransformer: what a
+            later one writes into it, or asks of its gradient, an earlier one that holds it sees. What a cache has
+            kept stays all the same.
     """
+
+    one_tensor: ClassVar[bool] = False
 
     __slots__ = ("_attaches", "_path", "ctx", "listeners", "name", "order", "point", "sources", "view")
 
@@ -293,26 +300,37 @@ class HookPoint:
         return act.clone() if copy or view.writes_through else act
 
     def _edited(self, mine: list[Listener], act: Tensor, view: View) -> tuple[Tensor, bool]:
-        """What the functions make of the activation, in turn, and whether anything came of it."""
-        changed = False
+        """What the functions make of the activation, in turn, and whether anything came of it.
+
+        Each is shown a copy of its own, so that nothing that somebody holds can change under it, and the next one a
+        copy of that: what one was shown lies on the way to what the next one sees.
+        """
+        shown: list[Tensor] = []
+        changed = kept = False
         for listener in mine:
             if listener.kind == "read":
                 listener.fn(act, hook=self)
-            elif listener.kind in ("fwd", "follow"):
-                new = self._ask(listener, act, view) if listener.kind == "fwd" else listener.fn(act, hook=self)
+                kept = True
+            elif listener.kind == "follow":
+                new = listener.fn(act, hook=self)
                 if new is not None:
                     act, changed = new, True
+            elif listener.kind == "fwd":
+                given = copy_to_show(act, shown, self.one_tensor and not kept)
+                act, made = self._ask(listener, given, act, view)
+                changed = changed or made
+                keep_gradients_of_all(given, shown)
+                shown.append(given)
         return act, changed
 
-    def _ask(self, listener: Listener, act: Tensor, view: View) -> Tensor | None:
-        """What one function makes of the activation; None when nothing came of it.
-
-        The function gets a copy of its own, so that nothing that holds the activation can change under it.
-        """
-        given = act.clone()
-        version = version_of(given)
+    def _ask(self, listener: Listener, given: Tensor, act: Tensor, view: View) -> tuple[Tensor, bool]:
+        """What one function makes of the copy that it is shown, and whether it must take the activation's place."""
+        version, holders = version_of(given), getrefcount(given)
         new = call_user_function(listener, given, self)
-        return in_its_place(given, version, act, view) if new is None else checked(new, act, listener, self)
+        if new is not None:
+            return checked(new, act, listener, self), True
+        held = getrefcount(given) > holders
+        return given, takes_its_place(given, version, act, view, held)
 
     def _tell_followers(self, written: Tensor | None) -> None:
         run = CURRENT.get().run

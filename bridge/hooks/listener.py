@@ -176,24 +176,25 @@ def changed_in_place(given: Tensor, version: int | None) -> bool:
     return version is None or given._version != version
 
 
-def in_its_place(given: Tensor, version: int | None, act: Tensor, view: View) -> Tensor | None:
-    """A copy of an activation that somebody was shown, where it is to take the activation's place; or else None.
+def takes_its_place(given: Tensor, version: int | None, act: Tensor, view: View, held: bool) -> bool:
+    """Whether a copy of an activation that somebody was shown is to take the activation's place.
 
     Args:
         given: the copy.
         version: of it, before it was shown.
         act: the activation.
         view: how the hook point sees it.
+        held: somebody may still hold the copy.
     """
     if changed_in_place(given, version):
-        return given
-    if given.requires_grad:
+        return True
+    if given.requires_grad and (held or not view.contextual or given.retains_grad or given._backward_hooks):
         # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
-        # would compute something anew, only if the function asked for that gradient.
-        return given if not view.contextual or given.retains_grad or given._backward_hooks else None
+        # would compute something anew, only if somebody can ask for that gradient.
+        return True
     if view.identity:
-        return given  # as good as the activation, and a change through `.data`, which is not counted, is in it
-    return None if view.contextual or (given.is_cpu and torch.equal(given, act)) else given
+        return True  # as good as the activation, and a change through `.data`, which is not counted, is in it
+    return not (view.contextual or (given.is_cpu and torch.equal(given, act)))
 
 
 def version_of(x: Tensor) -> int | None:

@@ -87,6 +87,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
     """
 
     __call__ = nn.Module.__call__
+    one_tensor = True
 
     def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
         nn.Module.__init__(self)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.inputs.arguments import takes
+from adapters.inputs.arguments import gives_cache, takes
 from adapters.paths import learns_prompt, token_embedding
 from bridge.hooks.context import ForwardPass, Scope, forward_pass
 from bridge.hooks.modules import Finder
@@ -47,6 +47,11 @@ def run_model(
     if return_type not in RETURN_TYPES:
         raise ValueError(f"return_type is {return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
     if return_type == "logits_and_cache":
+        if not gives_cache(bridge.core):
+            raise ValueError(
+                f"{type(bridge.core).__name__} returns no past_key_values, so there is no 'logits_and_cache'; "
+                "return_type='logits' gives its logits"
+            )
         model_kwargs.setdefault("use_cache", True)
     start, stop = checked_layers(bridge, start_at_layer, stop_at_layer)
     if stop is None:
@@ -128,7 +133,8 @@ class ReadyPass:
                 self._until_the_end().enter_context(bridge.wiring.calls.counted())
             if start is not None:
                 input = self._until_the_end().enter_context(_starting(bridge, run, input, start))
-                self._model_kwargs.setdefault("use_cache", False)
+                if self._model_kwargs.get("past_key_values") is None:  # Whisper's decoder leaves it out with False
+                    self._model_kwargs.setdefault("use_cache", False)
             self.inputs = prepare(bridge, input, prepend_bos, padding_side, mask, self._model_kwargs)
             if "inputs_embeds" in self.inputs.kwargs:
                 run.take_embeddings(bridge.core, self.inputs.kwargs)

@@ -248,7 +248,7 @@ def caching_functions(
         cache[hook.name + suffix] = value
 
     def forward(activation: Tensor, hook: HookPoint) -> None:
-        keep(activation, hook, "")
+        keep(activation.clone() if hook.one_tensor else activation, hook, "")
 
     def backward(gradient: Tensor, hook: HookPoint) -> None:
         keep(gradient.clone(), hook, "_grad")
