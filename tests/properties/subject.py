@@ -17,9 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import adapters
+from adapters import Architecture
 from adapters.inputs.made import arguments_of, sample_inputs, split
 from adapters.paths import base_path, join
+from adapters.registry import declaration_for
 from bridge import TransformerBridge
+from tests.adapters.mutations import declared_as
 from tests.properties.plain import Edit, Place, editing, seen
 from tests.tiny_models import Task, tiny_model
 
@@ -86,12 +89,12 @@ class Subject:
 
     Attributes:
         case: which model.
-        change: what is done to the bridge, to see that a property notices.
+        declare: changes the adapter's declaration, to see that a property notices; None: nothing does.
         compared: how many results were compared.
     """
 
     case: Case
-    change: Callable[[TransformerBridge], None] | None = None
+    declare: Callable[[Architecture], Architecture] | None = None
     compared: int = 0
     _seen: dict[str, Any] = field(default_factory=dict)
 
@@ -102,10 +105,11 @@ class Subject:
 
     def new_bridge(self) -> TransformerBridge:
         """A bridge of a model equal to `hf`."""
-        bridge = TransformerBridge(self.case.model())
-        if self.change is not None:
-            self.change(bridge)
-        return bridge
+        model = self.case.model()
+        if self.declare is None:
+            return TransformerBridge(model)
+        with declared_as(self.declare(declaration_for(model))):
+            return TransformerBridge(model)
 
     @cached_property
     def bridge(self) -> TransformerBridge:
@@ -114,7 +118,7 @@ class Subject:
 
     def in_double(self) -> Subject:
         """The same in float64, where the model runs in it."""
-        double = Subject(self.case, self.change)
+        double = Subject(self.case, self.declare)
         double.__dict__["hf"] = self.case.model().double()
         with self.itself(), torch.no_grad():
             double.run()
