@@ -114,7 +114,7 @@ def outputs_inside(model: nn.Module, path: str, run: Callable[[], Tensor]) -> di
 
     Args:
         model: the model.
-        path: the block.
+        path: the block; "" for the whole model.
         run: runs it.
     """
     block, at, call = path.partition("@")
@@ -122,7 +122,7 @@ def outputs_inside(model: nn.Module, path: str, run: Callable[[], Tensor]) -> di
     with ExitStack() as stack, torch.no_grad():
         for name, _ in model.get_submodule(block).named_modules():
             for side in ("input", "output"):
-                place = Place(f"{block}.{name}{at}{call}", side)
+                place = Place(f"{block}.{name}{at}{call}".removeprefix("."), side)
 
                 def keep(x: Tensor, place: Place = place) -> None:
                     found.setdefault(place, []).append(x.detach().clone())

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from adapters.inputs.made import arguments_of
+from tests.properties.plain import outputs_inside
 from tests.properties.subject import Absent, Subject, Wrong, logits_of
 from tests.properties.sums import uncapped
 
@@ -46,11 +47,22 @@ def raw_lens_is_the_unembedding(subject: Subject) -> None:
 
 
 def last_stream_through_the_norm(subject: Subject) -> None:
-    """`accumulated_resid(apply_ln=True)` times ``W_U``, with ``b_U``, are the model's logits, before a soft cap."""
+    """`accumulated_resid(apply_ln=True)` is what is read behind the blocks; by ``W_U`` and ``b_U``, the logits."""
     with torch.no_grad():
         stream = subject.cache.accumulated_resid(apply_ln=True)[-1]
-        ours = (stream @ subject.bridge.W_U + subject.bridge.b_U).double()
-    subject.same(ours, uncapped(subject), "logits")
+        if not any(head.unembeds for head in subject.bridge.architecture.heads):
+            ours = (stream @ subject.bridge.W_U + subject.bridge.b_U).double()
+            subject.same(ours, uncapped(subject), "logits")
+            return
+        # Another layer reads it: one that no block has.
+        given = outputs_inside(subject.hf, "", subject.run)
+    inside = tuple(f"{path.partition('@')[0]}." for path in subject.paths)
+    read = [x for place, x in given.items() if place.side == "input" and not f"{place.path}.".startswith(inside)]
+    fits = [x for x in read if x.shape == stream.shape]
+    if not fits:
+        raise Absent("no layer behind the blocks is given a stream")
+    nearest = min(fits, key=lambda x: float((x - stream).abs().max()))
+    subject.same(stream, nearest, "what is read")
 
 
 def accumulated_streams_are_the_models(subject: Subject) -> None:
