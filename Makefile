@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models mutants clean
+.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models properties mutants clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -87,6 +87,12 @@ benchmarks: $(STAMP)
 # Tries every text architecture of transformers, and writes docs/models.md: some minutes.
 models: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/models.py
+
+# Tries all that the documentation promises on every type, with each option of its recipe, and writes docs/properties.md:
+# about an hour of processor time. `make properties TYPES="causal:llama masked:bert"` tries some, and says what is refused.
+TYPES ?=
+properties: $(STAMP)
+	PYTHONPATH=. $(BIN)/python benchmarks/properties.py $(TYPES)
 
 # Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks,adapters`. Which
 # test runs which line is measured first, where the library has changed since.

@@ -25,25 +25,15 @@ def lens_is_the_model(subject: Subject) -> None:
 
 
 def raw_lens_is_the_unembedding(subject: Subject) -> None:
-    """The raw lens is the model's unembedding of a stream that no norm has seen, without a soft cap."""
+    """The raw lens is ``W_U`` and ``b_U`` of a stream that no norm has seen; `final norm` says that these are right."""
     subject.needs_tokens()
-    n = len(subject.paths)
     with torch.no_grad():
         reading = subject.bridge.lens(subject.tokens, kind="raw")
-        head, stream = subject.hf.get_output_embeddings(), subject.stream(n)
-        if head is None:
-            raise Absent("the model does not say what its unembedding is")
-        handle = head.register_forward_pre_hook(lambda module, args: (stream.reshape(args[0].shape),))
-        with subject.itself():
-            theirs = subject.run()  # what follows the unembedding is a part of it, but for the cap
-        handle.remove()
-    plain, subject.__dict__["_plain"] = subject.__dict__.get("_plain"), (theirs, {})
-    theirs = uncapped(subject)
-    if plain is not None:
-        subject.__dict__["_plain"] = plain
-    else:
-        del subject.__dict__["_plain"]
-    subject.same(reading.logits(-1).double(), theirs, "the end", near=1e-3)
+        stream = subject.stream(len(subject.paths)).double()
+        if stream.shape[-1] != len(subject.bridge.W_U):
+            raise Absent("the unembedding reads another width")
+        theirs = stream @ subject.bridge.W_U.double() + subject.bridge.b_U.double()
+    subject.same(reading.logits(-1).double(), theirs, "the end")
 
 
 def last_stream_through_the_norm(subject: Subject) -> None:
@@ -137,9 +127,10 @@ def weights_explain_mlps(subject: Subject) -> None:
 
 
 def weights_explain_the_ends(subject: Subject) -> None:
-    """The logits are what the unembedding reads times ``W_U``; the embedding of a token is its row of ``W_E``."""
+    """Where a layer stands before the unembedding, the logits are what it puts out times ``W_U``, and ``b_U``."""
     bridge, head = subject.bridge, subject.hf.get_output_embeddings()
-    if head is not None and subject.named("unembed.hook_out"):
+    between = any(each.unembeds for each in bridge.architecture.heads)  # else `final norm` says it
+    if between and head is not None and subject.named("unembed.hook_out"):
         read: list[Tensor] = []
         handle = head.register_forward_pre_hook(lambda module, args: read.append(args[0]))
         with torch.no_grad():

@@ -19,6 +19,7 @@ def idle_is_the_model(subject: Subject) -> None:
         subject.same(subject.ours(), subject.logits, "logits", near=None)
         logits, _ = subject.ours(subject.bridge.run_with_cache)
         subject.same(logits, subject.logits, "logits of a cached run", near=None)
+        torch.manual_seed(0)
         subject.same(
             logits_of(subject.bridge.core(**arguments_of(subject.hf, *subject.inputs))),
             subject.logits,
@@ -74,8 +75,10 @@ def _padded(subject: Subject, side: str) -> None:
         return subject.run(rows[i][None], **({} if written is None else {"decoder_input_ids": written[i : i + 1]}))[0]
 
     with torch.no_grad():
+        with subject.itself():
+            singly = [alone(i) for i in range(len(rows))]
+            subject.run(padded, attention_mask=mask)
         ours = subject.ours(tokens=padded, attention_mask=mask)
-        singly = [alone(i) for i in range(len(rows))]
         size = max(float(x.abs().max()) for x in singly)
         if any(len(x) != len(ours[i, where]) for i, (where, x) in enumerate(zip(at, singly, strict=True))):
             raise Absent("it has no logits for each position")
@@ -212,6 +215,8 @@ def patches_are_plain_hooks(subject: Subject) -> None:
         found = get_act_patch_resid_pre(subject.bridge, corrupted, cache, metric, verbose=False)
         expected = torch.full((n, clean.shape[1]), float("nan"))
         for layer in range(n):
+            if not subject.named(f"blocks.{layer}.hook_resid_pre"):
+                continue
             entering = [torch.zeros(0)]
 
             def keep(x: Tensor, entering: list[Tensor] = entering) -> None:
@@ -383,7 +388,6 @@ def cached_gradients_are_of_the_loss(subject: Subject) -> None:
     """`incl_bwd` keeps the gradient of the loss of the next token."""
     name, layer = _last(subject)
     subject.needs_plain_text()
-    _, cache = subject.ours(subject.bridge.run_with_cache, names_filter=name, return_type="loss", incl_bwd=True)
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -396,6 +400,7 @@ def cached_gradients_are_of_the_loss(subject: Subject) -> None:
     subject.hf.zero_grad()
     theirs = kept[0].grad
     assert theirs is not None
+    _, cache = subject.ours(subject.bridge.run_with_cache, names_filter=name, return_type="loss", incl_bwd=True)
     subject.same(cache[f"{name}_grad"], theirs, name, near=1e-3)
 
 
