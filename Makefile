@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models properties mutants clean
+.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models properties mutants matrix clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -83,6 +83,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/circuits.py time
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/programs.py
+	$(BIN)/python benchmarks/imports.py
 
 # Tries every text architecture of transformers, and writes docs/models.md: some minutes.
 models: $(STAMP)
@@ -93,6 +94,10 @@ models: $(STAMP)
 TYPES ?=
 properties: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/properties.py $(TYPES)
+# Other versions of transformers, torch and Python, each in an environment of its own, and docs/versions.md: an hour.
+# `make matrix ONLY=oldest,newest`: some of them. PYTHONS="/path/to/python3.12 ...": interpreters that are not on the path.
+matrix: $(STAMP)
+	PYTHONPATH=. $(BIN)/python benchmarks/versions.py --only '$(ONLY)' --pythons $(PYTHONS)
 
 # Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks,adapters`. Which
 # test runs which line is measured first, where the library has changed since.
@@ -142,4 +147,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

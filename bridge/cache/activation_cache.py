@@ -18,6 +18,7 @@ from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
 from bridge.hooks.shapes import BatchAxisError
+from bridge.hooks.written import Written, written_to
 
 
 @dataclass(frozen=True)
@@ -29,24 +30,16 @@ class _Names:
     n_layers: int
 
 
-#: For each parameter of a module, which one it is and how often it was written to.
-_State = tuple[tuple[int, int], ...]
 #: The hook points whose activations are multiplied with weights when heads or neurons are asked for.
 _READ_BY_WEIGHTS = (".attn.hook_z", ".mlp.hook_post")
 
 
-def _state_of(module: nn.Module) -> _State:
-    # A plain layer is asked alone: to go through modules takes longer than all else here.
-    own = module.parameters() if module._modules else module._parameters.values()
-    return tuple([(id(x), 0 if x.is_inference() else x._version) for x in own if x is not None and not x.is_meta])
-
-
-def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, _State]:
+def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be multiplied with, by hook point."""
     found, points = {}, model.hook_dict
     for name in values:
         if name.endswith(_READ_BY_WEIGHTS) and name in points:
-            found[name] = _state_of(module_at(model.original_model, points[name].point.site.path))
+            found[name] = written_to(module_at(model.original_model, points[name].point.site.path))
     return found
 
 
@@ -108,7 +101,7 @@ class ActivationCache(ResidualMethods):
                 ``weight.data`` torch does not count.)
         """
         module = module_at(self.model.original_model, self.model.hook_dict[name].point.site.path)
-        if _state_of(module) != self._weights.get(name, _state_of(module)):
+        if written_to(module) != self._weights.get(name, written_to(module)):
             raise ValueError(
                 f"the weights that read {name} were changed since the run (processed, trained or written to): what its "
                 "heads or neurons wrote then cannot be computed any more. Take it before, cache hook_result in the "

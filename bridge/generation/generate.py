@@ -164,8 +164,8 @@ def _step_recorder(bridge: Generates, options: Options, arguments: dict[str, Any
     caching = chosen("use_cache") is not False
     if caching and bridge.cfg.attention_dir == "bidirectional" and not bridge.core.config.is_encoder_decoder:
         raise ValueError(
-            f"return_cache cannot be had for {bridge.cfg.model_name}, which reads in both directions: what a step computes "
-            "for a token changes with the tokens behind it. Use run_with_cache on the finished sequence, or "
+            f"return_cache cannot be had for {bridge.cfg.model_name}, which reads in both directions: what a step "
+            "computes for a token changes with the tokens behind it. Use run_with_cache on the finished sequence, or "
             "use_past_kv_cache=False."
         )
     rows = [point.name for point in points if "row" in point.point.axes.split()]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from bridge.hooks.context import CURRENT, Scope, of_the_next_run
+from bridge.hooks.context import CURRENT, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.listener import Listener, Scope
 from bridge.wiring.wiring import Wiring
 
 
@@ -130,7 +130,8 @@ class StepRecorder:
 
         Raises:
             ValueError: they were others; or the model computed a point for some tokens alone.
-            RuntimeError: a point was named that did not run; or an activation was changed in place after it was recorded.
+            RuntimeError: a point was named that did not run; or an activation was changed in place after it was
+                recorded.
         """
         total = self.seen + self.new
         missing = [hook.name for hook in self.points if hook not in self._from_start]

@@ -50,7 +50,7 @@ def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
         shown: what they were shown. Nobody has been shown the site's own tensor: its copy is a place of its own.
         one_tensor: show what the one before was shown, where gradients are computed.
     """
-    if shown and torch.is_grad_enabled():
+    if shown and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         if one_tensor and any(act is x for x in shown):
             return act
         if act.requires_grad and not act.is_leaf:
@@ -65,6 +65,8 @@ def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
         given: what a function has just been shown.
         shown: what those before it were shown.
     """
+    if not shown or torch.compiler.is_compiling():
+        return
     before = [x for x in shown if x.retains_grad and x.grad_fn is given.grad_fn and x is not given]
     if not (before and given.retains_grad):
         return

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.views import Args, Call, Deferred, Kwargs
-from bridge.hooks.context import Scope, of_the_next_run
+from bridge.hooks.context import of_the_next_run
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.shapes import BatchAxisError
 from bridge.run.positions import PosSlice, check_pos_slice, picked_positions
 from bridge.wiring.wiring import Wiring
@@ -72,8 +72,7 @@ class Recorder:
             if not self.gradients:
                 yield
                 return
-            scope.members.extend((point, Listener("edge", self._edge, scope)) for point in self.points)
-            wiring.attach_scope(scope)
+            wiring.attach_members([(point, Listener("edge", self._edge, scope)) for point in self.points], scope)
             try:
                 yield
             finally:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, checked, takes_its_place, version_of
+from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names
+from bridge.hooks.results import checked, takes_its_place, version_of
 from bridge.trace.copies import GoneOnWith
 from bridge.trace.errors import PointPassedError
 from bridge.trace.turns import Turns
