@@ -94,6 +94,7 @@ models: $(STAMP)
 TYPES ?=
 properties: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/properties.py $(TYPES)
+
 # Other versions of transformers, torch and Python, each in an environment of its own, and docs/versions.md: an hour.
 # `make matrix ONLY=oldest,newest`: some of them. PYTHONS="/path/to/python3.12 ...": interpreters that are not on the path.
 matrix: $(STAMP)

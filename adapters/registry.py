@@ -98,7 +98,7 @@ def supported() -> list[str]:
 
 
 def family_of(cls: type[nn.Module]) -> str | None:
-    """The family whose adapter a class of models has: the name of the file that declares it; None: it has none.
+    """The family of ours whose adapter a class of models has: the name of its file; None: it has none.
 
     Args:
         cls: a class of Hugging Face models.
@@ -109,9 +109,7 @@ def family_of(cls: type[nn.Module]) -> str | None:
         >>> family_of(MistralForCausalLM)
         'llama'
     """
-    _load()
-    declares = (_REGISTRY[base.__name__] for base in cls.__mro__ if base.__name__ in _REGISTRY)
-    return next((declare.__module__.rpartition(".")[2] for declare in declares), None)
+    return next((_FAMILY[base.__name__] for base in cls.__mro__ if base.__name__ in _FAMILY), None)
 
 
 def has_declaration(model: nn.Module) -> bool:

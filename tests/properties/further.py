@@ -18,8 +18,6 @@ _GREEDY = {"max_new_tokens": 3, "do_sample": False}
 def _prompt(subject: Subject) -> tuple[Tensor, Tensor]:
     """A prompt, and what the plain model's own `generate` writes behind it."""
     subject.needs_tokens()
-    if extra := set(subject.more) - {"decoder_input_ids"}:
-        raise Absent(f"it is given {', '.join(sorted(extra))}")
     if not subject.hf.can_generate():
         raise Absent("the model does not generate")
     prompt = subject.tokens[:2, :6]

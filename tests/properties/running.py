@@ -55,8 +55,6 @@ def streams_are_the_models(subject: Subject) -> None:
 
 def _padded(subject: Subject, side: str) -> None:
     subject.needs_tokens()
-    if extra := set(subject.more) - {"decoder_input_ids"}:
-        raise Absent(f"it is given {', '.join(sorted(extra))}")
     taken = inspect.signature(subject.hf.forward).parameters
     if "attention_mask" not in taken:
         raise Absent("the model takes no mask")

@@ -149,9 +149,11 @@ class Subject:
         return not self.more and not self.tokens.is_floating_point()
 
     def needs_tokens(self) -> None:
-        """For what is promised of text."""
+        """For what is promised of text alone, also where a decoder writes another."""
         if self.tokens.is_floating_point():
             raise Absent("it is given no tokens")
+        if extra := set(self.more) - {"decoder_input_ids"}:
+            raise Absent(f"it is given {', '.join(sorted(extra))}")
 
     def needs_plain_text(self) -> None:
         """For what is promised of one list of blocks that reads tokens alone."""
