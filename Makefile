@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: matrix demo test real slow clients gpu export check docs pages format benchmarks models mutants clean
+.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models properties mutants matrix clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -88,6 +88,12 @@ benchmarks: $(STAMP)
 # Tries every text architecture of transformers, and writes docs/models.md: some minutes.
 models: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/models.py
+
+# Tries all that the documentation promises on every type, with each option of its recipe, and writes docs/properties.md:
+# about an hour of processor time. `make properties TYPES="causal:llama masked:bert"` tries some, and says what is refused.
+TYPES ?=
+properties: $(STAMP)
+	PYTHONPATH=. $(BIN)/python benchmarks/properties.py $(TYPES)
 
 # Other versions of transformers, torch and Python, each in an environment of its own, and docs/versions.md: an hour.
 # `make matrix ONLY=oldest,newest`: some of them. PYTHONS="/path/to/python3.12 ...": interpreters that are not on the path.

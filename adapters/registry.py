@@ -97,6 +97,21 @@ def supported() -> list[str]:
     return sorted({*_REGISTRY, *_FAMILY})
 
 
+def family_of(cls: type[nn.Module]) -> str | None:
+    """The family of ours whose adapter a class of models has: the name of its file; None: it has none.
+
+    Args:
+        cls: a class of Hugging Face models.
+
+    Example:
+        >>> from transformers import MistralForCausalLM
+        >>> from adapters.registry import family_of
+        >>> family_of(MistralForCausalLM)
+        'llama'
+    """
+    return next((_FAMILY[base.__name__] for base in cls.__mro__ if base.__name__ in _FAMILY), None)
+
+
 def has_declaration(model: nn.Module) -> bool:
     """Whether a class among a model's bases has an adapter, or what wraps it hides it from hooks.
 

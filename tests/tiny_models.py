@@ -106,6 +106,7 @@ OWN: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 4},
+    "luke": {"entity_vocab_size": 50, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8, "expand": 2},
     "mobilebert": {"intra_bottleneck_size": 32, "num_feedforward_networks": 2},
     "musicgen_decoder": {"num_codebooks": 1},

@@ -197,7 +197,10 @@ class Proof:
             except WRONG as error:
                 self.no_layer_runs = f"its blocks cannot be run by themselves ({said(error)})"
                 return
-            if float((logits - self.plain).abs().max()) > 10 * tolerance(logits) * float(self.plain.abs().max()):
+            other = logits.shape != self.plain.shape
+            if other or float((logits - self.plain).abs().max()) > 10 * tolerance(logits) * float(
+                self.plain.abs().max()
+            ):
                 self.no_layer_runs = f"a run that starts at layer {layer} gives other logits: blocks are given more"
                 return
 

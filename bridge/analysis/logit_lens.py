@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.norms import at_least_float32
-from bridge.analysis.requirements import refuse_no_logit_sum
-from bridge.analysis.residual_norms import norm_of, post_norm
+from bridge.analysis.attribution import logit_attributions
+from bridge.analysis.decomposition import terms_of
+from bridge.analysis.requirements import Activations, refuse_no_logit_sum
 from bridge.analysis.runnable import RunnableModel
 from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
+
+#: The scales of the norms that what a head writes may meet.
+_SCALE = re.compile(r"(blocks\.\d+\.ln\w+|ln_final)\.hook_scale")
 
 
 @refuse_wrong_types
@@ -51,10 +57,11 @@ def head_contributions(
 ) -> Float[Tensor, "batch layer head"]:
     """What each head adds directly to the last position's logit of one token over another.
 
-    Each head's output is taken through the norm that follows attention, where one does (Gemma 2 and 3), with the scale
-    of this run, divided by the scale that the final norm has in this run, and multiplied with the difference
-    of the two rows of the unembedding (direct logit attribution, Elhage et al. 2021, "A Mathematical Framework for
-    Transformer Circuits"). A soft cap on the logits is left out. Layers without attention add zero.
+    Each head's output is taken through the norms that follow it on its way to the stream's end (behind attention in
+    Gemma 2 and 3, on the stream in BERT) and through the final one, with their scales of this run, and multiplied with
+    the difference of the two columns of ``W_U`` (direct logit attribution, Elhage et al. 2021, "A Mathematical
+    Framework for Transformer Circuits"). A soft cap on the logits is left out. Layers without attention add zero, as
+    do heads that a layer does not have.
 
     Args:
         bridge: the bridge.
@@ -74,25 +81,13 @@ def head_contributions(
     n = bridge.cfg.n_layers
     layers = [i for i in range(n) if f"blocks.{i}.attn.hook_result" in bridge.hook_dict] or [0]
     results = [f"blocks.{i}.attn.hook_result" for i in layers]
-    behind = [post_norm(bridge, i, "attn") for i in layers]  # a norm after attention (Gemma 2 and 3)
-    norm = norm_of(bridge, "ln_final")
-    scales = [each.scale_name for each in (*behind, norm) if each]
+    scales = [name for name in bridge.hook_dict if _SCALE.fullmatch(name)]
     _, cache = bridge.run_with_cache(tokens, names_filter=[*results, *scales], pos_slice=-1)
-    written = []
-    for name, after in zip(results, behind, strict=True):
-        result = cache[name][:, 0]  # batch head d_model
-        written.append(after.linear(result, cache[after.scale_name]) if after else result)
-    heads = written[0].new_zeros(len(written[0]), n, *written[0].shape[1:])  # batch layer head d_model
-    heads[:, layers] = torch.stack(written, dim=1)
-    direction = unembed_difference(bridge, answers, others)
-    normalized = norm.linear(heads, cache[norm.scale_name][:, :, None]) if norm else at_least_float32(heads)
-    return torch.einsum("blhd,bd->blh", normalized, direction.to(normalized.dtype))
-
-
-@refuse_wrong_types
-def unembed_difference(
-    bridge: RunnableModel, answers: Int[Tensor, " batch"], others: Int[Tensor, " batch"]
-) -> Float[Tensor, "batch d_model"]:
-    """The direction in the final norm's output that raises one token's logit over another's."""
-    rows = bridge.weights.unembedding_of
-    return at_least_float32(rows(answers) - rows(others))
+    assert isinstance(cache, Activations)  # no plain dictionary was asked for
+    terms = terms_of(cache, groups=["attn"], heads=True, post_norms=True)
+    pairs = answers[:, None], others[:, None]
+    parts = [logit_attributions(cache, at_least_float32(each.value), *pairs, norm_weights=True) for each in terms]
+    found = parts[0].new_zeros(len(tokens), n, max(map(len, parts)))  # a layer may have fewer heads than another
+    for layer, part in zip(layers, parts, strict=True):
+        found[:, layer, : len(part)] = part[:, :, 0].T
+    return found

@@ -101,7 +101,8 @@ class ResidualMethods(AttributionMethods):
         """The residual stream before each layer up to one, for a logit lens.
 
         With ``apply_ln=True`` at the end of the stream each goes through the final norm, which takes its scale from it;
-        times ``W_U``, plus ``b_U``, these are the logits of the logit lens (nostalgebraist 2020).
+        times ``W_U``, plus ``b_U``, these are the logits of the logit lens (nostalgebraist 2020). Where another layer
+        reads it before the unembedding (BERT), it is what that layer reads: `TransformerBridge.lens` goes through both.
 
         Args:
             layer: from 0 to ``n_layers``; None or -1: the end, which is included.

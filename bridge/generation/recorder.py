@@ -129,15 +129,16 @@ class StepRecorder:
             explicit: the hook points were named one by one: each of them has to be there.
 
         Raises:
-            RuntimeError: they were others; or a point was named that did not run, or for some tokens alone; or an
-                activation was changed in place after it was recorded.
+            ValueError: they were others; or the model computed a point for some tokens alone.
+            RuntimeError: a point was named that did not run; or an activation was changed in place after it was
+                recorded.
         """
         total = self.seen + self.new
         missing = [hook.name for hook in self.points if hook not in self._from_start]
         if explicit and missing:
             raise RuntimeError(f"these hook points did not run on this prompt: {', '.join(missing)}")
         if total != processed:
-            raise RuntimeError(
+            raise ValueError(
                 f"the steps of this generation processed {total} tokens, and its sequence has {processed} that should "
                 "have been: use run_with_cache on the finished sequence"
             )
@@ -159,7 +160,7 @@ class StepRecorder:
                 parts = [self._widen(part, key, (0, total - part.shape[key]), hook) for part in parts]
             whole = parts[-1] if grows is None else torch.cat(parts, dim=grows)
             if grows is not None and whole.shape[grows] != total:
-                raise RuntimeError(
+                raise ValueError(
                     f"the steps of this generation computed {hook.name} at {whole.shape[grows]} of {total} tokens: use "
                     "run_with_cache on the finished sequence"
                 )

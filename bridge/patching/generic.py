@@ -78,7 +78,7 @@ def generic_activation_patch(
     Returns:
         The metric of each patch: a float32 tensor with an axis for each name (one axis for a data frame's rows), and
         the data frame if it was asked for. Where a hybrid's layer has no such activation (attention, in one with a
-        mixer) it is NaN.
+        mixer), or fewer heads than another layer, it is NaN.
 
     Raises:
         ValueError: neither or both ways to give the indices, an unknown axis, a patch that does not fit, or a metric
@@ -110,14 +110,16 @@ def generic_activation_patch(
         if index_axis_names is None:
             raise ValueError("give index_axis_names, or a data frame of indices as index_df")
         there = _layers(model, activation_name)
-        sizes = [_size(model, tokens, activation_name, axis, there[0]) for axis in index_axis_names]
+        sizes = [_size(model, tokens, activation_name, axis, there) for axis in index_axis_names]
         rows = [list(row) for row in itertools.product(*map(range, sizes))]
         frame = make_df_from_ranges(sizes, index_axis_names) if return_index_df else None
     else:
         if index_axis_names is not None:
             raise ValueError("give either index_axis_names or index_df: each of them says which indices to go through")
         rows, frame = [[int(i) for i in row] for row in index_df.itertuples(index=False, name=None)], index_df
-    tried = [index_df is not None or row[0] in there for row in rows]
+    head = next((i for i, axis in enumerate(index_axis_names or ()) if axis.startswith("head")), None)
+    heads = {} if head is None else {layer: _heads(model, activation_name, layer) for layer in there}
+    tried = [index_df is not None or (row[0] in there and (head is None or row[head] < heads[row[0]])) for row in rows]
     chosen = [row for row, has in zip(rows, tried, strict=True) if has]
     steps = _steps(model, clean_cache, activation_name, chosen, patch_setter)
 
@@ -172,7 +174,7 @@ def _layers(model: TransformerBridge, activation_name: str) -> list[int]:
     return found
 
 
-def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: str, layer: int) -> int:
+def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: str, there: Sequence[int]) -> int:
     """How many values an index axis has."""
     if axis not in AXES:
         raise ValueError(f"there is no index axis {axis!r}; there are {', '.join(AXES)}.{suggestion(axis, AXES)}")
@@ -180,8 +182,16 @@ def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: 
         return model.cfg.n_layers
     if axis.endswith("pos"):
         return tokens.shape[1]
+    return max(_heads(model, activation_name, layer) for layer in there)
+
+
+def _heads(model: TransformerBridge, activation_name: str, layer: int) -> int:
+    """How many heads an activation has in a layer: some models have more in one than in another."""
     axes = model.names.find(act_name(activation_name, layer)).point.axes.split()
-    return model.cfg.n_kv_heads if "n_key_value_heads" in axes else model.cfg.n_heads
+    attn = model.architecture.stack.block_at(layer).attn
+    if "n_key_value_heads" in axes:
+        return (attn and attn.n_kv_heads) or model.cfg.n_kv_heads
+    return (attn and attn.n_heads) or model.cfg.n_heads
 
 
 def _number(value: Any) -> float:

@@ -148,7 +148,7 @@ class Component:
 
 
 class ComponentList:
-    """The blocks of a model."""
+    """The blocks of a model, by their numbers: one that has no hook points is not among them."""
 
     def __init__(self, tree: Tree, name: str) -> None:
         self._tree = tree
@@ -158,18 +158,23 @@ class ComponentList:
         return len(self._tree.children[self.name])
 
     def __getitem__(self, index: int) -> Component:
-        n = len(self)
+        numbers = self._numbers()
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(
                 f"{self.name}[{index!r}]: an index must be a whole number; for several, such as a slice, use "
                 f"[bridge.{self.name}[i] for i in range(...)]"
             )
-        if not -n <= index < n:
-            raise IndexError(f"{self.name} has {n} members; {index} is out of range")
-        return Component(self._tree, f"{self.name}.{index % n}")
+        number = index if index >= 0 else numbers[-1] + 1 + index
+        if number not in numbers:
+            some = f": {', '.join(map(str, numbers))}" if len(numbers) <= numbers[-1] else ""
+            raise IndexError(f"{self.name} has {len(numbers)} members{some}; {index} is out of range")
+        return Component(self._tree, f"{self.name}.{number}")
 
     def __iter__(self) -> Iterator[Component]:
-        return (self[i] for i in range(len(self)))
+        return (self[i] for i in self._numbers())
+
+    def _numbers(self) -> list[int]:
+        return sorted(map(int, self._tree.children[self.name]))
 
     def __repr__(self) -> str:
         return f"ComponentList({self.name}: {len(self)} members)"

@@ -1,0 +1,1 @@
+"""What the documentation promises, as properties that are tried on every type of transformers."""

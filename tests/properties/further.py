@@ -1,0 +1,118 @@
+"""Generation, harvest, processing."""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+from torch import Tensor
+
+from bridge.harvest import Activations, harvest
+from tests.properties.plain import Place, seen
+from tests.properties.subject import Absent, Subject, Wrong
+from tests.properties.sums import attributions_sum_to_the_logits, terms_sum_to_the_stream
+
+_GREEDY = {"max_new_tokens": 3, "do_sample": False}
+
+
+def _prompt(subject: Subject) -> tuple[Tensor, Tensor]:
+    """A prompt, and what the plain model's own `generate` writes behind it."""
+    subject.needs_tokens()
+    if not subject.hf.can_generate():
+        raise Absent("the model does not generate")
+    prompt = subject.tokens[:2, :6]
+    with subject.itself(), torch.no_grad():
+        torch.manual_seed(0)
+        written = subject.hf.generate(prompt, eos_token_id=None, attention_mask=torch.ones_like(prompt), **_GREEDY)
+    return prompt, written
+
+
+def generates_as_the_model(subject: Subject) -> None:
+    """`generate` writes what the model's own `generate` writes."""
+    prompt, written = _prompt(subject)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        ours = subject.bridge.generate(prompt, stop_at_eos=False, verbose=False, return_type="tokens", **_GREEDY)
+    subject.same(ours.double(), written.double(), "tokens", near=None)
+
+
+def generation_keeps_what_a_run_shows(subject: Subject) -> None:
+    """The activations of a generation are those of a run over what was written."""
+    prompt, _ = _prompt(subject)
+    subject.needs_blocks()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        written, cache = subject.bridge.generate(
+            prompt, stop_at_eos=False, verbose=False, return_type="tokens", return_cache=True, **_GREEDY
+        )
+
+        def again() -> Tensor:
+            if subject.main == "decoder":
+                return subject.run(prompt, decoder_input_ids=written[:, :-1])
+            return subject.run(written[:, :-1])
+
+        places = {str(i): Place(path, "input") for i, path in enumerate(subject.paths)}
+        _, streams = seen(subject.hf, places, again)
+    for layer, stream in streams.items():
+        name = f"{subject.main}.{layer}.hook_resid_pre"
+        if name in cache:
+            subject.same(cache[name], stream, name, near=1e-3)
+
+
+def harvest_writes_what_a_run_shows(subject: Subject) -> None:
+    """The rows of a harvest are what enters a block of the plain model."""
+    subject.needs_tokens()
+    stack = next(iter(subject.stacks))
+    last = len(subject.stacks[stack]) - 1
+    name = f"{stack}.{last}.hook_resid_pre"
+    if not subject.named(name):
+        raise Absent("its blocks have no hook points")
+    documents = [row.tolist() for row in subject.tokens]
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        harvest(
+            subject.bridge, documents, hook_points=[name], out=folder, pack=False, prepend_bos=False,
+            dtype="float32", context_size=len(documents[0]), batch_size=len(documents),
+        )  # fmt: skip
+        rows = Activations(folder)
+        ours = torch.stack([torch.as_tensor(rows[i][name]) for i in range(len(rows))])
+    subject.same(ours, subject.stream(last, stack).flatten(0, 1), name)
+
+
+def processing_leaves_log_probabilities(subject: Subject) -> None:
+    """`process_weights` changes no log probability; what it says it did is what was done; the sums still hold."""
+    bridge = subject.new_bridge()
+    before = {name: x.clone() for name, x in bridge.state_dict().items()}
+    bridge.process_weights()
+    with torch.no_grad():
+        after = subject.ours(bridge)
+    subject.same(after.log_softmax(-1), subject.logits.log_softmax(-1), "log probabilities", near=1e-3)
+    changed = any(not torch.equal(x, before[name]) for name, x in bridge.state_dict().items() if name in before)
+    done = [name for name, said in bridge.cfg.processed.items() if said == "done"]
+    if changed and not done:
+        raise Wrong("weights were changed, and cfg.processed says that nothing was done")
+    if not done:
+        raise Absent("nothing is done to it")
+
+
+def processed_models_sum(subject: Subject) -> None:
+    """Terms and attributions of a processed model sum to its own streams and logits."""
+    processed = Subject(subject.case)
+    bridge = processed.new_bridge()
+    bridge.process_weights()
+    if not any(said == "done" for said in bridge.cfg.processed.values()):
+        raise Absent("nothing is done to it")
+    # Its own streams and logits, by plain hooks on the processed model: nobody else has these.
+    processed.__dict__["bridge"] = bridge
+    processed.__dict__["hf"] = bridge.core
+    for holds in (terms_sum_to_the_stream, attributions_sum_to_the_logits):
+        holds(processed)
+    subject.compared += processed.compared
+
+
+PROPERTIES = {
+    "generation": generates_as_the_model,
+    "generation cache": generation_keeps_what_a_run_shows,
+    "harvest": harvest_writes_what_a_run_shows,
+    "processing": processing_leaves_log_probabilities,
+    "processed sums": processed_models_sum,
+}
