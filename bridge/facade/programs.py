@@ -12,10 +12,11 @@ from transformers.exporters import ExportedModel
 
 from bridge.facade.hooks import HookMethods
 from bridge.facade.tokens import TokenMethods
+from bridge.hooks.listener import checked_function
 from bridge.hooks.names import NamesFilter
 from bridge.programs.program import Program
 from bridge.run.checks import as_tokens
-from bridge.run.hooked import check_specs, checked_function
+from bridge.run.hooked import check_specs
 from bridge.run.protocol import HookSpec, Input
 
 

@@ -19,6 +19,7 @@ from bridge.hooks.listener import (
     Listener,
     call_user_function,
     checked,
+    checked_function,
     in_its_place,
     listen_backward,
     version_of,
@@ -114,6 +115,7 @@ class HookPoint:
 
         Raises:
             ValueError: `dir` is neither ``"fwd"`` nor ``"bwd"``.
+            ValueError: or the function does not fit the activation here.
             TypeError: `hook` cannot be called.
 
         Example:
@@ -124,9 +126,7 @@ class HookPoint:
         """
         if dir not in ("fwd", "bwd"):
             raise ValueError(f'dir is {dir!r}; it must be "fwd" or "bwd"')
-        if not callable(hook):
-            raise TypeError(f"the hook for {self.name} is {hook!r}, which cannot be called")
-        listener = Listener(cast(Kind, dir), hook, None, is_permanent, level)
+        listener = Listener(cast(Kind, dir), checked_function(self, hook), None, is_permanent, level)
         self._attaches.add(self, listener, prepend)
         return Handle(self, listener, self._attaches)
 

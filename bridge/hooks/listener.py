@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,14 @@ class Listener:
     def visible(self, context: RunContext) -> bool:
         """Whether the code in this context sees it."""
         return self.scope in context.visible
+
+
+@runtime_checkable
+class FitsPoints(Protocol):
+    """A hook function that knows which hook points it fits."""
+
+    def check_point(self, hook: HookPoint) -> None:
+        """Raises a `ValueError` for one that it does not fit."""
 
 
 class AttachesListeners(Protocol):
@@ -118,6 +126,20 @@ def call_user_function(listener: Listener, given: Tensor, point: HookPoint) -> A
         ) from error
     finally:
         CURRENT.set(context)
+
+
+def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
+    """A function that can be a hook; one that knows which hook points it fits (`check_point`) is asked.
+
+    Raises:
+        TypeError: it cannot be called.
+        ValueError: it does not fit this hook point.
+    """
+    if not callable(fn):
+        raise TypeError(f"the hook for {hook.name} is {fn!r}, which cannot be called")
+    if isinstance(fn, FitsPoints):
+        fn.check_point(hook)
+    return fn
 
 
 def _takes_hook(fn: Callable[..., Any]) -> bool:

@@ -14,6 +14,7 @@ from adapters.views import Kwargs
 from bridge.hooks.followers import TakeOver
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, wants_gradients
+from bridge.interventions.operation import Operation
 from bridge.programs.edits import edit_changes
 from bridge.programs.functions import Function
 from bridge.programs.mixtures import LoweredExperts
@@ -56,6 +57,15 @@ class Lowered:
         """The declared inputs that functions take."""
         changes = [change for step in self.steps for change in step.changes]
         return {name for change in changes if isinstance(change, Function) for name in change.takes}
+
+    @property
+    def chooses_tokens(self) -> str | None:
+        """A hook point with an operation that has to know which tokens of the sequence it is shown; None: none has."""
+        for step in self.steps:
+            for change in step.changes:
+                if isinstance(change, Function) and isinstance(change.fn, Operation) and change.fn.chooses_tokens:
+                    return step.hook.name
+        return None
 
     def take_embeddings(self, one_pass: OnePass, arguments: Kwargs) -> None:
         """Notes what the model is given in place of the output of its token embeddings, if it is."""

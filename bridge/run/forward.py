@@ -131,7 +131,7 @@ class ReadyPass:
                 self._model_kwargs.setdefault("use_cache", False)
             self.inputs = prepare(bridge, input, prepend_bos, padding_side, mask, self._model_kwargs)
             if "inputs_embeds" in self.inputs.kwargs:
-                run.take_embeddings(bridge.core, self.inputs.kwargs)
+                run.take_arguments(bridge.core, self.inputs.kwargs)
         except BaseException:
             self.__exit__()
             raise

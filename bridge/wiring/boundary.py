@@ -74,7 +74,7 @@ class PassBoundary:
             if self._check is not None:
                 self._check()
             run = ForwardPass(module)
-            run.take_embeddings(module, kwargs)
+            run.take_arguments(module, kwargs)
             CURRENT.set(RunContext(context.shared, context.own, run, context.generation))
         self._blocks.prepare()
 
