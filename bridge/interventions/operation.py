@@ -98,6 +98,34 @@ class Operation:
         """Whether it acts on some tokens alone, so that it has to know which tokens of the sequence it is shown."""
         return self.positions is not None or self.keys is not None or self.part != "all" or self.from_step > 0
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether what it makes of one row depends on the others."""
+        return False
+
+    def check_alone(self, hook: HookPoint) -> None:
+        """Refuses to act on the requests of a batch, each of which is one row, where that means something else.
+
+        Args:
+            hook: the hook point.
+
+        Raises:
+            ValueError: it chooses rows, has numbers for several, mixes them, or asks for an input.
+        """
+        several = [
+            name
+            for name in self.numbers
+            if isinstance(value := getattr(self, name), Tensor)
+            and value.ndim == len(hook.point.axes.split())
+            and value.shape[0] > 1
+        ]
+        if self.rows is not None or self.mixes_rows or several or self.inputs:
+            what = "asks for inputs" if self.inputs else "is for the rows of one batch"
+            raise ValueError(
+                f"{type(self).__name__} at {hook.name} {what}, and each request here is a run of its own row: give "
+                "each request its own interventions"
+            )
+
     def check_point(self, hook: HookPoint) -> None:
         """Refuses a hook point that it does not fit.
 

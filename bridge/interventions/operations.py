@@ -123,6 +123,10 @@ class Mean(Operation):
         if self.over not in ("rows", "heads", "features"):
             raise ValueError(f'over is {self.over!r}; it must be "rows", "heads" or "features"')
 
+    @property
+    def mixes_rows(self) -> bool:
+        return self.over == "rows"
+
     def check_point(self, hook: HookPoint) -> None:
         super().check_point(hook)
         axis_of(self.over, hook)

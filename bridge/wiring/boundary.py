@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext
 from bridge.hooks.modules import Finder
@@ -73,6 +74,7 @@ class PassBoundary:
         if self._handles and (context.run is None or context.run.opened_by is module):
             if self._check is not None:
                 self._check()
+            refuse_packed(kwargs)
             run = ForwardPass(module)
             run.take_arguments(module, kwargs)
             CURRENT.set(RunContext(context.shared, context.own, run, context.generation))
@@ -84,6 +86,22 @@ class PassBoundary:
         if context.run is not None and context.run.opened_by is module:
             context.run.end()
             CURRENT.set(RunContext(context.shared, context.own, None, context.generation))
+
+
+def refuse_packed(kwargs: dict[str, Any]) -> None:
+    """Refuses a pass of transformers' continuous batching that is not the bridge's.
+
+    Its thread sees none of the scopes of the code that called, and its tokens are those of many requests in one row.
+
+    Raises:
+        RuntimeError: it is one.
+    """
+    packed = isinstance(kwargs.get("cache"), PagedAttentionCache)
+    if packed:
+        raise RuntimeError(
+            "hooks are attached to this model, and its own generate_batch (continuous batching) would run without "
+            "those of a `with` statement, and show the others all requests as one row: use bridge.generate_batch"
+        )
 
 
 def only_there(module: nn.Module, args: tuple[object, ...], output: object) -> None:
