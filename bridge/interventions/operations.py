@@ -195,13 +195,13 @@ class ProjectOnto(ProjectOut):
 
 
 def orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of what rows span, by Gram and Schmidt (twice, in float64), which every runtime has.
+    """An orthonormal basis of what rows span, by Gram and Schmidt (twice), which every runtime has.
 
     Args:
         rows: ``[direction feature]``, independent.
     """
     found: list[Tensor] = []
-    for row in rows.double().unbind(0):
+    for row in rows.to(torch.promote_types(rows.dtype, torch.float32)).unbind(0):
         for _ in range(2):
             for before in found:
                 row = row - (row * before).sum() * before

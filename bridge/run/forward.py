@@ -130,7 +130,7 @@ class ReadyPass:
                 input = self._until_the_end().enter_context(_starting(bridge, run, input, start))
                 self._model_kwargs.setdefault("use_cache", False)
             self.inputs = prepare(bridge, input, prepend_bos, padding_side, mask, self._model_kwargs)
-            if "inputs_embeds" in self.inputs.kwargs:
+            if listening or "inputs_embeds" in self.inputs.kwargs:
                 run.take_arguments(bridge.core, self.inputs.kwargs)
         except BaseException:
             self.__exit__()
