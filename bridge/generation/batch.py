@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.options import check_generates
@@ -122,7 +123,8 @@ def generate_batch(
         for _, fn in at_point:
             if isinstance(fn, Operation):
                 fn.check_alone(hook)
-    failed, good = [], []
+    failed: list[Request] = []
+    good: list[Request] = []
     for index, prompt in enumerate(prompts):
         request = Request(index, list(prompt), Generation(len(prompt)))
         request.error = _cannot(bridge, request.prompt, options.max_new_tokens)
@@ -305,7 +307,9 @@ class _Batch:
             return None
         processor = self.manager.batch_processor
         assert processor is not None
-        states = processor.inputs_and_outputs.requests_in_batch
+        packing = processor.inputs_and_outputs
+        assert isinstance(packing, ContinuousBatchingIOs)  # the other kind is of asynchronous batching
+        states = packing.requests_in_batch
         self._packed = Packed.of([self.by_id[state.state.request_id] for state in states], kwargs)
         for part, state in zip(self._packed.parts, states, strict=True):
             if not state.has_new_token or (part.first and not part.request.started):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -90,23 +91,24 @@ class Interventions(tuple[tuple[str, HookFunction], ...]):
     def save(self, file: str | PathLike[str]) -> None:
         """Writes them to one file of safetensors: tensors, and in the header what they are numbers of.
 
-        Args:
-            file: the path.
+                Args:
+                    file: the path.
 
-        Raises:
-            TypeError: a function of your own is among them, which is no data.
+                Raises:
+                    TypeError: a function of your own is among them, which is no data.
 
-        Example:
-            >>> import tempfile
-            >>> from pathlib import Path
-            >>> from bridge import TransformerBridge
-            >>> from bridge.interventions import Add, Interventions, load
-            >>> bridge = TransformerBridge.boot_embedded()
-            >>> made = Interventions([("blocks.2.hook_resid_post", Add(0.5, part="generated"))], bridge)
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     made.save(Path(folder) / "steer.safetensors")
-            ...     load(Path(folder) / "steer.safetensors", bridge) == made
-            True
+                Example:
+                    >>> import tempfile
+                    >>> from pathlib import Path
+        from typing import Any
+                    >>> from bridge import TransformerBridge
+                    >>> from bridge.interventions import Add, Interventions, load
+                    >>> bridge = TransformerBridge.boot_embedded()
+                    >>> made = Interventions([("blocks.2.hook_resid_post", Add(0.5, part="generated"))], bridge)
+                    >>> with tempfile.TemporaryDirectory() as folder:
+                    ...     made.save(Path(folder) / "steer.safetensors")
+                    ...     load(Path(folder) / "steer.safetensors", bridge) == made
+                    True
         """
         save(file, self, self.model)
 
@@ -114,7 +116,9 @@ class Interventions(tuple[tuple[str, HookFunction], ...]):
 def _filled(operation: HookFunction, inputs: dict[str, Tensor | float]) -> HookFunction:
     if not isinstance(operation, Operation):
         return operation
-    given = {name: inputs[value] for name in operation.numbers if (value := getattr(operation, name)) in inputs}
+    given: dict[str, Any] = {
+        name: inputs[value] for name in operation.numbers if (value := getattr(operation, name)) in inputs
+    }
     return replace(operation, **given) if given else operation
 
 

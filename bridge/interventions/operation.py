@@ -70,10 +70,6 @@ class Operation:
             elif isinstance(value, str) and not value.isidentifier():
                 raise ValueError(f"{name} is {value!r}, which is no name of an input")
 
-    @property
-    def __name__(self) -> str:
-        return type(self).__name__
-
     def __repr__(self) -> str:
         from_default = [f for f in fields(self) if f.name in self.numbers or getattr(self, f.name) != f.default]
         shown = [f"{field.name}={_code(getattr(self, field.name))}" for field in from_default]

@@ -43,11 +43,12 @@ def kept_index(name: str, given: object) -> Kept:
             raise ValueError(f"{name} is {given}; a range goes forwards")
         return given
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in several):
+    whole = tuple([one for one in several if isinstance(one, int) and not isinstance(one, bool)])
+    if len(whole) < len(several):
         raise TypeError(f"{name} is {given!r}; it must be a whole number, several, or a slice")
-    if not several:
+    if not whole:
         raise ValueError(f"{name} is {given!r}, which chooses nothing")
-    return tuple([int(one) for one in several])
+    return whole
 
 
 def axis_of(field: str, hook: HookPoint) -> int:

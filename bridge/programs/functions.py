@@ -64,7 +64,7 @@ def _taken(fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> tuple
         missing = [name for name in fn.inputs if name not in declared]
         if missing:
             raise TypeError(
-                f"{fn.__name__} at {hook.name} asks for the input {missing[0]!r}: declare it in inputs={{...}} "
+                f"{type(fn).__name__} at {hook.name} asks for the input {missing[0]!r}: declare it in inputs={{...}} "
                 f"({', '.join(declared) or 'none are declared'}).{suggestion(missing[0], declared)}"
             )
         return fn.inputs
