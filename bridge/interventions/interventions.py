@@ -100,7 +100,6 @@ class Interventions(tuple[tuple[str, HookFunction], ...]):
                 Example:
                     >>> import tempfile
                     >>> from pathlib import Path
-        from typing import Any
                     >>> from bridge import TransformerBridge
                     >>> from bridge.interventions import Add, Interventions, load
                     >>> bridge = TransformerBridge.boot_embedded()
