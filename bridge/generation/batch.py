@@ -22,10 +22,9 @@ from bridge.generation.packed import AtPoint, Edit, Packed, Request, check_tells
 from bridge.generation.prompt import Generates, decode
 from bridge.generation.room import Room, room_for
 from bridge.hooks.arguments import shown
-from bridge.hooks.context import CURRENT, ForwardPass, Generation, RunContext, Scope
-from bridge.hooks.followers import TakeOver
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, checked_function
+from bridge.hooks.context import CURRENT, ForwardPass, Generation, RunContext
+from bridge.hooks.hook_point import HookPoint, checked_function
+from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.names import NamesFilter
 from bridge.interventions.operation import Operation
 from bridge.run.checks import check_ids
@@ -145,8 +144,7 @@ def _edits(
     found: dict[HookPoint, list[Edit]] = {}
     for hook in bridge.wiring.points.values():
         for listener in hook.heard_by() if hook.listeners else ():
-            placed = listener.kind == "follow" and not isinstance(listener.fn, TakeOver)
-            if listener.kind in ("bwd", "edge") or placed:
+            if listener.kind in ("bwd", "edge", "follow"):
                 raise ValueError(
                     f"{hook.name} has a hook of gradients, or a module in its place, which no generation of many "
                     "requests has a place for: take it away"
@@ -244,11 +242,12 @@ class _Batch:
         wiring, core = self.bridge.wiring, self.bridge.core
         if self._edits or self.captured:
             wiring.check_in_place()
+        members = []
         for hook in dict.fromkeys([*self._edits, *self.captured]):
             edits = self._edits.get(hook, ())
             at_point = AtPoint(self._now, edits, hook in self.captured, self.fail)
-            self.scope.members.append((hook, Listener("fwd" if edits else "read", at_point, self.scope)))
-        wiring.attach_scope(self.scope)
+            members.append((hook, Listener("fwd" if edits else "read", at_point, self.scope)))
+        wiring.attach_members(members, self.scope)
         handles = [
             core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
             core.register_forward_hook(self._end, with_kwargs=True, always_call=True),

@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from bridge.hooks.context import CURRENT, Generation, RunContext
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import HookFunction, Listener, checked
+from bridge.hooks.listener import HookFunction, Listener
+from bridge.hooks.results import checked
 from bridge.interventions.operation import Operation
 
 #: A hook point's function, for one request (by its number) or, with None, for all.

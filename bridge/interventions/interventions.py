@@ -91,23 +91,23 @@ class Interventions(tuple[tuple[str, HookFunction], ...]):
     def save(self, file: str | PathLike[str]) -> None:
         """Writes them to one file of safetensors: tensors, and in the header what they are numbers of.
 
-                Args:
-                    file: the path.
+        Args:
+            file: the path.
 
-                Raises:
-                    TypeError: a function of your own is among them, which is no data.
+        Raises:
+            TypeError: a function of your own is among them, which is no data.
 
-                Example:
-                    >>> import tempfile
-                    >>> from pathlib import Path
-                    >>> from bridge import TransformerBridge
-                    >>> from bridge.interventions import Add, Interventions, load
-                    >>> bridge = TransformerBridge.boot_embedded()
-                    >>> made = Interventions([("blocks.2.hook_resid_post", Add(0.5, part="generated"))], bridge)
-                    >>> with tempfile.TemporaryDirectory() as folder:
-                    ...     made.save(Path(folder) / "steer.safetensors")
-                    ...     load(Path(folder) / "steer.safetensors", bridge) == made
-                    True
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from bridge import TransformerBridge
+            >>> from bridge.interventions import Add, Interventions, load
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> made = Interventions([("blocks.2.hook_resid_post", Add(0.5, part="generated"))], bridge)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     made.save(Path(folder) / "steer.safetensors")
+            ...     load(Path(folder) / "steer.safetensors", bridge) == made
+            True
         """
         save(file, self, self.model)
 

@@ -103,7 +103,9 @@ def in_every_step(bridge, prompt, name, new):
 @pytest.mark.parametrize("name", NAMES)
 def test_generation_with_and_without_a_cache_and_a_batch(name, family):
     """The keys and values of an edited prompt are the edited ones, with windows, mixtures and sinks too."""
-    bridge = TransformerBridge(tiny_model(family, attn_implementation="eager" if family == "gpt_oss" else "sdpa"))
+    bridge = TransformerBridge(
+        tiny_model(family, attn_implementation="eager" if family in ("gpt_oss", "gemma2") else "sdpa")
+    )
     point, operation, _ = cases(bridge.cfg.d_model, bridge.cfg.n_heads)[name]
     pairs = Interventions([(point, operation)], bridge)
     with torch.no_grad():

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -189,3 +191,14 @@ def test_a_compiled_program_generates_no_edit_of_some_tokens():
     program = bridge.program(interventions=[(point, operation)]).compile()
     with pytest.raises(ValueError, match="with generate, compiled, a program does not know"):
         bridge.generate(torch.tensor([[5, 6, 7]]), 3, program=program, do_sample=False, verbose=False)
+
+
+def test_why_a_program_finds_its_pass_otherwise_than_a_run():
+    """torch.compile cannot trace a context variable, which is where a run's pass is: a graph would end there."""
+    here: ContextVar[Tensor] = ContextVar("here")
+    here.set(torch.ones(2))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ContextVar"):
+        torch.compile(lambda x: x + here.get(), fullgraph=True, backend="eager")(torch.ones(2))
+    local = threading.local()
+    local.here = torch.ones(2)
+    assert torch.compile(lambda x: x + local.here, fullgraph=True, backend="eager")(torch.ones(2)).tolist() == [2, 2]
