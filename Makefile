@@ -76,6 +76,7 @@ format: $(STAMP)
 benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python benchmarks/batch.py
 	$(BIN)/python benchmarks/processing.py
 	$(BIN)/python benchmarks/retention.py
 	$(BIN)/python benchmarks/patching.py

@@ -23,12 +23,17 @@ MAY_USE = {
     "bridge.analysis": {"adapters", "bridge.hooks", "bridge.weights"},
     "bridge.cache": {"adapters", "bridge.hooks", "bridge.analysis"},
     "bridge.wiring": {"adapters", "bridge.hooks", "bridge.taps"},
+    "bridge.interventions": {"adapters", "bridge.hooks"},
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.wiring"},
-    "bridge.generation": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.analysis", "bridge.cache"},
+    "bridge.generation": {
+        "adapters", "bridge.hooks", "bridge.interventions", "bridge.wiring", "bridge.run", "bridge.analysis",
+        "bridge.cache",
+    },
     "bridge.trace": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.generation"},
     "bridge.export": {"adapters", "bridge.taps", "bridge.version"},
     "bridge.programs": {
-        "adapters", "bridge.hooks", "bridge.taps", "bridge.wiring", "bridge.run", "bridge.trace", "bridge.export",
+        "adapters", "bridge.hooks", "bridge.interventions", "bridge.taps", "bridge.wiring", "bridge.run",
+        "bridge.trace", "bridge.export",
     },
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
@@ -37,10 +42,10 @@ MAY_USE = {
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
         "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native",
-        "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.version",
+        "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.version", "bridge.interventions",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
-    "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},
+    "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.run"},
     "bridge": {"bridge.version", "bridge.cli"},
     "bridge.version": set(),
 }  # fmt: skip
@@ -55,6 +60,7 @@ INSIDE_FUNCTIONS = {
     "bridge/cli/main.py": "`python -m bridge --help` need not load torch",
     "bridge/cli/harvest.py": "likewise, and harvest is an extra",
     "bridge/cli/export.py": "likewise",
+    "bridge/cli/generate.py": "likewise",
 }
 #: Mutable things at module level, with the reason.
 MUTABLE = {

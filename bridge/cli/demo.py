@@ -10,7 +10,7 @@ from torch import Tensor
 from bridge.analysis.logit_lens import head_contributions
 from bridge.bridge import TransformerBridge
 from bridge.embedded import Prompt, prompts
-from bridge.hooks.hook_point import HookPoint
+from bridge.interventions import Interventions, Zero
 from bridge.lens import lens as read
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
@@ -132,15 +132,8 @@ def name(heads: Sequence[tuple[int, int]]) -> str:
 
 def ablated(bridge: TransformerBridge, tokens: Tensor, heads: Sequence[tuple[int, int]]) -> Tensor:
     """The last position's logits with some heads' z set to zero, ``[batch, d_vocab]``."""
-
-    def zero(z: Tensor, hook: HookPoint) -> Tensor:
-        for layer, head in heads:
-            if layer == hook.layer():
-                z[:, :, head] = 0
-        return z
-
-    names = {f"blocks.{layer}.attn.hook_z" for layer, _ in heads}
-    return bridge.run_with_hooks(tokens, fwd_hooks=[(n, zero) for n in sorted(names)])[:, -1].float()
+    zeroed = Interventions([(f"blocks.{layer}.attn.hook_z", Zero(heads=head)) for layer, head in heads])
+    return bridge.run_with_hooks(tokens, fwd_hooks=zeroed)[:, -1].float()
 
 
 def difference(

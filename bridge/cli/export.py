@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from bridge.cli.generate import add_interventions
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,6 +27,7 @@ def add_export(commands: Any) -> None:
         metavar="NAME",
         help="a hook point to which `strength` times `vector` is added: two more inputs of what is exported",
     )
+    add_interventions(parser)
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where it is saved")
     parser.add_argument("--prompt", default="When Mary and John went to the store", help="the example to trace with")
     parser.add_argument("--static", action="store_true", help="for the example's numbers of rows and positions alone")
@@ -43,22 +46,21 @@ def run_export(given: argparse.Namespace) -> int:
 
     from bridge.bridge import TransformerBridge
     from bridge.hooks.names import UnknownHookError
-
-    def steer(activation: Tensor, hook: object, vector: Tensor, strength: Tensor) -> Tensor:
-        return activation + strength * vector
+    from bridge.interventions import Add, load
 
     embedded = given.model == "embedded"
     bridge = TransformerBridge.boot_embedded() if embedded else TransformerBridge.boot_transformers(given.model)
     bridge.eval()
     try:
-        if given.steer is None:
-            program = bridge.program(given.capture)
-        else:
+        hooks = () if given.interventions is None else load(given.interventions, bridge)
+        inputs = {}
+        if given.steer is not None:
+            hooks = (*hooks, (given.steer, Add("vector", "strength")))
             inputs = {"vector": torch.zeros(bridge.cfg.d_model), "strength": torch.tensor(1.0)}
-            program = bridge.program(given.capture, [(given.steer, steer)], inputs)
+        program = bridge.program(given.capture, hooks, inputs)
         make = program.export_for_generation if given.generation else program.export
         make(_example(bridge, given.prompt), given.format, dynamic=not given.static, path=given.out)
-    except (ImportError, UnknownHookError, ValueError) as error:
+    except (ImportError, FileNotFoundError, UnknownHookError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {given.out}: {given.format} of {bridge.cfg.model_name}")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bridge.cli.generate import add_interventions
 
 
 def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,6 +23,7 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("files", nargs="*", help="paths or globs: .txt (a document a line), .jsonl, .parquet")
     parser.add_argument("--check", metavar="FOLDER", help="compare a folder with its manifest, and do nothing else")
     parser.add_argument("--points", nargs="+", metavar="NAME", help="hook points")
+    add_interventions(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where the shards go; the same command goes on there")
     parser.add_argument("--context-size", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--dtype", default="float16", choices=["float16", "float32", "float64"])
@@ -50,6 +55,7 @@ def run_harvest(given: argparse.Namespace) -> int:
     """
     from bridge.harvest import Files, HarvestError, WriteError, check, harvest
     from bridge.hooks.names import UnknownHookError
+    from bridge.interventions import InterventionsFileError, OtherModelError
 
     try:
         if given.check is not None:
@@ -64,6 +70,7 @@ def run_harvest(given: argparse.Namespace) -> int:
             given.model,
             Files(*given.files),
             hook_points=given.points,
+            interventions=_interventions(given.model, given.interventions),
             out=given.out,
             context_size=given.context_size,
             dtype=given.dtype,
@@ -85,8 +92,26 @@ def run_harvest(given: argparse.Namespace) -> int:
             gpus_per_worker=given.gpus_per_worker,
             progress=not given.quiet,
         )
-    except (HarvestError, WriteError, FileNotFoundError, UnknownHookError) as error:
+    except (
+        HarvestError, WriteError, FileNotFoundError, UnknownHookError, InterventionsFileError, OtherModelError
+    ) as error:  # fmt: skip
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(report)
     return 0
+
+
+def _interventions(model: str, file: str | None) -> Sequence[Any]:
+    """The interventions of a file, looked at on the model without its weights, which the harvest loads itself."""
+    from bridge.bridge import TransformerBridge
+    from bridge.interventions import load
+
+    if file is None:
+        return ()
+    embedded = model == "embedded"
+    shell = (
+        TransformerBridge.boot_embedded()
+        if embedded
+        else TransformerBridge.boot_transformers(model, load_weights=False)
+    )
+    return load(file, shell)

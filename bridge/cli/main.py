@@ -1,4 +1,4 @@
-"""The command line: ``python -m bridge demo | hooks | verify | declare | harvest | export``."""
+"""The command line: ``python -m bridge demo | hooks | verify | declare | generate | harvest | export``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.cli.export import add_export, run_export
+from bridge.cli.generate import add_generate, run_generate
 from bridge.cli.harvest import add_harvest, run_harvest
 
 
@@ -108,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
         if name == "verify":
             command.add_argument("--quick", action="store_true", help="what takes a few runs: no gradients")
+    add_generate(commands)
     add_harvest(commands)
     add_export(commands)
     given = parser.parse_args(arguments)
@@ -146,6 +148,8 @@ def _run(given: argparse.Namespace) -> int:
         hooks(given.model)
     elif given.command == "declare":
         return 0 if declare(given.model) else 1
+    elif given.command == "generate":
+        return run_generate(given)
     elif given.command == "export":
         return run_export(given)
     else:

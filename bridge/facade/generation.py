@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import StoppingCriteria
 
 from bridge import generation, programs
 from bridge.facade.hooks import HookMethods
 from bridge.facade.tokens import TokenMethods
 from bridge.facade.weights import WeightMethods
+from bridge.generation.batch import Answer, BatchOptions, generate_batch, prompts_of
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import NamesFilter
-from bridge.run.protocol import Input
+from bridge.run.protocol import HookSpec, Input
 
 
 class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
@@ -137,6 +139,70 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             ),
             None if program is None else program.generating(inputs or {}),
         )
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
+        max_new_tokens: int = 10,
+        *,
+        interventions: Sequence[HookSpec] = (),
+        each: Sequence[Sequence[HookSpec]] | None = None,
+        capture: NamesFilter = (),
+        stop_at_eos: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float | None = None,
+        prepend_bos: bool | None = None,
+        output_logits: bool = False,
+        verbose: bool = True,
+    ) -> Iterator[Answer]:
+        """Continues many prompts at once, by transformers' continuous batching, each as if it were alone.
+
+        Tokens of all requests share each forward pass, without padding. A function of a request is given that
+        request's own activations ``[1, its positions, ...]``; hooks that a run would see now are called for every
+        request. Pages of keys and values are not shared between requests, CUDA graphs are off, and prompts are not
+        split over passes. How many are under way follows from the model and half of the memory that is free.
+
+        Args:
+            prompts: texts, or tokens ``[pos]`` of each.
+            max_new_tokens: of each, at most.
+            interventions: pairs (hook points, function) for all requests, as for `run_with_hooks`.
+            each: one such list for each request, called after those.
+            capture: hook points whose activations are kept, for every token but the last.
+            stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, prepend_bos: as for `generate`.
+            output_logits: keep the logits of each new token.
+            verbose: show a progress bar.
+
+        Returns:
+            An iterator of finished requests, in the order in which they finish. A request that fails says why in its
+            `error`, and the others go on. Leaving the loop ends the generation.
+
+        Raises:
+            ValueError: a hook point whose tokens cannot be told apart by request, or that the model cannot do this.
+            UnknownHookError: a name that no hook point has.
+            TypeError: what is no prompt, or no pair.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.interventions import Scale
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> each = [[], [("blocks.2.hook_resid_post", Scale(0.5, part="generated"))]]
+            >>> found = bridge.generate_batch(["Mary and", "Mary and"], 3, each=each, do_sample=False, verbose=False)
+            >>> sorted(answer.index for answer in found)
+            [0, 1]
+        """
+        options = BatchOptions(
+            max_new_tokens=max_new_tokens,
+            capture=capture,
+            stop_at_eos=stop_at_eos,
+            eos_token_id=eos_token_id,
+            sampling={"do_sample": do_sample, "top_k": top_k, "top_p": top_p, "temperature": temperature},
+            output_logits=output_logits,
+            verbose=verbose,
+        )
+        return generate_batch(self, prompts_of(self, prompts, prepend_bos), interventions, each, options)
 
     def hf_generate(
         self,

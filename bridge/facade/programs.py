@@ -13,9 +13,10 @@ from adapters.imports import versions
 from bridge import programs
 from bridge.facade.hooks import HookMethods
 from bridge.facade.tokens import TokenMethods
+from bridge.hooks.hook_point import checked_function
 from bridge.hooks.names import NamesFilter
 from bridge.run.checks import as_tokens
-from bridge.run.hooked import check_specs, checked_function
+from bridge.run.hooked import check_specs
 from bridge.run.protocol import HookSpec, Input
 
 

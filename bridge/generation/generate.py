@@ -17,6 +17,7 @@ from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.criteria import Steps
 from bridge.generation.options import Options, check_generates, check_plain_loop, prepared
 from bridge.generation.prompt import (
+    Arguments,
     Generates,
     Prompt,
     aligned,
@@ -59,7 +60,7 @@ def generate(bridge: Generates, input: Input, options: Options, program: nn.Modu
     if options.output_logits:
         arguments |= {"output_logits": True, "return_dict_in_generate": True}
     bar = tqdm(total=options.max_new_tokens, desc="generating", unit="token", disable=not options.verbose)
-    generation = Generation()
+    generation = generation_of(bridge, prompt, arguments)
     arguments["stopping_criteria"].append(Steps(bar, generation))
     recording = recorder.attached(bridge.wiring, bridge.core) if recorder else nullcontext()
     with bar, recording, generating(bridge, generation, prompt):
@@ -105,7 +106,7 @@ def hf_generate(
     check_generates(bridge)
     prompt = prompt_of(bridge, input, prepend_bos, None, arguments.pop("attention_mask", None))
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
-    generation = Generation()
+    generation = generation_of(bridge, prompt, arguments)
     with generating(bridge, generation, prompt):
         arguments["stopping_criteria"] = [*criteria, Steps(tqdm(disable=True), generation)]
         made = run_generate(bridge, prompt, arguments)
@@ -125,6 +126,30 @@ def run_generate(bridge: Generates, prompt: Prompt, arguments: dict[str, Any], p
     return generate(**prompt.kwargs, **arguments)
 
 
+def generation_of(bridge: Generates, prompt: Prompt, arguments: Arguments) -> Generation:
+    """A generation from a prompt, of which is known where in the sequence each step is.
+
+    Args:
+        bridge, prompt: the bridge, and what it starts from.
+        arguments: of the model's `generate`.
+    """
+    of_decoder = bridge.core.config.is_encoder_decoder
+    given = prompt.tokens if prompt.tokens is not None else prompt.kwargs.get("inputs_embeds")
+    if of_decoder:
+        given = arguments.get("decoder_input_ids", prompt.kwargs.get("decoder_input_ids"))
+    if given is None:
+        length = 1 if of_decoder else None  # the token that a decoder starts with
+    else:
+        length = given.shape[1]
+    in_order = not any(chosen(bridge, arguments, name) for name in (*_OTHER_RUNS, "prefill_chunk_size"))
+    return Generation(length, () if of_decoder else prompt.padding, of_decoder, in_order)
+
+
+def chosen(bridge: Generates, arguments: Arguments, name: str) -> Any:
+    """An argument of the model's `generate`: as it was given, or else as the model's own configuration says."""
+    return arguments[name] if name in arguments else getattr(bridge.core.generation_config, name, None)
+
+
 @contextmanager
 def generating(bridge: Generates, generation: Generation, prompt: Prompt) -> Iterator[None]:
     """A generation from a prompt: a run of its own, whose steps `generation` counts from 0."""
@@ -133,20 +158,14 @@ def generating(bridge: Generates, generation: Generation, prompt: Prompt) -> Ite
     find = Finder(bridge.original_model, core_path(bridge.original_model))
     with forward_pass(generation) as run, kept_as_written(find) if bridge.wiring.listening else nullcontext():
         run.gradients = False
-        run.take_embeddings(bridge.core, prompt.kwargs)
+        run.take_arguments(bridge.core, prompt.kwargs)
         yield
 
 
 def _step_recorder(bridge: Generates, options: Options, arguments: dict[str, Any]) -> StepRecorder:
-    own = bridge.core.generation_config
-
-    def chosen(name: str) -> Any:
-        """An argument of the model's `generate`: as it was given, or else as the model's own configuration says."""
-        return arguments[name] if name in arguments else getattr(own, name, None)
-
     check_plain_loop(bridge, "return_cache", "Use run_with_cache on the finished sequence")
-    refused = [name for name in _OTHER_RUNS if chosen(name)]
-    refused += [name for name in ("num_beams", "guidance_scale") if (chosen(name) or 1) != 1]
+    refused = [name for name in _OTHER_RUNS if chosen(bridge, arguments, name)]
+    refused += [name for name in ("num_beams", "guidance_scale") if (chosen(bridge, arguments, name) or 1) != 1]
     if refused:
         raise ValueError(
             f"return_cache cannot be had with {', '.join(refused)}: tokens are processed there that do not stay in "
@@ -161,7 +180,7 @@ def _step_recorder(bridge: Generates, options: Options, arguments: dict[str, Any
     known = accepted_arguments(type(bridge.core).forward)
     if "logits_to_keep" in known and any(point.name.startswith("unembed") for point in points):
         arguments.setdefault("logits_to_keep", 0)  # of every token: `generate` would ask for the prompt's last
-    caching = chosen("use_cache") is not False
+    caching = chosen(bridge, arguments, "use_cache") is not False
     if caching and bridge.cfg.attention_dir == "bidirectional" and not bridge.core.config.is_encoder_decoder:
         raise ValueError(
             f"return_cache cannot be had for {bridge.cfg.model_name}, which reads in both directions: what a step "

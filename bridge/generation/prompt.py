@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters.inputs.arguments import takes
 from adapters.offloaded import input_device
@@ -33,13 +33,15 @@ class Generates(AnalysedModel, HasTokenizer, Protocol):
         original_model: the model, with what wraps it.
         core: the Hugging Face model.
         wiring: its hook points and what they stand on.
+        tokenizer: its tokenizer, if it has one.
     """
 
     original_model: nn.Module
     core: PreTrainedModel
     wiring: Wiring
+    tokenizer: PreTrainedTokenizerBase | None
 
-    def select_hooks(self, names: NamesFilter) -> list[HookPoint]:
+    def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
         """The hook points that a filter chooses."""
         ...
 

@@ -17,10 +17,9 @@ from tqdm.auto import tqdm
 from transformers.generation import BaseStreamer
 
 from bridge.generation.criteria import Steps
-from bridge.generation.generate import generating, run_generate
+from bridge.generation.generate import generating, generation_of, run_generate
 from bridge.generation.options import Options, check_plain_loop, prepared
 from bridge.generation.prompt import Generates, Prompt, check_return_type, decode, is_as_text
-from bridge.hooks.context import Generation
 from bridge.run.protocol import Input
 
 #: Of a stream: the prompt, or what comes next.
@@ -109,7 +108,7 @@ def _stream(
     bridge: Generates, prompt: Prompt, arguments: dict[str, Any], as_text: bool, verbose: bool
 ) -> Iterator[Any]:
     bar = tqdm(total=arguments["max_new_tokens"], desc="generating", unit="token", disable=not verbose)
-    generation = Generation()
+    generation = generation_of(bridge, prompt, arguments)
     streamer, steps = QueueStreamer(), Steps(bar, generation)
     arguments["stopping_criteria"].append(steps)
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bridge.bridge import TransformerBridge
 from bridge.harvest.errors import HarvestError
+from bridge.interventions import Operation
 
 
 class Hash(Protocol):
@@ -154,6 +155,8 @@ def _add(total: Hash, value: object, seen: tuple[int, ...]) -> None:
         total.update(b"id" + given.encode())
     elif isinstance(value, Tensor):
         add_tensor(total, value)
+    elif isinstance(value, Operation):
+        total.update(repr(value).encode())
     elif isinstance(value, np.ndarray):
         add_tensor(total, torch.from_numpy(np.ascontiguousarray(value)))
     elif isinstance(value, types.FunctionType):

@@ -8,7 +8,7 @@ variable, so other threads, asyncio tasks and greenlets do not see them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, Protocol, TypeVar
@@ -55,16 +55,34 @@ class EndsWithThePass(Protocol):
 
 
 class Generation:
-    """One generation: how many steps it has done.
+    """One generation: how many steps it has done, from which prompt.
 
     Attributes:
         step: 0 for the prompt, 1 for the first token that was generated, and so on.
+        prompt: how many tokens the prompt has, padding included; None where that is not known.
+        padding: how many tokens of padding stand before each row.
+        of_decoder: it is the decoder's sequence that grows.
+        in_order: each step processes the tokens that the sequence has gained, or all of them.
+        processed: how many tokens of the sequence are processed after the present pass, where `step` does not say.
     """
 
-    __slots__ = ("step",)
+    __slots__ = ("in_order", "of_decoder", "padding", "processed", "prompt", "step")
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        prompt: int | None = None,
+        padding: Sequence[int] = (),
+        of_decoder: bool = False,
+        in_order: bool = True,
+    ) -> None:
         self.step = 0
+        self.prompt, self.padding, self.of_decoder, self.in_order = prompt, padding, of_decoder, in_order
+        self.processed: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the sequence are processed after the present pass, padding included."""
+        return (self.prompt or 0) + self.step if self.processed is None else self.processed
 
 
 class Remembered:
@@ -113,10 +131,13 @@ class ForwardPass(Remembered):
         entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
         gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
         calls: how often modules began that run several times, of which hook points tell the calls apart.
+        past: it goes on from the keys and values of an earlier one.
+        masks: what it is given as masks of padding, by the names of the arguments.
     """
 
     __slots__ = (
-        "calls", "embeddings", "entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at",
+        "calls", "embeddings", "entering", "gradients", "masks", "opened_by", "past", "separate", "skipped", "sources",
+        "start_at",
     )  # fmt: skip
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
@@ -130,12 +151,14 @@ class ForwardPass(Remembered):
         self.entering: dict[nn.Module, Tensor] = {}
         self.embeddings: tuple[nn.Module, Tensor] | None = None
         self.calls: dict[nn.Module, int] = {}
+        self.past = False
+        self.masks: dict[str, Tensor] = {}
 
     def end(self) -> None:
         """Lets go of every tensor."""
         while self.bodies:
             self.bodies.popitem()[1].end()
-        for kept in (self.sources, self.written, self.separate, self.entering):
+        for kept in (self.sources, self.written, self.separate, self.entering, self.masks):
             kept.clear()
         self.calls.clear()
         self.skipped = frozenset()
@@ -145,8 +168,19 @@ class ForwardPass(Remembered):
         """Whether the call of a module that is under way, or has just ended, is the one with a number."""
         return self.calls.get(module, 0) == number + 1
 
-    def take_embeddings(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-        """Notes what a model is given in place of the output of its token embeddings, if it is."""
+    def take_arguments(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """Notes what a model is given in place of the output of its token embeddings, what is padding, if it goes on.
+
+        Args:
+            model: the model.
+            kwargs: the arguments of its call.
+        """
+        past = kwargs.get("past_key_values")
+        self.past = past is not None and bool(past.get_seq_length())
+        for name in ("attention_mask", "decoder_attention_mask"):
+            mask = kwargs.get(name)
+            if isinstance(mask, Tensor) and mask.ndim == 2:
+                self.masks[name] = mask
         given = kwargs.get("inputs_embeds")
         embedding = token_embedding(model) if isinstance(given, Tensor) else None
         if isinstance(given, Tensor) and embedding is not None:

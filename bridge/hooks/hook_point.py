@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from sys import getrefcount
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -169,6 +169,7 @@ class HookPoint:
 
         Raises:
             ValueError: `dir` is neither ``"fwd"`` nor ``"bwd"``.
+            ValueError: or the function does not fit the activation here.
             TypeError: `hook` cannot be called.
 
         Example:
@@ -179,9 +180,7 @@ class HookPoint:
         """
         if dir not in ("fwd", "bwd"):
             raise ValueError(f'dir is {dir!r}; it must be "fwd" or "bwd"')
-        if not callable(hook):
-            raise TypeError(f"the hook for {self.name} is {hook!r}, which cannot be called")
-        listener = Listener(cast(Kind, dir), hook, None, is_permanent, level)
+        listener = Listener(cast(Kind, dir), checked_function(self, hook), None, is_permanent, level)
         self._attaches.add(self, listener, prepend)
         return Handle(self, listener, self._attaches)
 
@@ -405,3 +404,25 @@ class HookPoint:
             else:
                 now.run.written.pop(self.name, None)
         return x
+
+
+@runtime_checkable
+class FitsPoints(Protocol):
+    """A hook function that knows which hook points it fits."""
+
+    def check_point(self, hook: HookPoint) -> None:
+        """Raises a `ValueError` for one that it does not fit."""
+
+
+def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
+    """A function that can be a hook; one that knows which hook points it fits (`check_point`) is asked.
+
+    Raises:
+        TypeError: it cannot be called.
+        ValueError: it does not fit this hook point.
+    """
+    if not callable(fn):
+        raise TypeError(f"the hook for {hook.name} is {fn!r}, which cannot be called")
+    if isinstance(fn, FitsPoints):
+        fn.check_point(hook)
+    return fn

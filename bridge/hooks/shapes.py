@@ -18,13 +18,20 @@ def shape_text(cfg: ModelConfig, axes: str) -> str:
         >>> shape_text(TransformerBridge.boot_embedded().cfg, "batch pos n_heads d_head")
         '[batch, pos, 4, 32]'
     """
-    return f"[{', '.join(_size(cfg, axis) for axis in axes.split())}]"
+    sizes = [(axis, size_of(cfg, axis)) for axis in axes.split()]
+    return f"[{', '.join(axis if size is None else str(size) for axis, size in sizes)}]"
 
 
-def _size(cfg: ModelConfig, axis: str) -> str:
+def size_of(cfg: ModelConfig, axis: str) -> int | None:
+    """The size of an axis; None where the model does not fix it.
+
+    Args:
+        cfg: the facts about the model.
+        axis: such as ``n_heads``.
+    """
     known = {"n_key_value_heads": cfg.n_kv_heads, "n_experts": cfg.num_experts}
-    value = known.get(axis, getattr(cfg, axis, None) if not axis.isdigit() else axis)
-    return str(value) if isinstance(value, int) else axis
+    value = known.get(axis, getattr(cfg, axis, None) if not axis.isdigit() else int(axis))
+    return value if isinstance(value, int) else None
 
 
 class BatchAxisError(ValueError, AssertionError):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.interventions.operations import mean
 
 
 class Ablated(Mapping[str, Tensor]):
@@ -61,7 +62,7 @@ def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> Ablated:
     if how == "zero":
         return Ablated(cache, lambda x: torch.zeros_like(x[:1]))
     if how == "mean":
-        return Ablated(cache, lambda x: x.mean(0, keepdim=True) if x.is_floating_point() else x)
+        return Ablated(cache, lambda x: mean(x, 0))
     if how != "resample":
         raise ValueError(f'how is {how!r}; it must be "zero", "mean" or "resample"')
 

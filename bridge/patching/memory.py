@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
 from adapters.config import ModelConfig
+from bridge.run.memory import free_memory
 
 #: What a run may take of the memory that is free.
 SHARE = 0.25
 #: Tokens beyond which a larger batch was not faster on a processor (12-layer GPT-2), and on other devices.
 MOST_TOKENS, MOST_TOKENS_ELSEWHERE = 4096, 65536
-
-
-def free_memory(device: torch.device) -> int:
-    """The bytes that are free on a device now.
-
-    Args:
-        device: the device.
-
-    Example:
-        >>> import torch
-        >>> from bridge.patching.memory import free_memory
-        >>> free_memory(torch.device("cpu")) > 0
-        True
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    facts = Path("/proc/meminfo")
-    if facts.exists():
-        lines = dict(line.split(":", 1) for line in facts.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def tokens_per_run(cfg: ModelConfig, device: torch.device, length: int, itemsize: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
+from bridge.interventions.operation import Operation
 from bridge.programs.one_pass import AnyFunction, OnePass
 
 
@@ -42,6 +43,14 @@ def _taken(fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> tuple
     Raises:
         TypeError: see `Function`.
     """
+    if isinstance(fn, Operation):
+        missing = [name for name in fn.inputs if name not in declared]
+        if missing:
+            raise TypeError(
+                f"{type(fn).__name__} at {hook.name} asks for the input {missing[0]!r}: declare it in inputs={{...}} "
+                f"({', '.join(declared) or 'none are declared'}).{suggestion(missing[0], declared)}"
+            )
+        return fn.inputs
     try:
         signature = inspect.signature(fn)
     except ValueError:  # a function of C without a signature

@@ -15,6 +15,7 @@ from bridge.hooks.followers import TakeOver
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.results import wants_gradients
+from bridge.interventions.operation import Operation
 from bridge.programs.edits import listeners_of
 from bridge.programs.functions import Function
 from bridge.programs.mixtures import LoweredExperts
@@ -57,6 +58,15 @@ class Lowered:
         """The declared inputs that functions take."""
         functions = [listener.fn for step in self.steps for listener in step.changes]
         return {name for fn in functions if isinstance(fn, Function) for name in fn.takes}
+
+    @property
+    def chooses_tokens(self) -> str | None:
+        """A hook point with an operation that has to know which tokens of the sequence it is shown; None: none has."""
+        for step in self.steps:
+            for change in [listener.fn for listener in step.changes]:
+                if isinstance(change, Function) and isinstance(change.fn, Operation) and change.fn.chooses_tokens:
+                    return step.hook.name
+        return None
 
     def take_embeddings(self, one_pass: OnePass, arguments: Kwargs) -> None:
         """Notes what the model is given in place of the output of its token embeddings, if it is."""

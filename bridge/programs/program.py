@@ -76,6 +76,7 @@ class Program(nn.Module):
         self._max_length = bridge.cfg.n_ctx
         self._has_decoder = bool(self._config.is_encoder_decoder)
         self._starts_with = getattr(self._config, "decoder_start_token_id", None) if self._has_decoder else 0
+        self._chooses = self._lowered.chooses_tokens
         self._run: Run = self.run_lowered
         unused = [name for name in self.inputs if name not in self._lowered.taken]
         if unused:
@@ -239,10 +240,28 @@ class Program(nn.Module):
         if self._starts_with is None and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & given.keys():
             raise ValueError("the model names no decoder_start_token_id; pass decoder_input_ids")
         past = given.get("past_key_values")
+        if past is not None:
+            self._refuse_past("past_key_values")
+        mask = given.get("attention_mask")
+        if self._chooses is not None and isinstance(mask, Tensor) and not bool(mask.all()):
+            self._refuse_past("padding")
         if self._max_length is not None and past is None and input_ids is not None:
             length = input_ids.shape[1]
             if length > self._max_length:
                 raise ValueError(f"the tokens have {length} positions; the model has a context of {self._max_length}")
+
+    def _refuse_past(self, what: str) -> None:
+        """Refuses to go on with a sequence of which an operation would have to know what was before.
+
+        Raises:
+            ValueError: there is such an operation.
+        """
+        if self._chooses is not None:
+            raise ValueError(
+                f"the intervention at {self._chooses} is for some tokens alone, and with {what} a program does not "
+                "know which tokens it is given: use bridge.generate inside `with bridge.hooks(...)`, or with a program "
+                "that is not compiled"
+            )
 
     def generating(self, inputs: Mapping[str, object]) -> PreTrainedModel:
         """What has transformers' `generate` and runs this program in each step; `bridge.generate` takes the program.
@@ -258,6 +277,8 @@ class Program(nn.Module):
         if unknown:
             declared = ", ".join(self.inputs) or "none"
             raise TypeError(f"{', '.join(unknown)} was not declared; the program has the inputs {declared}")
+        if self.compiled:
+            self._refuse_past("generate, compiled,")
         if self.core is not self.model:
             raise ValueError(
                 "a program around a PEFT model cannot generate: merge its weights first, merge_and_unload()"
@@ -350,6 +371,7 @@ class Program(nn.Module):
         Returns:
             transformers' `ExportedModel`, with the components ``prefill`` and ``decode``.
         """
+        self._refuse_past("export_for_generation")
         return exporting.export.export_for_generation(
             self, example, format, dynamic, path, generation_config, multi_token_decode, options
         )

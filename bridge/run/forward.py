@@ -124,8 +124,8 @@ class ReadyPass:
                 if asked.model_kwargs.get("past_key_values") is None:  # Whisper's decoder leaves it out with False
                     asked.model_kwargs.setdefault("use_cache", False)
             self.inputs = prepare(bridge, asked)
-            if "inputs_embeds" in self.inputs.kwargs:
-                run.take_embeddings(bridge.core, self.inputs.kwargs)
+            if listening or "inputs_embeds" in self.inputs.kwargs:
+                run.take_arguments(bridge.core, self.inputs.kwargs)
         except BaseException:
             self.__exit__()
             raise

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bridge.hooks.context import CURRENT, RunContext
-from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.hook_point import HookPoint, checked_function
 from bridge.hooks.listener import HookFunction, Kind, Listener, Scope
 from bridge.hooks.names import NamesFilter
 from bridge.run.layer_range import check_layers
@@ -132,17 +132,6 @@ def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
     for index, spec in enumerate(specs):
         if not isinstance(spec, list | tuple) or len(spec) != 2:
             raise TypeError(f"{argument}[{index}] is {spec!r}; it must be a pair (hook point, function)")
-
-
-def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
-    """A function that can be a hook.
-
-    Raises:
-        TypeError: it cannot be called.
-    """
-    if not callable(fn):
-        raise TypeError(f"the hook for {hook.name} is {fn!r}, which cannot be called")
-    return fn
 
 
 def add_all(bridge: Runs, members: Sequence[tuple[HookPoint, Listener]]) -> None:

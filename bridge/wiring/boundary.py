@@ -6,11 +6,13 @@ direct call the model's own call does, through two torch hooks that are there wh
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext
 from bridge.hooks.modules import Finder
@@ -28,6 +30,7 @@ class PassBoundary:
         blocks: what carries hooks into the blocks that backward computes again.
         as_written: keeps compiled code from running in place of the model.
         check: called when a pass begins that is no run of the bridge.
+        unseen: says whether hooks of a ``with`` statement are attached that the present code does not see.
     """
 
     def __init__(
@@ -36,9 +39,10 @@ class PassBoundary:
         blocks: CheckpointedBlocks,
         as_written: AsWritten | None = None,
         check: Callable[[], None] | None = None,
+        unseen: Callable[[], bool] | None = None,
     ) -> None:
         self._modules = modules
-        self._as_written, self._check = as_written, check
+        self._as_written, self._check, self._unseen = as_written, check, unseen
         self._blocks = blocks
         self._handles: list[RemovableHandle] = []
 
@@ -73,8 +77,11 @@ class PassBoundary:
         if self._handles and (context.run is None or context.run.opened_by is module):
             if self._check is not None:
                 self._check()
+            refuse_packed(kwargs)
+            if self._unseen is not None:
+                refuse_streamers_thread(self._unseen)
             run = ForwardPass(module)
-            run.take_embeddings(module, kwargs)
+            run.take_arguments(module, kwargs)
             CURRENT.set(RunContext(context.shared, context.own, run, context.generation))
         self._blocks.prepare()
 
@@ -84,6 +91,45 @@ class PassBoundary:
         if context.run is not None and context.run.opened_by is module:
             context.run.end()
             CURRENT.set(RunContext(context.shared, context.own, None, context.generation))
+
+
+def refuse_packed(kwargs: dict[str, Any]) -> None:
+    """Refuses a pass of transformers' continuous batching that is not the bridge's.
+
+    Its thread sees none of the scopes of the code that called, and its tokens are those of many requests in one row.
+
+    Raises:
+        RuntimeError: it is one.
+    """
+    packed = isinstance(kwargs.get("cache"), PagedAttentionCache)
+    if packed:
+        raise RuntimeError(
+            "hooks are attached to this model, and its own generate_batch (continuous batching) would run without "
+            "those of a `with` statement, and show the others all requests as one row: use bridge.generate_batch"
+        )
+
+
+def refuse_streamers_thread(unseen: Callable[[], bool]) -> None:
+    """Refuses a pass in the thread that `TextIteratorStreamer` is used with, where it does not see open hooks.
+
+    ``Thread(target=model.generate, kwargs={"streamer": ...})`` runs in an empty context. The streamer is ended first:
+    whoever waits for text would wait for ever.
+
+    Args:
+        unseen: whether hooks of a ``with`` statement are attached that this thread does not see.
+
+    Raises:
+        RuntimeError: it is such a thread.
+    """
+    started = vars(threading.current_thread())
+    streamer = (started.get("_kwargs") or {}).get("streamer")
+    if streamer is not None and getattr(started.get("_target"), "__name__", "") == "generate" and unseen():
+        streamer.end()
+        raise RuntimeError(
+            "this thread generates for a streamer, and does not see the hooks of a `with` statement that is open "
+            "elsewhere: use bridge.generate_stream, or hand the context over, "
+            "Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=...)"
+        )
 
 
 def only_there(module: nn.Module, args: tuple[object, ...], output: object) -> None:

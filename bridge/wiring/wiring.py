@@ -12,7 +12,7 @@ from torch import nn
 
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
-from bridge.hooks.context import open_scope
+from bridge.hooks.context import CURRENT, open_scope
 from bridge.hooks.followers import TakeOver
 from bridge.hooks.hook_point import Attachment, HookPoint
 from bridge.hooks.listener import Listener, Scope
@@ -76,6 +76,7 @@ class Wiring:
             CheckpointedBlocks([Finder(model, path) for path in (*stacks, *blocks)], self),
             AsWritten(Finder(model, core_path(model))),
             self.check_in_place,
+            self.has_unseen_hooks,
         )
         self.embedding = TokenEmbedding(model.get_submodule(core_path(model)))
         self._blocks = [Finder(model, path) for path in blocks]
@@ -133,6 +134,12 @@ class Wiring:
                 f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
                 "modules first, and attach hooks then"
             )
+
+    def has_unseen_hooks(self) -> bool:
+        """Whether hooks of a ``with`` statement are attached that the present code does not see."""
+        visible = CURRENT.get().visible
+        heard = [listener for point in self.points.values() for listener in point.listeners if listener.kind != "read"]
+        return any(one.scope is not None and not one.scope.of_one_run and one.scope not in visible for one in heard)
 
     @property
     def listening(self) -> bool:

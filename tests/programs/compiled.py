@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
+from tests.interventions.cases import LENGTH, NAMES, by_hand, cases
 from tests.programs.test_programs import batch
 
 
@@ -171,6 +172,25 @@ def test_many_programs_in_one_process():
             names = [f"blocks.1.{end}"]
             program = bridge.program(capture=names, interventions=[(names, halve)])
             assert_same(program.compile(backend="eager")(tokens), program(tokens))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operation_compiled(name: str):
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    point, operation, change = cases(32, 4)[name]
+    tokens = torch.randint(3, 61, (2, LENGTH))
+    made = bridge.program(interventions=[(point, operation)]).compile()(tokens)["logits"]
+    wanted = bridge.run_with_hooks(tokens, fwd_hooks=[(point, by_hand(change))])
+    torch.testing.assert_close(made, wanted, rtol=1e-5, atol=2e-6)
+    assert (wanted - bridge(tokens)).abs().max() > 1e-4
+
+
+def test_a_compiled_program_generates_no_edit_of_some_tokens():
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    point, operation, _ = cases(32, 4)["Set"]
+    program = bridge.program(interventions=[(point, operation)]).compile()
+    with pytest.raises(ValueError, match="with generate, compiled, a program does not know"):
+        bridge.generate(torch.tensor([[5, 6, 7]]), 3, program=program, do_sample=False, verbose=False)
 
 
 def test_why_a_program_finds_its_pass_otherwise_than_a_run():

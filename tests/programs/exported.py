@@ -25,6 +25,8 @@ from bridge import TransformerBridge
 from bridge.cli.main import main
 from bridge.export.formats import FORMATS
 from tests.adapters.test_verify_all import tiny
+from tests.interventions.cases import LENGTH, NAMES, by_hand
+from tests.interventions.cases import cases as operations
 
 FAMILIES = ["gpt2", "llama-gqa", "gpt_neox", "gemma2-gqa", "qwen2_moe-gqa", "bert", "t5"]
 #: How exactly each runtime computes; OpenVINO is asked for float32.
@@ -252,6 +254,8 @@ AFTERWARDS = """
 import torch
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
+from tests.interventions.cases import LENGTH, NAMES, by_hand
+from tests.interventions.cases import cases as operations
 
 program = TransformerBridge(tiny("llama-gqa")).program(capture=["blocks.1.attn.hook_pattern"])
 tokens = torch.tensor([[5, 6, 7, 8]])
@@ -271,3 +275,19 @@ def test_the_page_s_export(tmp_path: Path):
     page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
     blocks = re.findall(r"```(?:python|py)\n(.*?)```", page, flags=re.DOTALL)
     exec(blocks[0] + next(block for block in blocks if '"onnx"' in block), {"folder": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", ["dynamo", pytest.param("onnx", marks=needs("onnx"))])
+def test_every_operation_exported(format: str, name: str):
+    bridge = TransformerBridge(tiny("llama-gqa"))
+    point, operation, change = operations(32, 4)[name]
+    same_length = name.startswith("Replace")
+    exported = bridge.export(
+        torch.randint(3, 61, (2, LENGTH)), format, interventions=[(point, operation)], dynamic=not same_length
+    )
+    for length in (LENGTH,) if same_length else (LENGTH, LENGTH + 4):
+        tokens = torch.randint(3, 61, (2, length))
+        wanted = bridge.run_with_hooks(tokens, fwd_hooks=[(point, by_hand(change))])
+        torch.testing.assert_close(exported(input_ids=tokens)["logits"], wanted, rtol=0, atol=1e-4)
+        assert (wanted - bridge(tokens)).abs().max() > 1e-3

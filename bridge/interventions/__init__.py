@@ -1,0 +1,36 @@
+"""Interventions as data: operations on activations that are hook functions, and can be saved."""
+
+from bridge.interventions.files import InterventionsFileError
+from bridge.interventions.interventions import Interventions, load
+from bridge.interventions.model import OtherModelError
+from bridge.interventions.operation import Operation
+from bridge.interventions.operations import (
+    OPERATIONS,
+    Add,
+    Clamp,
+    Mean,
+    ProjectOnto,
+    ProjectOut,
+    Replace,
+    Scale,
+    Set,
+    Zero,
+)
+
+__all__ = [
+    "OPERATIONS",
+    "Add",
+    "Clamp",
+    "Interventions",
+    "InterventionsFileError",
+    "Mean",
+    "Operation",
+    "OtherModelError",
+    "ProjectOnto",
+    "ProjectOut",
+    "Replace",
+    "Scale",
+    "Set",
+    "Zero",
+    "load",
+]

@@ -1,0 +1,178 @@
+"""Interventions in a file: tensors, and a header of JSON that says what they are numbers of. Nothing is executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bridge.hooks.listener import HookFunction
+from bridge.interventions.model import Model, OtherModelError
+from bridge.interventions.operation import Operation
+from bridge.interventions.operations import OPERATIONS
+
+VERSION = 1
+_HEADER = "transformer_bridge_interventions"
+_PARTS = ("version", "model", "interventions")
+
+
+class InterventionsFileError(ValueError):
+    """A file that holds no interventions, or not such as this version knows."""
+
+
+def save(file: str | PathLike[str], pairs: Sequence[tuple[str, HookFunction]], model: Model | None) -> None:
+    """Writes interventions; see `Interventions.save`."""
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    for index, (point, operation) in enumerate(pairs):
+        if not isinstance(operation, Operation) or OPERATIONS.get(type(operation).__name__) is not type(operation):
+            raise TypeError(
+                f"the intervention at {point} is {operation!r}, a function, which is no data and cannot be saved: use "
+                f"the operations of bridge.interventions ({', '.join(OPERATIONS)})"
+            )
+        entry: dict[str, object] = {"point": point, "operation": type(operation).__name__}
+        for field in fields(operation):
+            value = getattr(operation, field.name)
+            if isinstance(value, Tensor):
+                name = f"{index}.{field.name}"
+                tensors[name] = value.detach().cpu().clone().contiguous()
+                value = {"tensor": name}
+            elif field.name in operation.numbers and isinstance(value, str):
+                value = {"input": value}
+            elif isinstance(value, slice):
+                value = {"slice": [value.start, value.stop, value.step]}
+            entry[field.name] = value
+        entries.append(entry)
+    header = {"version": VERSION, "model": None if model is None else model.as_data(), "interventions": entries}
+    save_file(tensors, fspath(file), {_HEADER: json.dumps(header, allow_nan=False)})
+
+
+def read(file: str | PathLike[str], check: Callable[[Model], None]) -> list[tuple[str, Operation]]:
+    """Reads the interventions of a file.
+
+    Args:
+        file: the path.
+        check: is given the model that they were made on, before anything else is looked at.
+
+    Raises:
+        FileNotFoundError, InterventionsFileError: see `load`.
+    """
+    path = Path(file)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}")
+    with refusing(path):
+        header, tensors = _read(path)
+        model, entries = _parts(header)
+        if model is not None:
+            check(model)
+        used: set[str] = set()
+        pairs = [_pair(index, entry, tensors, used) for index, entry in enumerate(entries)]
+        if left := sorted(tensors.keys() - used):
+            raise InterventionsFileError(f"the tensors {', '.join(left)} are numbers of nothing")
+        return pairs
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Says of which file it is that something is wrong with.
+
+    Raises:
+        InterventionsFileError: in the place of what is raised inside.
+    """
+    try:
+        yield
+    except OtherModelError:
+        raise
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        said = "its header is nested too deeply" if isinstance(error, RecursionError) else error.args[0]
+        raise InterventionsFileError(f"{path} cannot be used: {said}") from error
+
+
+def _read(path: Path) -> tuple[object, dict[str, Tensor]]:
+    """The header and the tensors."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            text = (opened.metadata() or {}).get(_HEADER)
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise InterventionsFileError(f"it is no file of safetensors ({error})") from error
+    if text is None:
+        raise InterventionsFileError("it holds tensors, and nothing says which interventions they are of")
+    return json.loads(text, parse_constant=_no_number), tensors
+
+
+def _no_number(text: str) -> float:
+    raise InterventionsFileError(f"{text} is no number of JSON")
+
+
+def _parts(header: object) -> tuple[Model | None, list[object]]:
+    if not isinstance(header, dict) or "version" not in header:
+        raise InterventionsFileError("its header names no version")
+    if type(header["version"]) is not int or header["version"] != VERSION:
+        raise InterventionsFileError(f"it is of version {header['version']!r}; this library reads version {VERSION}")
+    if sorted(header) != sorted(_PARTS):
+        raise InterventionsFileError(f"its header has {', '.join(sorted(header))}; it has to have {', '.join(_PARTS)}")
+    entries = header["interventions"]
+    if not isinstance(entries, list):
+        raise InterventionsFileError("its interventions are no list")
+    return None if header["model"] is None else Model.from_data(header["model"]), entries
+
+
+def _pair(index: int, entry: object, tensors: Mapping[str, Tensor], used: set[str]) -> tuple[str, Operation]:
+    """One intervention.
+
+    Args:
+        index: its place in the file.
+        entry: what the header says of it.
+        tensors: of the file.
+        used: takes the names of its tensors.
+    """
+    here = f"intervention {index}"
+    if not isinstance(entry, dict):
+        raise InterventionsFileError(f"{here} is {entry!r}, and no object")
+    point, name = entry.get("point"), entry.get("operation")
+    if not isinstance(point, str):
+        raise InterventionsFileError(f"{here} has the hook point {point!r}, which is no name")
+    if not isinstance(name, str) or name not in OPERATIONS:
+        raise InterventionsFileError(f"{here} is the operation {name!r}; there are {', '.join(OPERATIONS)}")
+    kind = OPERATIONS[name]
+    known = [field.name for field in fields(kind)]
+    if sorted(entry) != sorted(["point", "operation", *known]):
+        raise InterventionsFileError(
+            f"{here}, {name}, has the fields {', '.join(sorted(entry))}; it needs {', '.join(known)}"
+        )
+    given: dict[str, Any] = {}
+    for field in known:
+        value = entry[field]
+        if field in kind.numbers:
+            value = _number(f"{field} of {here}", value, tensors, used)
+        elif isinstance(value, dict):
+            ends = value.get("slice")
+            if list(value) != ["slice"] or not isinstance(ends, list) or len(ends) != 3:
+                raise InterventionsFileError(f"{field} of {here} is {value!r}; it has to be numbers or a slice")
+            value = slice(*ends)
+        given[field] = value
+    return point, kind(**given)
+
+
+def _number(what: str, value: object, tensors: Mapping[str, Tensor], used: set[str]) -> object:
+    if value is None or type(value) in (int, float):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, name),) = value.items()
+        if kind == "input" and isinstance(name, str):
+            return name
+        if kind == "tensor" and isinstance(name, str) and name in tensors:
+            used.add(name)
+            return tensors[name]
+        if kind == "tensor":
+            raise InterventionsFileError(f"{what} is the tensor {name!r}, which the file has not")
+    raise InterventionsFileError(f"{what} is {value!r}; it has to be a number, a tensor or an input")

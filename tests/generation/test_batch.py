@@ -1,0 +1,253 @@
+"""Many requests at once: each one's text, logits and activations are those of running alone."""
+
+import threading
+
+import pytest
+import torch
+from transformers import GenerationConfig, TextIteratorStreamer
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from bridge import TransformerBridge
+from bridge.generation.room import Room, room_for
+from bridge.interventions import Add, Mean, Scale, Zero
+from tests.conftest import tiny
+from tests.tiny_models import tiny_model
+
+GREEDY = {"do_sample": False, "verbose": False, "stop_at_eos": False}
+NEW = 6
+LENGTHS = (5, 21, 3, 14, 21)
+#: Grouped queries, one norm for two parts, learned places; windows alone and with full attention; mixtures; sinks.
+FAMILIES = [
+    ("llama", None), ("gpt2", None), ("gpt_neox", None), ("qwen3", None), ("phi3", None), ("olmo2", None),
+    ("mistral", None), ("gemma2", "eager"), ("gemma3_text", None), ("mixtral", None), ("qwen3_moe", None),
+    ("gpt_oss", "eager"), ("cohere2", None), ("granite", None),
+]  # fmt: skip
+POINTS = [
+    "hook_embed",
+    *(f"blocks.0.attn.hook_{name}" for name in ("q", "k", "rot_q", "rot_k", "pattern")),
+    *(f"blocks.1.attn.hook_{name}" for name in ("pattern", "attn_scores", "z", "result")),
+    *(f"blocks.1.{name}" for name in ("mlp.hook_post", "hook_resid_mid", "hook_resid_post", "ln2.hook_normalized")),
+    "ln_final.hook_scale",
+    "unembed.hook_out",
+]
+
+
+def prompts():
+    drawn = torch.Generator().manual_seed(0)
+    made = [torch.randint(3, 60, (n,), generator=drawn).tolist() for n in LENGTHS]
+    made[4] = made[1]  # the same prompt under another edit: nothing of it may be shared
+    return made
+
+
+def knock(z, hook):
+    z[:, :, 1] = 0
+
+
+def first_key(pattern, hook):
+    pattern = pattern.clone()
+    pattern[..., 0] *= 0.5
+    return pattern
+
+
+EACH = [
+    [],
+    [("blocks.0.hook_resid_post", Add(torch.arange(32.0).sin(), positions=-1))],
+    [("blocks.1.attn.hook_z", knock)],
+    [("blocks.0.attn.hook_pattern", first_key), ("blocks.1.hook_resid_post", Scale(0.5, part="generated"))],
+    [("blocks.0.hook_resid_post", Add(torch.arange(32.0).cos(), from_step=2)), ("blocks.1.attn.hook_z", Zero(heads=0))],
+]
+
+
+def alone(bridge, prompt, hooks, points):
+    tokens = torch.tensor([prompt])
+    with bridge.hooks(fwd_hooks=hooks):
+        made = bridge.generate(tokens, NEW, output_logits=True, **GREEDY)
+        _, cache = bridge.generate(tokens, NEW, return_cache=True, names_filter=points, **GREEDY)
+    return made.sequences[0, len(prompt) :], torch.cat(made.logits), cache
+
+
+@pytest.mark.parametrize(("kind", "attention"), FAMILIES)
+def test_each_request_as_if_alone(kind, attention):
+    model = tiny_model(kind, attn_implementation=attention)
+    model.generation_config.eos_token_id = None
+    bridge = TransformerBridge(model)
+    before = model.config._attn_implementation
+    points = [name for name in POINTS if name in bridge.hook_dict]
+    assert len(points) > 10
+    plain = {answer.index: answer for answer in bridge.generate_batch(prompts(), NEW, output_logits=True, **GREEDY)}
+    answers = list(bridge.generate_batch(prompts(), NEW, each=EACH, capture=points, output_logits=True, **GREEDY))
+    assert sorted(answer.index for answer in answers) == list(range(5))
+    for answer in answers:
+        assert answer.error is None
+        tokens, logits, cache = alone(bridge, prompts()[answer.index], EACH[answer.index], points)
+        assert torch.equal(answer.tokens, tokens)
+        torch.testing.assert_close(answer.logits, logits, rtol=1e-5, atol=1e-5)
+        assert list(answer.cache) == list(cache)
+        for name in points:
+            torch.testing.assert_close(
+                answer.cache[name], cache[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        if EACH[answer.index]:
+            assert (plain[answer.index].logits - answer.logits).abs().max() > 1e-4  # the edit does something
+    assert model.config._attn_implementation == before
+    assert not bridge.wiring.listening
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+@pytest.fixture
+def bridge():
+    return TransformerBridge(tiny("llama"))
+
+
+def test_hooks_that_a_run_would_see_are_those_of_every_request(bridge):
+    """Added, and of a `with` statement that is open in the calling thread."""
+    with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", knock)]):
+        wanted = [bridge.generate(torch.tensor([p]), NEW, **GREEDY)[0, len(p) :] for p in prompts()]
+        scoped = {a.index: a.tokens for a in bridge.generate_batch(prompts(), NEW, **GREEDY)}
+    free = {a.index: a.tokens for a in bridge.generate_batch(prompts(), NEW, **GREEDY)}
+    bridge.add_hook("blocks.0.attn.hook_z", knock)
+    added = {a.index: a.tokens for a in bridge.generate_batch(prompts(), NEW, **GREEDY)}
+    for index, tokens in enumerate(wanted):
+        assert torch.equal(scoped[index], tokens)
+        assert torch.equal(added[index], tokens)
+    assert any(not torch.equal(free[index], tokens) for index, tokens in enumerate(wanted))
+
+
+def test_little_room_is_kept_to(bridge, monkeypatch):
+    """A pass of 21 tokens and pages for two requests: prompts wait, and none is split or put out."""
+    small = Room(21, 6, 16)
+    monkeypatch.setattr("bridge.generation.batch.room_for", lambda *_: small)
+    seen = []
+    handle = bridge.blocks[0].hook_resid_pre.add_hook(lambda x, hook: seen.append(x.shape[1]))
+    found = {a.index: a for a in bridge.generate_batch(prompts(), NEW, each=EACH, output_logits=True, **GREEDY)}
+    handle.remove()
+    assert sorted(n for n in seen if n > 1) == sorted(LENGTHS)
+    for index, prompt in enumerate(prompts()):
+        tokens, logits, _ = alone(bridge, prompt, EACH[index], ["hook_embed"])
+        assert torch.equal(found[index].tokens, tokens)
+        torch.testing.assert_close(found[index].logits, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_room_follows_from_model_and_memory(bridge, monkeypatch):
+    room = room_for(bridge.core, LENGTHS, NEW)
+    assert room.tokens == sum(LENGTHS)
+    assert room.pages == sum(room.pages_of(length, NEW) for length in LENGTHS)
+    monkeypatch.setattr("bridge.generation.room.free_memory", lambda device: 10000)
+    with pytest.raises(ValueError, match="the longest prompt has 21 tokens, and with 6 new ones it needs"):
+        room_for(bridge.core, LENGTHS, NEW)
+
+
+def test_a_request_that_fails_fails_alone(bridge):
+    def breaks(x, hook):
+        if bridge.step == 2:
+            raise ZeroDivisionError("mine")
+
+    each = [
+        [],
+        [("blocks.1.hook_resid_post", breaks)],
+        [],
+        [("blocks.1.hook_resid_post", lambda x, hook: x[:, :1, :3])],
+        [],
+    ]
+    rows = [prompts()[0], prompts()[1], [], prompts()[3], list(range(3, 43))]
+    found = {answer.index: answer for answer in bridge.generate_batch(rows, NEW, each=each, **GREEDY)}
+    assert isinstance(found[1].error, ZeroDivisionError)
+    assert "no tokens" in str(found[2].error)
+    assert "returned shape [1, 1, 3]" in str(found[3].error)
+    assert "has a context of 40" in str(found[4].error)
+    assert found[0].error is None
+    assert torch.equal(found[0].tokens, bridge.generate(torch.tensor([rows[0]]), NEW, **GREEDY)[0, 5:])
+    assert not bridge.wiring.listening
+
+
+def test_leaving_the_loop_ends_it(bridge):
+    threads = threading.active_count()
+    answers = bridge.generate_batch(prompts(), NEW, each=EACH, **GREEDY)
+    next(answers)
+    answers.close()
+    assert threading.active_count() == threads
+    assert not bridge.wiring.listening
+
+
+def test_text_endings_and_sampling():
+    bridge = TransformerBridge.boot_embedded()
+    texts = ["When Mary and John went to the store, John gave a drink to", "Mary and"]
+    found = {a.index: a for a in bridge.generate_batch(texts, 5, do_sample=False, verbose=False)}
+    for index, text in enumerate(texts):
+        assert text + found[index].text == bridge.generate(text, 5, do_sample=False, verbose=False)
+    stop = int(found[0].tokens[1])
+    short = {a.index: a for a in bridge.generate_batch(texts, 5, do_sample=False, verbose=False, eos_token_id=stop)}
+    assert short[0].tokens.tolist() == found[0].tokens[:2].tolist()
+    tops = {a.index: a.tokens for a in bridge.generate_batch(texts, 5, do_sample=True, top_k=1, verbose=False)}
+    assert all(torch.equal(tops[index], found[index].tokens) for index in tops)
+
+
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
+def test_what_would_be_wrong_is_refused_before_anything_runs(bridge):
+    mixtral = TransformerBridge(tiny_model("mixtral"))
+    experts = next(name for name, hook in mixtral.hook_dict.items() if hook.point.axes.startswith("row "))
+    for model, arguments, said in (
+        (mixtral, {"capture": [experts]}, "cannot be told apart"),
+        (mixtral, {"interventions": [(experts, Zero())]}, "cannot be told apart"),
+        (bridge, {"interventions": [("blocks.0.hook_resid_post", Mean("rows"))]}, "rows of one batch"),
+        (bridge, {"interventions": [("blocks.0.hook_resid_post", Add(torch.ones(2, 1, 32)))]}, "rows of one batch"),
+        (bridge, {"interventions": [("blocks.0.hook_resid_post", Zero(rows=1))]}, "rows of one batch"),
+        (bridge, {"interventions": [("blocks.0.hook_resid_post", Add("vector"))]}, "asks for inputs"),
+        (bridge, {"each": [[]]}, "each has 1 sets of interventions, and there are 5 prompts"),
+        (TransformerBridge(tiny_model("t5", "seq2seq")), {}, "use bridge.generate"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.generate_batch(prompts(), NEW, **arguments)
+    bridge.core.generation_config.repetition_penalty = 1.3
+    with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor cannot be had"):
+        bridge.generate_batch(prompts(), NEW)
+    gradients = [("blocks.0.hook_resid_post", lambda gradient, hook: None)]
+    with bridge.hooks(bwd_hooks=gradients), pytest.raises(ValueError, match="hook of gradients"):
+        bridge.generate_batch(prompts(), NEW)
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_the_models_own_generate_batch_is_refused_while_hooks_are_on(bridge, scoped):
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=64)
+
+    def run():
+        found = bridge.core.generate_batch([[5, 6], [7]], generation_config=config, continuous_batching_config=pages)
+        return list(found.values())
+
+    handles = [] if scoped else bridge.add_hook("blocks.0.attn.hook_z", knock)
+    with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", knock)] if scoped else []):
+        for output in run():
+            assert "use bridge.generate_batch" in output.error
+            assert output.generated_tokens == []
+    for handle in handles:
+        handle.remove()
+    for output, prompt in zip(run(), ([5, 6], [7]), strict=True):
+        assert output.error is None
+        wanted = bridge.generate(torch.tensor([prompt]), 3, **GREEDY)[0, len(prompt) :]
+        assert output.generated_tokens == wanted.tolist()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_usual_thread_of_a_streamer_is_refused_while_hooks_are_on():
+    bridge = TransformerBridge.boot_embedded()
+    tokens = bridge.to_tokens("Mary and")
+
+    def pieces():
+        streamer = TextIteratorStreamer(bridge.tokenizer, timeout=20)
+        given = {"input_ids": tokens, "max_new_tokens": 3, "do_sample": False, "streamer": streamer, "pad_token_id": 0}
+        thread = threading.Thread(target=bridge.core.generate, kwargs=given)
+        thread.start()
+        made = "".join(streamer)
+        thread.join()
+        return made
+
+    said = []
+    hook, threading.excepthook = threading.excepthook, lambda args: said.append(args.exc_value)
+    try:
+        with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", knock)]):
+            assert pieces() == "<bos>Mary and"  # the prompt, which it is shown before the model runs
+    finally:
+        threading.excepthook = hook
+    assert "contextvars.copy_context().run" in str(said[0])
+    assert len(pieces()) > len("<bos>Mary and")  # and with none open, it is nobody's business

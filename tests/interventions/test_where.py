@@ -1,0 +1,156 @@
+"""Which tokens are meant: in padded rows, in generations, and where that cannot be known."""
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.interventions import Add, Interventions, Mean, ProjectOut, Replace, Scale, Set, Zero
+from tests.conftest import tiny
+
+POINT = "blocks.1.hook_resid_post"
+ROWS = [[5, 6, 7, 8, 9, 10], [20, 21, 22], [30, 31]]
+
+
+@pytest.fixture(scope="module")
+def bridge():
+    return TransformerBridge(tiny("llama"))
+
+
+def padded(side):
+    tokens, mask = torch.zeros(3, 6, dtype=torch.long), torch.zeros(3, 6, dtype=torch.long)
+    for i, row in enumerate(ROWS):
+        where = slice(6 - len(row), None) if side == "left" else slice(0, len(row))
+        tokens[i, where], mask[i, where] = torch.tensor(row), 1
+    return tokens, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", [0, -1, slice(1, None), slice(None, -1), (0, -2)])
+def test_rows_of_a_padded_batch_are_edited_as_if_alone(bridge, side, positions):
+    hooks = [(POINT, Add(2.0, positions=positions))]
+    tokens, mask = padded(side)
+    with torch.no_grad():
+        together = bridge.run_with_hooks(tokens, fwd_hooks=hooks, attention_mask=mask)
+        for i, row in enumerate(ROWS):
+            alone = bridge.run_with_hooks(torch.tensor([row]), fwd_hooks=hooks)[0]
+            torch.testing.assert_close(together[i][mask[i].bool()], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "where",
+    [{"positions": 0}, {"positions": -1}, {"positions": slice(1, 3)}, {"part": "prompt"}, {"part": "generated"},
+     {"from_step": 2}],
+)  # fmt: skip
+def test_rows_of_a_padded_generation_are_edited_as_if_alone(bridge, side, where):
+    hooks = [(POINT, Add(2.0 * torch.arange(32).sin(), **where))]
+    tokens, mask = padded(side)
+    greedy = {"do_sample": False, "verbose": False, "stop_at_eos": False, "output_logits": True}
+    with bridge.hooks(fwd_hooks=hooks):
+        together = torch.stack(bridge.generate(tokens, 4, attention_mask=mask, **greedy).logits, 1)
+        alone = [torch.stack(bridge.generate(torch.tensor([row]), 4, **greedy).logits, 1)[0] for row in ROWS]
+    torch.testing.assert_close(together, torch.stack(alone), rtol=0, atol=1e-5)
+    free = torch.stack(bridge.generate(tokens, 4, attention_mask=mask, **greedy).logits, 1)
+    assert (free - together).abs().max() > 1e-3
+
+
+def test_steps_are_those_of_the_bridge(bridge):
+    """`part` and `from_step` against a function that asks which step it is in."""
+
+    def by_hand(x, hook):
+        if bridge.step >= 2:
+            x += 1
+
+    greedy = {"do_sample": False, "verbose": False, "stop_at_eos": False, "output_logits": True}
+    made = []
+    for hook in (by_hand, Add(1.0, from_step=2)):
+        with bridge.hooks(fwd_hooks=[(POINT, hook)]):
+            made.append(torch.stack(bridge.generate(torch.tensor([ROWS[0]]), 5, **greedy).logits))
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("operation", [Add(1.0, positions=-1), Scale(0.5, part="prompt"), Zero(from_step=1)])
+def test_what_cannot_be_known_is_refused(bridge, operation):
+    hooks = [(POINT, operation)]
+    tokens = torch.tensor([ROWS[0]])
+    _, past = bridge(tokens, return_type="logits_and_cache")
+    with pytest.raises(ValueError, match="does not know"):
+        bridge.run_with_hooks(tokens[:, :1], fwd_hooks=hooks, past_key_values=past)
+    with bridge.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match="does not know"):
+        bridge.original_model.generate(tokens, max_new_tokens=3, do_sample=False)
+    program = bridge.program(interventions=hooks)
+    with pytest.raises(ValueError, match="a program does not know"):
+        program(tokens[:, :1], past_key_values=past)
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="with padding a program does not"):
+        program(tokens, attention_mask=mask)
+    with bridge.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match="do not stay in the sequence"):
+        bridge.generate(tokens, 3, do_sample=False, verbose=False, prompt_lookup_num_tokens=2)
+
+
+def test_points_and_numbers_that_do_not_fit_are_refused_before_anything_runs(bridge):
+    ran = []
+    bridge.blocks[0].hook_resid_pre.add_hook(lambda x, hook: ran.append(1))
+    tokens = torch.tensor([ROWS[0]])
+    for name, operation, said in (
+        (POINT, Zero(heads=1), "no heads among them"),
+        (POINT, Zero(keys=1), "no keys among them"),
+        ("blocks.1.attn.hook_pattern", Mean("features"), "no features among them"),
+        ("blocks.1.attn.hook_pattern", ProjectOut(torch.ones(4)), "no features among them"),
+        (POINT, Set(torch.ones(6, 32)), "one number for all positions"),
+        (POINT, Replace(torch.ones(6, 32)), "needs the axes"),
+    ):
+        for run in (
+            lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(name, operation)]),  # noqa: B023
+            lambda: bridge.add_hook(name, operation),  # noqa: B023
+            lambda: bridge.program(interventions=[(name, operation)]),  # noqa: B023
+            lambda: bridge.generate_batch([[1, 2]], interventions=[(name, operation)]),  # noqa: B023
+            lambda: Interventions([(name, operation)], bridge),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=said):
+                run()
+    assert not ran
+    bridge.reset_hooks()
+    with pytest.raises(IndexError, match="one of positions at"):
+        bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, Zero(positions=6))])
+    with pytest.raises(ValueError, match="needs the positions of the prompt"):
+        bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, Replace(torch.ones(1, 5, 32)))])
+
+
+@pytest.mark.unchecked
+def test_arguments_that_mean_nothing_are_refused():
+    for make, said in (
+        (lambda: Add("two words"), "no name of an input"),
+        (lambda: Add([1.0]), "must be a tensor"),
+        (lambda: Zero(positions=[]), "chooses nothing"),
+        (lambda: Zero(positions=1.5), "whole number"),
+        (lambda: Zero(positions=1, part="prompt"), "give one of them"),
+        (lambda: ProjectOut(torch.ones(2, 4)), "depend on each other"),
+        (lambda: ProjectOut(torch.ones(2, 4, 4)), "has shape"),
+        (lambda: Mean("positions"), 'must be "rows"'),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            make()
+
+
+def test_inputs_by_name(bridge):
+    tokens = torch.tensor([ROWS[0]])
+    vector = torch.arange(32.0)
+    made = Interventions([(POINT, Add("vector", "strength", positions=-1))], bridge)
+    program = bridge.program(interventions=made, inputs={"vector": torch.zeros(32), "strength": 1.0})
+    wanted = bridge.run_with_hooks(tokens, fwd_hooks=made.with_inputs(vector=vector, strength=0.5))
+    assert torch.equal(program(tokens, vector=vector, strength=0.5)["logits"], wanted)
+    assert (wanted - bridge(tokens)).abs().max() > 0.1
+    with pytest.raises(TypeError, match="asks for the input 'vector', which nobody gave"):
+        bridge.run_with_hooks(tokens, fwd_hooks=made)
+    with pytest.raises(TypeError, match="asks for the input 'strength': declare it"):
+        bridge.program(interventions=made, inputs={"vector": torch.zeros(32)})
+    with pytest.raises(TypeError, match="no operation asks for the input 'vektor'"):
+        made.with_inputs(vektor=vector)
+
+
+def test_a_vector_can_be_learned(bridge):
+    """An operation keeps the tensor that it was given: gradients reach it."""
+    vector = torch.zeros(32, requires_grad=True)
+    bridge.run_with_hooks(torch.tensor([ROWS[0]]), fwd_hooks=[(POINT, Add(vector))])[0, -1].max().backward()
+    assert vector.grad is not None and vector.grad.abs().sum() > 0
