@@ -169,6 +169,22 @@ class NormNormalized(_NormView):
         return self.kind.gated(module, new if weight is None else (new * weight).to(x.dtype))
 
 
+@dataclass(frozen=True, repr=False)
+class NormalizedOutput(View):
+    """What `NormNormalized` shows, from the norm's output alone: for those who look at it from elsewhere.
+
+    Attributes:
+        kind: what the norm computes.
+    """
+
+    kind: NormKind
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        weight = None if self.kind.centered else self.kind.weight(call.module)
+        return x if weight is None else (at_least_float32(x) / weight).to(x.dtype)
+
+
 def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm makes of a value that has been centred and divided by the scale."""
     weight, bias = kind.weight(module), held(kind.normalizer(module), "bias")

@@ -34,10 +34,11 @@ MAY_USE = {
     "bridge.embedded": set(),
     "bridge.loading": {"bridge.native", "bridge.hooks"},
     "bridge.lens": {"adapters", "bridge.hooks", "bridge.run"},
+    "bridge.bases": {"adapters", "bridge.hooks"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
         "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native",
-        "bridge.lens", "bridge.embedded", "bridge.loading",
+        "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.bases",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},

@@ -290,6 +290,8 @@ class HookPoint:
     def _shown(x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
         """The activation, as a copy where the site's tensor is about to be written to."""
         act = x if view.identity else view.get(x, call)
+        if act.is_sparse:
+            return act.to_dense()
         return act.clone() if copy or view.writes_through else act
 
     def _edited(self, mine: list[Listener], act: Tensor, view: View) -> tuple[Tensor, bool]:

@@ -26,7 +26,7 @@ from bridge.run.checks import as_tokens
 #: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number.
 Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]
 
-AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos")
+AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos", "feature")
 
 
 @refuse_wrong_types
@@ -62,9 +62,10 @@ def generic_activation_patch(
         patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
         patch_setter: called as ``setter(corrupted_activation, index, clean_activation)``; those of
             `bridge.patching.setters`, or one of your own.
-        activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``.
+        activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``; of a point in
+            a basis ``"resid_pre.NAME"``, and where layers have none the result is NaN.
         index_axis_names: what to go through, the layer first: all combinations of ``"layer"``, ``"pos"``, ``"head"``
-            (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``.
+            (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``, and of a point in a basis ``"feature"``.
         index_df: instead, a pandas data frame with an index in each row, the layer first.
         return_index_df: also return the data frame of indices. This needs pandas.
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
@@ -110,7 +111,7 @@ def generic_activation_patch(
         if index_axis_names is None:
             raise ValueError("give index_axis_names, or a data frame of indices as index_df")
         there = _layers(model, activation_name)
-        sizes = [_size(model, tokens, activation_name, axis, there[0]) for axis in index_axis_names]
+        sizes = [_size(model, tokens, activation_name, axis, there[0], clean_cache) for axis in index_axis_names]
         rows = [list(row) for row in itertools.product(*map(range, sizes))]
         frame = make_df_from_ranges(sizes, index_axis_names) if return_index_df else None
     else:
@@ -150,11 +151,7 @@ def _steps(
     for row in rows:
         hook = model.names.find(act_name(activation_name, row[0]))
         if hook not in clean:
-            if hook.name not in clean_cache:
-                raise KeyError(
-                    f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it by default"
-                )
-            clean[hook] = clean_cache[hook.name]
+            clean[hook] = _clean(clean_cache, hook)
         steps.append(Step(hook, row, clean[hook], setter))
     return steps
 
@@ -172,7 +169,14 @@ def _layers(model: TransformerBridge, activation_name: str) -> list[int]:
     return found
 
 
-def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: str, layer: int) -> int:
+def _size(
+    model: TransformerBridge,
+    tokens: Tensor,
+    activation_name: str,
+    axis: str,
+    layer: int,
+    clean_cache: Mapping[str, Tensor],
+) -> int:
     """How many values an index axis has."""
     if axis not in AXES:
         raise ValueError(f"there is no index axis {axis!r}; there are {', '.join(AXES)}.{suggestion(axis, AXES)}")
@@ -180,8 +184,30 @@ def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: 
         return model.cfg.n_layers
     if axis.endswith("pos"):
         return tokens.shape[1]
-    axes = model.names.find(act_name(activation_name, layer)).point.axes.split()
+    hook = model.names.find(act_name(activation_name, layer))
+    axes = hook.point.axes.split()
+    if axis == "feature":
+        if axes[-1] != "feature":
+            raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]: only a point in a basis has features")
+        return _clean(clean_cache, hook).shape[-1]
     return model.cfg.n_kv_heads if "n_key_value_heads" in axes else model.cfg.n_heads
+
+
+def _clean(clean_cache: Mapping[str, Tensor], hook: HookPoint) -> Tensor:
+    """The clean run's activation.
+
+    Raises:
+        KeyError: it was not cached.
+    """
+    if hook.name not in clean_cache:
+        raise KeyError(
+            f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it {_how(hook)}"
+        )
+    return clean_cache[hook.name]
+
+
+def _how(hook: HookPoint) -> str:
+    return "by default" if hook.point.group == "standard" else f"with names_filter={hook.name!r}"
 
 
 def _number(value: Any) -> float:

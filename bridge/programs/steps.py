@@ -69,7 +69,9 @@ class Step:
             if self.captured:
                 one_pass.kept[name] = act.clone()  # so that nothing which is written into it later is seen
             return x
-        if self.copies or view.writes_through:
+        if act.is_sparse:
+            act = act.to_dense()
+        elif self.copies or view.writes_through:
             act = act.clone()
         changed = False
         for change in self.changes:

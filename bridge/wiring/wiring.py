@@ -109,6 +109,45 @@ class Wiring:
         self._by_block.clear()
         self._plans.clear()
 
+    def insert(self, hook: HookPoint, behind: HookPoint) -> None:
+        """Takes in a hook point that is to come right after another one, and after what came there before.
+
+        Args:
+            hook: the hook point.
+            behind: the other one, which is in the model.
+        """
+        with self.lock:
+            last = max(
+                (
+                    other
+                    for other in self.points.values()
+                    if other.name.startswith(f"{behind.name}.") or other is behind
+                ),
+                key=lambda other: other.order,
+            )
+            self.place(hook)
+            del self.points[hook.name]
+            names = list(self.points)
+            names.insert(names.index(last.name) + 1, hook.name)
+            found = {**self.points, hook.name: hook}
+            self.points.clear()
+            self.points.update((name, found[name]) for name in names)
+            self._count()
+
+    def take_out(self, hook: HookPoint) -> None:
+        """Takes a hook point out again, with the hooks on it."""
+        with self.lock:
+            self.remove(hook, hook.listeners)
+            del self.points[hook.name], self._homes[hook]
+            self._by_block.clear()
+            self._sources.clear()
+            self._plans.clear()
+            self._count()
+
+    def _count(self) -> None:
+        for order, hook in enumerate(self.points.values()):
+            hook.order = order
+
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.
 

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
+from tests.bases.common import KINDS, cases
 from tests.programs.test_programs import batch
 
 
@@ -169,3 +170,15 @@ def test_many_programs_in_one_process():
             names = [f"blocks.1.{end}"]
             program = bridge.program(capture=names, interventions=[(names, halve)])
             assert_same(program.compile(backend="eager")(tokens), program(tokens))
+
+
+@pytest.mark.filterwarnings("ignore:`treespec.children_specs` is deprecated:FutureWarning")  # torch's own, of export
+@pytest.mark.parametrize("kind", KINDS)
+def test_points_in_a_basis_compiled_and_exported(kind: str):
+    bridge = TransformerBridge(tiny("gpt2"))
+    tokens, _ = batch(bridge)
+    hook = cases(bridge)[kind].place(bridge)
+    program = bridge.program(capture=[hook.name], interventions=[(hook, halve)])
+    wanted = program(tokens)
+    assert_same(torch.compile(program, backend="aot_eager", fullgraph=True)(tokens), wanted)
+    assert_same(program.export({"input_ids": tokens})(input_ids=tokens), wanted)
