@@ -13,12 +13,12 @@ from torch.nn.utils import parametrizations
 class Directions(nn.Module):
     """The span of one direction or several; the features are the coordinates in it.
 
-    Coordinate i can be changed without another: where the directions are not orthonormal, `encode` is the pseudo-inverse
-    and no product with the directions. What is orthogonal to all of them is not explained.
+    One coordinate can be changed without another: where the directions are not orthonormal, `encode` is the
+    pseudo-inverse and no product with the directions. What is orthogonal to all of them is not explained.
 
     Args:
         directions: the directions as columns ``[d, n]``, or one direction ``[d]``; of any length.
-        orthonormal: say True where the columns are orthonormal: then `encode` is a product with them, and it is checked.
+        orthonormal: say True where the columns are orthonormal: it is checked, and `encode` is a product with them.
 
     Raises:
         ValueError: they are not orthonormal though that was said; or they are not linearly independent.
@@ -99,7 +99,9 @@ class Rotation(nn.Module):
     @property
     def columns(self) -> Float[Tensor, "d n"]:
         """The basis."""
-        return self.linear.weight
+        weight = self.linear.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def encode(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... n"]:
         """The coordinates in the subspace."""

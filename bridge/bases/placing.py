@@ -85,8 +85,8 @@ def basis_point(
         raise ValueError(f'error is {error!r}; it is "keep", "drop", or a tensor to be added to what is decoded')
     if skip is None and getattr(basis, "W_skip", None) is not None and not (isinstance(error, str) and error == "keep"):
         raise ValueError(
-            f"the basis {name} has a skip path (W_skip): give it as skip=, a function of what is read, so that it is not "
-            "left out with the error"
+            f"the basis {name} has a skip path (W_skip): give it as skip=, a function of what is read, so that it is "
+            "not left out with the error"
         )
     _check_tensors(full, basis, cfg)
     config = getattr(basis, "cfg", None)
@@ -124,8 +124,8 @@ def _readable(reads: HookPoint, model: nn.Module) -> View:
     if view.contextual or point.sources or point.site.kind not in ("input", "output"):
         raise ValueError(
             f"a basis that writes elsewhere cannot read at {reads.name}, which is worked out inside a call of its "
-            "module: read at a point that is a module's input or output, such as hook_resid_mid, ln2.hook_normalized or "
-            "hook_attn_out"
+            "module: read at a point that is a module's input or output, such as hook_resid_mid, ln2.hook_normalized "
+            "or hook_attn_out"
         )
     return view
 

@@ -46,8 +46,8 @@ class BasisMethods(HookMethods):
 
         Its activation is ``encode(a)``. What is written back is ``a + decode(new) - decode(old)``, so that what the
         basis does not explain stays, and the same features leave the same bits. The point is one like any other: its
-        name is found by filters, hooks, caches, traces, programs, harvests and patching, and nobody pays for it who does
-        not ask for it. An unfiltered cache leaves it out. A copy of the bridge has none.
+        name is found by filters, hooks, caches, traces, programs, harvests and patching, and it costs nothing until
+        someone listens. An unfiltered cache leaves it out. A copy of the bridge has none.
 
         Args:
             point: the hook point whose activation it shows. A basis's own point may be one.
@@ -58,8 +58,8 @@ class BasisMethods(HookMethods):
                 of a module that runs earlier.
             skip: what a transcoder adds to what is decoded, as a function of what is read.
             error: what becomes of what the basis does not explain. ``"keep"``: it stays. ``"drop"``: in every run
-                ``decode(features)`` goes on in place of the activation. A tensor: that and this (`basis_error` gives the
-                error of a run).
+                ``decode(features)`` goes on in place of the activation. A tensor: that and this (`basis_error` gives
+                the error of a run).
 
         Returns:
             The hook point.
@@ -143,9 +143,7 @@ class BasisMethods(HookMethods):
             >>> point = bridge.add_basis("blocks.0.mlp.hook_post", "some", Neurons(512, [3, 5]))
             >>> bridge.remove_basis(point)
         """
-        (hook,) = self.select_hooks(point)
-        if not isinstance(hook.view, InBasis):
-            raise ValueError(f"{hook.name} is the model's own hook point, and no basis")
+        hook, _ = self._basis_at(point)
         for other in self.bases:
             if other is hook or other.name.startswith(f"{hook.name}."):
                 self.wiring.take_out(other)
@@ -175,12 +173,9 @@ class BasisMethods(HookMethods):
             >>> bool(bridge.basis_error(cache, point).abs().max() < 1e-4)
             True
         """
-        (hook,) = self.select_hooks(point)
-        if not isinstance(hook.view, InBasis):
-            raise ValueError(f"{hook.name} is the model's own hook point, and no basis")
-        reads = hook.view.reads
-        read = None if reads is None or hook.view.skip is None else cache[reads[0]]
-        return hook.view.unexplained(cache[hook.name.rpartition(".")[0]], cache[hook.name], read)
+        hook, view = self._basis_at(point)
+        read = None if view.reads is None or view.skip is None else cache[view.reads[0]]
+        return view.unexplained(cache[hook.name.rpartition(".")[0]], cache[hook.name], read)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Moves the model, and the bases that were placed on it.
@@ -229,6 +224,13 @@ class BasisMethods(HookMethods):
         self.wiring.insert(hook, base)
         self._names_changed()
         return hook
+
+    def _basis_at(self, point: str | HookPoint) -> tuple[HookPoint, InBasis]:
+        hook = self.select_hooks(point)[0]
+        view = hook.view
+        if isinstance(view, InBasis):
+            return hook, view
+        raise ValueError(f"{hook.name} is the model's own hook point, and no basis")
 
     def _names_changed(self) -> None:
         self.names.refresh()

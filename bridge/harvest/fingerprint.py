@@ -104,8 +104,8 @@ def _of_basis(hook: HookPoint) -> str:
     modules, error = modules_of(hook.view.basis), hook.view.error
     if not modules:
         raise ValueError(
-            f"{hook.name} is made of functions, which nobody can tell from others when the harvest goes on: give add_basis "
-            "a torch module, or remove_basis it"
+            f"{hook.name} is made of functions, which nobody can tell from others when the harvest goes on: give "
+            "add_basis a torch module, or remove_basis it"
         )
     what = f"{hook.name} {type(hook.view.basis).__name__} {hook.view.reads and hook.view.reads[0]}"
     total = xxhash.xxh3_128(what.encode())

@@ -62,8 +62,8 @@ def generic_activation_patch(
         patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
         patch_setter: called as ``setter(corrupted_activation, index, clean_activation)``; those of
             `bridge.patching.setters`, or one of your own.
-        activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``; of a point in
-            a basis ``"resid_pre.NAME"``, and where layers have none the result is NaN.
+        activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``; of a point
+            in a basis ``"resid_pre.NAME"``.
         index_axis_names: what to go through, the layer first: all combinations of ``"layer"``, ``"pos"``, ``"head"``
             (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``, and of a point in a basis ``"feature"``.
         index_df: instead, a pandas data frame with an index in each row, the layer first.

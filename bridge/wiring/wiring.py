@@ -117,21 +117,13 @@ class Wiring:
             behind: the other one, which is in the model.
         """
         with self.lock:
-            last = max(
-                (
-                    other
-                    for other in self.points.values()
-                    if other.name.startswith(f"{behind.name}.") or other is behind
-                ),
-                key=lambda other: other.order,
-            )
+            in_order = list(self.points.values())
+            at = in_order.index(behind) + 1
+            while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
+                at += 1
             self.place(hook)
-            del self.points[hook.name]
-            names = list(self.points)
-            names.insert(names.index(last.name) + 1, hook.name)
-            found = {**self.points, hook.name: hook}
             self.points.clear()
-            self.points.update((name, found[name]) for name in names)
+            self.points.update((point.name, point) for point in (*in_order[:at], hook, *in_order[at:]))
             self._count()
 
     def take_out(self, hook: HookPoint) -> None:

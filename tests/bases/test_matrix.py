@@ -122,8 +122,8 @@ def test_generation(bridge: TransformerBridge, case: Case, name: str, tokens: Te
     def generated(hooks: list[tuple[str, Callable[..., Tensor | None]]], cached: bool) -> Tensor:
         with bridge.hooks(fwd_hooks=hooks):
             return bridge.generate(
-                tokens, max_new_tokens=5, do_sample=False, use_past_kv_cache=cached, return_type="tokens", verbose=False,
-                stop_at_eos=False,
+                tokens, max_new_tokens=5, do_sample=False, use_past_kv_cache=cached, return_type="tokens",
+                verbose=False, stop_at_eos=False,
             )  # fmt: skip
 
     strong = [(name, lambda features, hook: features * 3 + 1)]
