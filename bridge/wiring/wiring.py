@@ -24,6 +24,7 @@ from bridge.wiring.calls import Calls
 from bridge.wiring.checkpointing import CheckpointedBlocks
 from bridge.wiring.clashes import check_clash
 from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
+from bridge.wiring.in_order import put_behind_in_order
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
 from bridge.wiring.site import SiteHook
@@ -110,21 +111,10 @@ class Wiring:
         self._plans.clear()
 
     def insert(self, hook: HookPoint, behind: HookPoint) -> None:
-        """Takes in a hook point that is to come right after another one, and after what came there before.
-
-        Args:
-            hook: the hook point.
-            behind: the other one, which is in the model.
-        """
+        """Takes in a hook point that comes right behind another one, and behind what stands on that already."""
         with self.lock:
-            in_order = list(self.points.values())
-            at = in_order.index(behind) + 1
-            while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
-                at += 1
             self.place(hook)
-            self.points.clear()
-            self.points.update((point.name, point) for point in (*in_order[:at], hook, *in_order[at:]))
-            self._count()
+            put_behind_in_order(self.points, hook, behind)
 
     def take_out(self, hook: HookPoint) -> None:
         """Takes a hook point out again, with the hooks on it."""
@@ -134,11 +124,6 @@ class Wiring:
             self._by_block.clear()
             self._sources.clear()
             self._plans.clear()
-            self._count()
-
-    def _count(self) -> None:
-        for order, hook in enumerate(self.points.values()):
-            hook.order = order
 
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.
