@@ -48,7 +48,7 @@ MAY_USE = {
 #: What stands on top, and may use every room but these.
 ON_TOP = (
     "bridge.cli", "bridge.legacy", "bridge.harvest", "bridge.pictures",
-    "bridge.circuits", "bridge.tasks",
+    "bridge.circuits", "bridge.tasks", "bridge.features",
 )  # fmt: skip
 
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.

@@ -64,12 +64,12 @@ class InBasis(View):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         act, read = self._activation(x, call), self._read(x, call)
         if isinstance(self.error, str) and self.error == "keep":
-            change = -self._decoded(_dense(self.encode(read)), act)
+            change = -self.decoded(_dense(self.encode(read)), act)
             if self.stateful:
                 self.encode(read)
-            made = act + (self._decoded(new, act) + change)
+            made = act + (self.decoded(new, act) + change)
         else:
-            made = self._decoded(new, act)
+            made = self.decoded(new, act)
             if self.skip is not None:
                 made = made + self.skip(read).to(made.dtype)
             if isinstance(self.error, Tensor):
@@ -84,7 +84,7 @@ class InBasis(View):
             features: of it, or of what was read.
             read: what was read, where there is a skip path.
         """
-        explained = self._decoded(features, act)
+        explained = self.decoded(features, act)
         return act - (explained if self.skip is None or read is None else explained + self.skip(read))
 
     def encode(self, x: Tensor) -> Tensor:
@@ -95,7 +95,8 @@ class InBasis(View):
             error.add_note(f"in encode of {self.name}, of an activation {list(x.shape)} of {x.dtype} on {x.device}")
             raise
 
-    def _decoded(self, features: Tensor, act: Tensor) -> Tensor:
+    def decoded(self, features: Tensor, act: Tensor) -> Tensor:
+        """What features explain of an activation, of its shape and type."""
         try:
             return self._fitting(self.basis.decode(features), act, "its decode")
         except RuntimeError as error:

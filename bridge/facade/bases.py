@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from adapters.views.basis import Basis, Error, InBasis
 from bridge.bases.placing import Functions, basis_point, modules_of
-from bridge.facade.hooks import HookMethods
+from bridge.cache.activation_cache import ActivationCache
+from bridge.facade.runs import RunMethods
 from bridge.hooks.context import Scope
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
+from bridge.run.protocol import Input
 
 
-class BasisMethods(HookMethods):
-    """The methods of a bridge that place hook points in a basis."""
+class BasisMethods(RunMethods):
+    """The methods of a bridge that place hook points in a basis, and that hold parts of a run."""
 
     @property
     def bases(self) -> list[HookPoint]:
@@ -177,6 +180,53 @@ class BasisMethods(HookMethods):
         read = None if view.reads is None or view.skip is None else cache[view.reads[0]]
         return view.unexplained(cache[hook.name.rpartition(".")[0]], cache[hook.name], read)
 
+    @contextmanager
+    def linearised(
+        self,
+        input: Input,
+        freeze: Sequence[str] = ("pattern", "ln_scale"),
+        **forward_kwargs: Any,
+    ) -> Iterator[ActivationCache | dict[str, Tensor]]:
+        """Holds attention patterns and norm factors at their values in one run, for all runs in a ``with`` statement.
+
+        Between MLPs the model is then linear in its residual stream: what is added to it has an exact share in all that
+        comes behind. Gradients do not flow through what is held.
+
+        Args:
+            input: of the run whose values are held. Other runs have as many positions, and as many rows or this one's
+                single row.
+            freeze: what is held: ``"pattern"``, every attention pattern; ``"ln_scale"``, every norm's factor;
+                ``"mlp_out"``, what MLPs add; or names of hook points.
+            forward_kwargs: as for `forward`.
+
+        Returns:
+            The activations that are held, by name.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> tokens = bridge.to_tokens("Mary and John")
+            >>> before = bridge(tokens)
+            >>> with bridge.linearised(tokens, freeze=("pattern", "ln_scale", "mlp_out")):
+            ...     again = bridge(tokens)
+            ...     twice = bridge.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda act, hook: act * 2)])
+            ...     thrice = bridge.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda act, hook: act * 3)])
+            >>> bool((again - before).abs().max() < 1e-3), bool((thrice - 2 * twice + again).abs().max() < 1e-2)
+            (True, True)
+        """
+        points: list[HookPoint] = []
+        for what in freeze:
+            ending = _HELD.get(what)
+            points += self.select_hooks(what if ending is None else lambda name, end=ending: name.endswith(end))
+        with torch.no_grad():
+            _, cache = self.run_with_cache(input, names_filter=[hook.name for hook in points], **forward_kwargs)
+        with self.hooks(fwd_hooks=[(hook, _held(cache[hook.name])) for hook in points]):
+            yield cache
+
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Moves the model, and the bases that were placed on it.
 
@@ -241,6 +291,20 @@ class BasisMethods(HookMethods):
 def as_they_are(features: Tensor, hook: HookPoint) -> Tensor:
     """The features, so that what the basis makes of them goes on."""
     return features
+
+
+#: What `linearised` can hold, and how the names of its hook points end.
+_HELD = {"pattern": ".hook_pattern", "ln_scale": ".hook_scale", "mlp_out": ".hook_mlp_out"}
+
+
+def _held(value: Tensor) -> Callable[..., Tensor]:
+    """A hook function that puts a value in an activation's place, in every row where it is of one row."""
+
+    def held(activation: Tensor, hook: HookPoint) -> Tensor:
+        one = value.shape[0] == 1 and value.shape[1:] == activation.shape[1:]
+        return value.expand_as(activation) if one else value
+
+    return held
 
 
 def _leaves_alone(hook: HookPoint) -> bool:
