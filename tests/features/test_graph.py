@@ -1,7 +1,5 @@
 """Attribution graphs: against circuit-tracer's own, and edge by edge against interventions."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -59,7 +57,7 @@ def test_circuit_tracer_finds_the_same_graph(family: str, skip: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def placed() -> Iterator[tuple[TransformerBridge, list[str], AttributionGraph]]:
+def placed() -> tuple[TransformerBridge, list[str], AttributionGraph]:
     bridge = reference_bridge("gpt2")
     points = [
         bridge.add_basis(
@@ -67,7 +65,7 @@ def placed() -> Iterator[tuple[TransformerBridge, list[str], AttributionGraph]]:
         ).name
         for layer in range(2)
     ]
-    yield bridge, points, attribution_graph(bridge, TOKENS, points, logits=3)
+    return bridge, points, attribution_graph(bridge, TOKENS, points, logits=3)
 
 
 TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44]])
@@ -139,7 +137,7 @@ def test_influence_and_picture(placed: tuple[TransformerBridge, list[str], Attri
 
 def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
     bridge, points, _ = placed
-    with pytest.raises(ValueError, match="add_basis placed; these are not: blocks.0.hook_mlp_out"):
+    with pytest.raises(ValueError, match=r"add_basis placed; these are not: blocks\.0\.hook_mlp_out"):
         attribution_graph(bridge, TOKENS, ["blocks.0.hook_mlp_out"])
     with pytest.raises(ValueError, match="no feature is active"):
         attribution_graph(bridge, TOKENS, points, without_positions=range(6))
