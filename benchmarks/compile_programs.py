@@ -1,8 +1,8 @@
 """Compiles programs into transformer weights: what `bridge/tasks/programs` holds.
 
 Run with tracr-pypi 1.0.0 (a development tool alone): ``python benchmarks/compile_programs.py``. Each file has the
-weights under HookedTransformer's names, the compiler's own stream for some prompts, and the edges through which something
-goes that depends on the tokens, worked out from what the compiled parts write and read.
+weights under HookedTransformer's names, the compiler's own stream for some prompts, and the edges through which
+something goes that depends on the tokens, worked out from what the compiled parts write and read.
 """
 
 import itertools

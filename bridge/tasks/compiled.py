@@ -52,7 +52,7 @@ class Compiled:
     streams: Float[Tensor, "rows pos d_model"]
 
     def metric(self) -> Metric:
-        """How far the logits are on the way from the corrupted prompts' (0) to the clean ones' (1), over all prompts."""
+        """How far the logits are on the way from the corrupted prompts' (0) to the clean ones' (1), over all."""
         with torch.no_grad():
             start, end = self.bridge(self.corrupted), self.bridge(self.clean)
         way = (end - start) / (end - start).square().sum()
