@@ -1,6 +1,6 @@
 """Which module of a Hugging Face model plays which part: declarations, and the hook points they make."""
 
-from adapters.architecture import Architecture, Block, Head, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
@@ -15,12 +15,14 @@ __all__ = [
     "Architecture",
     "Attention",
     "Block",
+    "Embedding",
     "Head",
     "Mixer",
     "MoE",
     "ModelMap",
     "Norm",
     "Projection",
+    "Readout",
     "Report",
     "Stack",
     "Step",

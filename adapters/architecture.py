@@ -12,11 +12,11 @@ from adapters.attention import Attention
 from adapters.block import Block, Mix, NamedStep, Opaque, Part, Step, feeds_forward
 from adapters.norms import Norm, NormKind
 from adapters.paths import join, members_of, module_at
-from adapters.views import Affine
+from adapters.stream_ends import Embedding, Head, Readout
 
 __all__ = (
-    "Architecture", "Block", "Head", "Mix", "NamedStep", "Opaque", "Part", "Stack", "Step", "feeds_forward",
-    "language_part",
+    "Architecture", "Block", "Embedding", "Head", "Mix", "NamedStep", "Opaque", "Part", "Readout", "Stack", "Step",
+    "feeds_forward", "language_part",
 )  # fmt: skip
 
 
@@ -33,10 +33,7 @@ class Stack:
         block: what a block looks like.
         layers: the blocks, by index, that look different, in any way.
         final_norm: the norm after the last block.
-        embed: the embedding of its own tokens, where the model has several stacks.
-        embed_factor, pos_embed, token_types: what that is multiplied with, and what is added to it, as in
-            `Architecture`.
-        embed_norm: a norm of the token embedding, or of the sum.
+        embedding: how its stream begins.
         name: the canonical name: ``blocks``, or ``encoder`` and ``decoder``.
         pos: the axis of its positions.
         output_key: which element of a block's output is the residual stream (None: the output itself).
@@ -55,15 +52,11 @@ class Stack:
     block: Block
     layers: Mapping[int, Block] = field(default_factory=dict)
     final_norm: Norm | None = None
-    embed: str | None = None
+    embedding: Embedding = field(default_factory=Embedding)
     name: str = "blocks"
     pos: str = "pos"
     output_key: int | None = None
     output_length: int = 1
-    embed_factor: float = 1.0
-    pos_embed: str | None = None
-    embed_norm: Norm | None = None
-    token_types: str | None = None
     members: tuple[str, ...] = ()
     rescaled: Mapping[int, float] = field(default_factory=dict)
     positions_first: bool = False
@@ -126,54 +119,14 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Head:
-    """What stands behind the last block beside the unembedding, or between the two. A model may lack it.
-
-    Paths are relative to the base model, or, if they begin with a dot, to the model itself.
-
-    Attributes:
-        name: the canonical name.
-        path: the module.
-        linear: its linear layer.
-        hook: the name of the hook point on its output, with its `axes` (None: it has none).
-        norm: its norm.
-        unembeds: the unembedding reads what it makes.
-        width: of what it makes, where that is not the stream's.
-    """
-
-    name: str
-    path: str
-    linear: str
-    hook: str | None = None
-    axes: str = "batch d_model"
-    norm: Norm | None = None
-    unembeds: bool = False
-    width: int | None = None
-
-
-@dataclass(frozen=True)
 class Architecture:
     """A model family, as its adapter declares it for one configuration.
 
-    Paths are relative to the base model (the one under ``base_model_prefix``), except `unembed`, which is relative to
-    the model itself.
+    Paths are relative to the base model (the one under ``base_model_prefix``), but those of `readout` to the model.
 
     Attributes:
         stacks: the lists of blocks; of an encoder-decoder model, ``encoder`` and ``decoder``.
-        embed, pos_embed, token_types: the embeddings of tokens, positions, and of the two sentences. "" where the first
-            list of blocks reads no tokens, but images or sound (ViT, Whisper's encoder).
-        more_embeds: further embeddings that are added, of which each runs once (TAPAS).
-        embed_project: a linear layer that brings the embeddings to the stream's width. Either it is what `embeddings`
-            names: then it reads their sum, or the norm of it (RemBERT, ALBERT). Or it reads the token embedding, alone
-            or before others, and what it puts out stands in the sum (RoCBert).
-        d_embed: how wide the embeddings before it are, where that is not the stream's width.
-        embed_factor: what the model multiplies the token embedding's result with.
-        embed_adjust: what parameters of the base model do to that besides; `hook_embed` stands before it.
-        embed_norm: a norm that follows: the token embedding alone (`hook_embed` is then its output), or, with
-            `embeddings`, their sum.
-        embeddings: the module that makes the first residual stream of all of them, where there is one (BERT): the names
-            are then those of HookedTransformer's encoder, and `hook_full_embed` is what it returns.
-        unembed: the output layer.
+        readout: how logits are made of what the last final norm puts out.
         changed_in_place: as in `Block`, of the modules that run before the blocks.
         heads: see `Head`; in the order of the computation.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
@@ -182,17 +135,7 @@ class Architecture:
     """
 
     stacks: tuple[Stack, ...]
-    embed: str
-    unembed: str
-    pos_embed: str | None = None
-    token_types: str | None = None
-    embed_norm: Norm | None = None
-    embeddings: str | None = None
-    embed_factor: float = 1.0
-    embed_adjust: Affine | None = None
-    more_embeds: tuple[str, ...] = ()
-    embed_project: str | None = None
-    d_embed: int | None = None
+    readout: Readout = field(default_factory=Readout)
     changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
     heads: tuple[Head, ...] = ()
     no_layer_runs: str = ""
@@ -206,8 +149,18 @@ class Architecture:
 
     @property
     def token_embeddings(self) -> str:
-        """The first token embeddings that there are: of the first stack, or else of the next; "" without any."""
-        return self.embed or next((stack.embed for stack in self.stacks if stack.embed), "")
+        """The first table of tokens that there is: of the first stack, or else of the next; "" without any."""
+        return "" if self.token_stack is None else self.token_stack.embedding.tokens
+
+    @property
+    def token_stack(self) -> Stack | None:
+        """The first list of blocks whose stream begins with tokens."""
+        return next((stack for stack in self.stacks if stack.embedding.tokens), None)
+
+    @property
+    def embedding(self) -> Embedding:
+        """How the stream of the first list of blocks begins."""
+        return self.stack.embedding
 
     @property
     def norm_kind(self) -> NormKind | None:
@@ -227,11 +180,25 @@ class Architecture:
         """
         if self.norms_on_the_stream and not of_normed:
             return "norms stand on its residual stream itself, which is then no sum of what was written to it"
-        if self.embed_adjust or not all(stack.keeps_its_stream for stack in self.stacks):
+        if self.embedding.unknown:
+            return f"how its residual stream begins is not known: {self.embedding.unknown}"
+        if self.embedding.adjust or not all(stack.keeps_its_stream for stack in self.stacks):
             return (
                 "its residual stream is multiplied, or normed as it enters a block, and so no sum of what was written "
                 "to it"
             )
+        return ""
+
+    def why_no_logit_sum(self) -> str:
+        """Why logits, before a soft cap, are no sum over the terms of the last stream; "" where they are."""
+        for head in self.heads:
+            if head.unembeds:
+                return (
+                    f"{head.linear.removeprefix('.')} and an activation function stand between its residual stream and "
+                    "its logits: these are no sum over the stream's terms"
+                )
+        if self.readout.unknown:
+            return f"how its logits are made of its residual stream is not known: {self.readout.unknown}"
         return ""
 
     def refuse_several_streams(self, name: str) -> None:
@@ -271,12 +238,10 @@ def language_part(text: Architecture, path: str) -> Architecture:
         path: of the text model, from the base model that holds it.
     """
     stack, final = text.stack, text.stack.final_norm
-    return replace(
-        text,
-        stacks=(
-            replace(
-                stack, path=join(path, stack.path), final_norm=final and replace(final, path=join(path, final.path))
-            ),
-        ),
-        embed=join(path, text.embed),
+    inside = replace(
+        stack,
+        path=join(path, stack.path),
+        embedding=stack.embedding.below(path),
+        final_norm=final and (final if final.kind.function else replace(final, path=join(path, final.path))),
     )
+    return replace(text, stacks=(inside,))

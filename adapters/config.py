@@ -301,15 +301,17 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
         "d_vocab_out": getattr(hf, "vocab_size", 0),
         "n_ctx": None if isinstance(context, int) and context < 0 else context,  # XLNet says -1: no end
         "act_fn": act_fn_name(first(hf, "hidden_act", "hidden_activation", "activation_function")),
-        "positional_embedding_type": "standard" if architecture.pos_embed else "none",
+        "positional_embedding_type": "standard" if architecture.embedding.positions else "none",
         "final_rms": stack.final_norm is not None and not stack.final_norm.kind.centered,
-        "post_embedding_ln": architecture.embed_norm is not None and architecture.embeddings is None,
+        "post_embedding_ln": architecture.embedding.norm is not None and architecture.embedding.norm_of_sum is None,
+        "output_logits_soft_cap": architecture.readout.soft_cap or -1.0,
         "tie_word_embeddings": _ties(hf),
         "default_prepend_bos": True,
         **_of_the_steps(architecture, layers),
     }
-    if architecture.unembed and has_module(model, architecture.unembed):
-        values["d_vocab_out"] = _rows(model.get_submodule(architecture.unembed)) or values["d_vocab_out"]
+    unembed = architecture.readout.path
+    if unembed and has_module(model, unembed):
+        values["d_vocab_out"] = _rows(model.get_submodule(unembed)) or values["d_vocab_out"]
     known = "d_mlp" in given
     d_mlp = given.pop("d_mlp", None)
     if not values["attn_only"]:
@@ -317,7 +319,7 @@ def model_config(architecture: Architecture, model: nn.Module, root: nn.Module) 
     values |= _windows(hf, len(layers)) | given
     if values.get("use_attn_scale", True):
         values.setdefault("attn_scale", math.sqrt(values["d_head"]))
-    vocabularies = (path_from(model, embed) if embed else "", architecture.unembed)
+    vocabularies = (path_from(model, embed) if embed else "", unembed)
     return ModelConfig(**values, _model=model, _vocabularies=vocabularies)
 
 

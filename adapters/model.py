@@ -10,7 +10,7 @@ from torch import nn
 
 from adapters.architecture import Architecture
 from adapters.automatic.declaration import Inferred, NotInferable, infer
-from adapters.builder import hook_points
+from adapters.building.blocks import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.inputs.made import Given
 from adapters.paths import base_path, core_path, join

@@ -26,11 +26,12 @@ class NormKind:
         identity: it computes nothing: it is there as a place to stand on, and has no hook points of its own.
         eps: its epsilon, where its module does not keep it (None: the module does).
         opaque: what it computes is not said: it is a place to stand on too.
+        function: it is a function that the model calls, without a module, a weight or a bias; `eps` says its epsilon.
         inner, gate: the module inside that is the norm, and the one whose sigmoid, of what it makes of the norm's
             output, that is multiplied with (A.X K2): what is read is the product.
 
     Raises:
-        ValueError: a layer norm has a gate, or a norm inside has none behind it.
+        ValueError: a layer norm has a gate, or a norm inside has none behind it; or a function has no epsilon.
     """
 
     centered: bool
@@ -38,6 +39,7 @@ class NormKind:
     identity: bool = False
     eps: float | None = None
     opaque: bool = False
+    function: bool = False
     inner: str = ""
     gate: str = ""
 
@@ -45,8 +47,13 @@ class NormKind:
         if bool(self.inner) != bool(self.gate) or (self.gate and self.centered):
             raise ValueError(f"inner={self.inner!r} and gate={self.gate!r}: an RMS norm may have both, others neither")
 
+        if self.function and self.eps is None:
+            raise ValueError("function=True and eps=None: no module says the epsilon of a norm that is a function")
+
     def normalizer(self, module: nn.Module) -> nn.Module:
-        """What keeps the weight: the norm's module, or the one inside of it."""
+        """What keeps the weight: the norm's module, the one inside of it, or, of a function, a module without any."""
+        if self.function:
+            return _NO_PARAMETERS
         return module.get_submodule(self.inner) if self.inner else module
 
     def gated(self, module: nn.Module, made: Tensor) -> Tensor:
@@ -76,7 +83,7 @@ class Norm:
     """A norm in a model.
 
     Attributes:
-        path: the module, relative to what declares it: a block, an attention module, the base model.
+        path: the module, relative to what declares it: a block, an attention module, the base model; "" of a function.
         kind: what it computes.
     """
 
@@ -84,6 +91,7 @@ class Norm:
     kind: NormKind
 
 
+_NO_PARAMETERS = nn.Identity()
 LAYER_NORM = NormKind(centered=True)
 RMS_NORM = NormKind(centered=False)
 NO_NORM = NormKind(centered=False, identity=True)
@@ -183,6 +191,19 @@ class NormalizedOutput(View):
     def get(self, x: Tensor, call: Call) -> Tensor:
         weight = None if self.kind.centered else self.kind.weight(call.module)
         return x if weight is None else (at_least_float32(x) / weight).to(x.dtype)
+
+
+def normalized(kind: NormKind, x: Tensor) -> Tensor:
+    """What a norm without weight and bias makes of a stream.
+
+    Args:
+        kind: what it computes; it says its epsilon.
+        x: ``[..., d_model]``.
+    """
+    assert kind.eps is not None
+    y = at_least_float32(x)
+    y = y - y.mean(-1, keepdim=True) if kind.centered else y
+    return (y / (y.pow(2).mean(-1, keepdim=True) + kind.eps).sqrt()).to(x.dtype)
 
 
 def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:

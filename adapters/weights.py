@@ -47,9 +47,28 @@ class Weights:
         self.base, self.core = base_path(model), core_path(model)
         self.getters = self._all()
 
+    def unembedding_of(self, ids: Tensor) -> Tensor:
+        """The columns of `W_U` that belong to tokens, without the others.
+
+        Args:
+            ids: of any shape.
+
+        Returns:
+            ``[*ids, d_model]``.
+        """
+        readout = self.architecture.readout
+        matrix = self.matrix("." + readout.path)
+        rows = matrix.T[ids.to(matrix.device)]
+        return rows if readout.factor == 1 else rows * readout.factor
+
     def _all(self) -> dict[str, Get]:
         # The functions know the model and not this table: with a cycle the model would outlive its last user.
         return _Getters(self.architecture, self.model, self.cfg).taken()
+
+    @property
+    def core_model(self) -> nn.Module:
+        """The Hugging Face model without what wraps it."""
+        return self.model.get_submodule(self.core)
 
     def __getitem__(self, name: str) -> Float[Tensor, "..."]:
         return _with_gradient(self.getters[name]())
@@ -121,25 +140,39 @@ class _Getters(Weights):
             if self.has(stack.path):
                 self._add_stack(stack)
         self._add_heads()
-        unembed = "." + architecture.unembed
-        if architecture.unembed and self.has(unembed):
-            self.getters["unembed.W_U"] = lambda: self.matrix(unembed)
-            self.getters["unembed.b_U"] = self.bias(unembed, lambda: (cfg.d_vocab_out,))
+        readout = architecture.readout
+        unembed = "." + readout.path
+        if readout.path and self.has(unembed):
+            self.getters["unembed.W_U"] = times(readout.factor, lambda: self.matrix(unembed))
+            self.getters["unembed.b_U"] = self._unembedding_bias(self.bias(unembed, lambda: (cfg.d_vocab_out,)))
         found, self.getters = self.getters, {}
         return found
 
     def _add_embeddings(self) -> None:
-        a = self.architecture
-        at = "embed." if a.embeddings is not None else ""  # HookedTransformer's encoder has one part for all of them
-        if a.token_embeddings:
-            factor = a.embed_factor if a.embed else next(stack.embed_factor for stack in a.stacks if stack.embed)
-            self.getters[f"{at}embed.W_E"] = self._token_embedding(a.token_embeddings, factor)
-        if a.pos_embed:
-            self.getters[f"{at}pos_embed.W_pos"] = self._position_embedding(a.pos_embed)
-        if a.token_types:
-            self.getters[f"{at}token_type_embed.W_token_type"] = self.parameter(a.token_types)
-        if a.embed_norm:
-            self.add_norm("embed.ln", "", a.embed_norm)
+        made, token_stack = self.architecture.embedding, self.architecture.token_stack
+        at = "" if made.module is None else "embed."  # HookedTransformer's encoder has one part for all of them
+        if token_stack is not None:
+            tokens = token_stack.embedding
+            self.getters[f"{at}embed.W_E"] = self._token_embedding(tokens.tokens, tokens.factor)
+        if made.positions:
+            self.getters[f"{at}pos_embed.W_pos"] = self._position_embedding(made.positions)
+        if made.types:
+            self.getters[f"{at}token_type_embed.W_token_type"] = self.parameter(made.types)
+        if made.norm:
+            self.add_norm("embed.ln", "", made.norm)
+
+    def _unembedding_bias(self, own: Get) -> Get:
+        """The bias of the logits: of the output layer, and what the model adds behind it."""
+        readout = self.architecture.readout
+        if readout.bias_of(self.core_model) is None:
+            return times(readout.factor_out, own)
+
+        def both() -> Tensor:
+            bias = own() * readout.factor_out
+            more = readout.bias_of(self.core_model)
+            return bias if more is None else bias + more.to(bias)
+
+        return both
 
     def _token_embedding(self, path: str, factor: float) -> Get:
         def get() -> Tensor:
@@ -204,7 +237,7 @@ class _Getters(Weights):
 
     def add_norm(self, name: str, path: str, norm: Norm) -> None:
         """The weight and bias of a norm, as far as it has them; its path is relative to `path`."""
-        if norm.kind.identity:
+        if norm.kind.identity or norm.kind.function:
             return
         at = norm.path if norm.path.startswith(".") else join(path, norm.path)
         module, inner = norm.kind.normalizer(self.module(at)), join(at, norm.kind.inner)

@@ -33,8 +33,8 @@ MAY_USE = {
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"bridge.native", "bridge.hooks"},
-    "bridge.lens": {"adapters", "bridge.hooks", "bridge.run"},
     "bridge.bases": {"adapters", "bridge.hooks"},
+    "bridge.lens": {"adapters", "bridge.hooks", "bridge.analysis", "bridge.run"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
         "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native",

@@ -93,9 +93,9 @@ class Limits:
         for name, parameter in self.core.named_parameters(remove_duplicate=False):
             if type(parameter) is nn.Parameter and parameter.numel():
                 places.setdefault(parameter.data_ptr(), []).append(name)
-        embedding = self.parts.weights.module(self.a.embed).weight
+        embedding = self.parts.weights.module(self.a.embedding.tokens).weight
         tied = places.get(embedding.data_ptr(), []) if type(embedding) is nn.Parameter else []
-        if len(tied) == 2 and f"{self.a.unembed}.weight" in tied:
+        if len(tied) == 2 and f"{self.a.readout.path}.weight" in tied:
             places = {where: names for where, names in places.items() if names is not tied}
         twice = [names for names in places.values() if len(names) > 1]
         return f"{twice[0][0]} is used in more than one place" if twice else ""
@@ -111,7 +111,7 @@ class Limits:
             return "a gate stands behind one of its norms, and reads what that makes with its weight"
         if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
             return "one of its norms is none that is known"
-        if not self.parts.weights.has("." + self.a.unembed):
+        if not self.parts.weights.has("." + self.a.readout.path):
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
         for norm in self.parts.norms:
             if not norm.readers:
@@ -122,6 +122,8 @@ class Limits:
                 return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
             if bias is None or not bool(bias.any()):
                 continue
+            if norm.name == "ln_final" and self.a.readout.factor_in != 1:
+                return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
             if not norm.kind.centered:
                 return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
             if norm.gated:
@@ -146,7 +148,7 @@ class Limits:
         return ""
 
     def _center_unembed(self) -> str:
-        if not self.parts.weights.has("." + self.a.unembed):
+        if not self.parts.weights.has("." + self.a.readout.path):
             return f"{type(self.core).__name__} has no output layer"
         if self.cfg.output_logits_soft_cap > 0:
             return f"its logits go through a soft cap of {self.cfg.output_logits_soft_cap:g}, which is not linear"

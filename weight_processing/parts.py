@@ -103,7 +103,7 @@ class Parts:
     def final_kind(self) -> NormKind | None:
         """What the norm before the unembedding computes, None where there is none."""
         norm = self.architecture.stack.final_norm
-        return norm.kind if norm and not norm.kind.identity else None
+        return norm.kind if norm and not (norm.kind.identity or norm.kind.function) else None
 
     def find(self, prefix: str, name: str) -> str:
         """The name of a weight, with the underscore of grouped keys and values where it has that."""
@@ -111,6 +111,12 @@ class Parts:
         return full if full in self.weights.getters else f"{prefix}._{name}"
 
     def get(self, name: str) -> Get:
+        """What gives a weight. Of the output layer it is what is stored, without the factors that `W_U` has in it."""
+        unembed = "." + self.architecture.readout.path
+        if name == "unembed.W_U" and self.architecture.readout.factor != 1:
+            return lambda: self.weights.matrix(unembed)
+        if name == "unembed.b_U":
+            return self.weights.bias(unembed, lambda: (self.cfg.d_vocab_out,))
         return self.weights.getters[name]
 
     def _norms(self) -> Iterator[Norm]:
@@ -130,7 +136,7 @@ class Parts:
                 yield Norm(f"{at}.ln", join(path, part.path, part.ln.path), part.ln.kind, (out,))
         final = self.architecture.stack.final_norm
         if final and self.final_kind and "unembed.W_U" in self.weights.getters:
-            unembed = "." + self.architecture.unembed
+            unembed = "." + self.architecture.readout.path
             reader = Reader("unembed.W_U", self.get("unembed.W_U"), self.get("unembed.b_U"), unembed)
             yield Norm("ln_final", final.path, self.final_kind, (reader,))
 
@@ -230,8 +236,9 @@ class Parts:
         """Parameters of which the adapter does not say what they do: they may read or write what is to be changed."""
         a = self.architecture
         known: set[int] = set()
-        norms = [norm.path for norm in (a.embed_norm, a.stack.final_norm) if norm]
-        paths = [path for path in (a.embed, a.pos_embed, *norms, "." + a.unembed) if path and self.weights.has(path)]
+        norms = [norm.path for norm in (a.embedding.norm, a.stack.final_norm) if norm and not norm.kind.function]
+        ends = (a.embedding.tokens, a.embedding.positions, *norms, "." + a.readout.path)
+        paths = [path for path in ends if path and self.weights.has(path)]
         for _, path, named in self.steps:
             step, part = named.step, named.step.part
             paths += [join(path, norm.path) for norm in (step.pre, step.post) if norm]
@@ -248,6 +255,8 @@ class Parts:
                 paths += [
                     join(path, part.path, at) for at in (part.router, part.experts, part.shared_gate, *shared) if at
                 ]
+        if (bias := a.readout.bias_of(self.weights.core_model)) is not None:
+            known.add(id(bias))
         for path in paths:
             known.update(id(parameter) for parameter in self.weights.module(path).parameters())
         return [name for name, parameter in self.weights.model.named_parameters() if id(parameter) not in known]

@@ -106,13 +106,13 @@ class SavedBiases:
 
 def untie(core: PreTrainedModel, architecture: Architecture) -> None:
     """Gives the unembedding a parameter of its own where it shares the embedding's; the configuration says so."""
-    if not has_module(core, architecture.unembed):
+    if not has_module(core, architecture.readout.path):
         return
-    embed = core.get_submodule(join(base_path(core), architecture.embed))
-    unembed = core.get_submodule(architecture.unembed)
+    embed = core.get_submodule(join(base_path(core), architecture.embedding.tokens))
+    unembed = core.get_submodule(architecture.readout.path)
     weight, tied = unembed.weight, embed.weight
     assert isinstance(weight, Tensor) and isinstance(tied, Tensor)
     if weight.data_ptr() == tied.data_ptr():
         unembed.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     core.config.tie_word_embeddings = False
-    getattr(core, "all_tied_weights_keys", {}).pop(f"{architecture.unembed}.weight", None)
+    getattr(core, "all_tied_weights_keys", {}).pop(f"{architecture.readout.path}.weight", None)

@@ -71,7 +71,7 @@ def do_center_unembed(parts: Parts, saved_biases: SavedBiases) -> None:
     total = torch.stack([precise(piece).sum(1, keepdim=True) for piece in pieces]).sum(0)
     for piece in pieces:
         piece.copy_(center_unembed(precise(piece), total / W_U.shape[1]))
-    if parts.has_bias("." + parts.architecture.unembed):
+    if parts.has_bias("." + parts.architecture.readout.path):
         bias = parts.get("unembed.b_U")()
         bias.copy_(center_unembed(precise(bias)))
 
@@ -143,7 +143,7 @@ def written(parts: Parts, step: str) -> dict[str, Callable[[], Tensor]]:
     if step == "center_writing_weights":
         return parts.writers
     if step == "center_unembed":
-        names = ["unembed.W_U"] + ["unembed.b_U"] * parts.has_bias("." + parts.architecture.unembed)
+        names = ["unembed.W_U"] + ["unembed.b_U"] * parts.has_bias("." + parts.architecture.readout.path)
         return {name: parts.get(name) for name in names}
     found = {}
     letters = ("V", "O") if step == "fold_value_biases" else ("Q", "K", "V", "O")

@@ -11,11 +11,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Head, Opaque, Part, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, Opaque, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
-from adapters.automatic.ends import FoundEmbedding, find_embedding, find_final_norm, find_head, find_unembedding
+from adapters.automatic.ends.embedding import FoundEmbedding, find_embedding
+from adapters.automatic.ends.readout import End, find_final_norm, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
@@ -127,7 +128,7 @@ class _Inference:
             text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
             embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
         if embedding is None and self.main is not None:
-            embedding = FoundEmbedding("")
+            embedding = FoundEmbedding(Embedding())
         if embedding is None:
             raise NotInferable("no token embedding ran")
         self.not_offered |= embedding.missing
@@ -138,22 +139,28 @@ class _Inference:
             self.facts.speak_of_the_first()
             decoder, last_norm = self._decoder(other, found)
             declared.append(decoder)
-        values = self.facts.values(found, unembed, self.given, self.not_offered)
+        values = self.facts.values(found, unembed)
+        declared[0] = replace(declared[0], embedding=embedding.declared(self.relative))
+        heads: tuple[Head, ...] = ()
+        readout = Readout()
+        if unembed is not None:
+            last = collapse(self.recording, stacks[-1])
+            on_stream = bool(declared[-1].block.steps and declared[-1].block.steps[-1].stream_norm)
+            end = End(self.model, self.recording, self.core, unembed, stacks[-1].blocks[-1].end)
+            normed, function = end.normed(last.value, last_norm, on_stream)
+            if function is not None:
+                declared[-1] = replace(declared[-1], final_norm=function)
+            heads = end.heads(normed)
+            readout = end.readout(self.given, normed, bool(heads))
+            if readout.unknown:
+                self.not_offered["logits of the stream"] = readout.unknown
+            else:
+                self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
-            embed=embedding.embed and self.relative(embedding.embed),
-            unembed=relative(unembed.path, self.core) if unembed else "",
-            pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
-            token_types=embedding.token_types and self.relative(embedding.token_types),
-            embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
-            embeddings=embedding.module and self.relative(embedding.module),
-            embed_factor=embedding.factor,
-            embed_adjust=embedding.adjust,
-            more_embeds=tuple(map(self.relative, embedding.more)),
-            embed_project=embedding.project and self.relative(embedding.project),
-            d_embed=embedding.width,
+            readout=readout,
             changed_in_place=self._changed_before(found.blocks[0].start),
-            heads=self._heads(stacks[-1], last_norm, unembed),
+            heads=heads,
             no_layer_runs=why_no_layers(found, two, self.main),
             config_values=values,
         )
@@ -204,11 +211,7 @@ class _Inference:
         stack = replace(
             stack,
             pos="decoder_pos",
-            embed=self.relative(embedding.embed),
-            embed_factor=embedding.factor,
-            pos_embed=embedding.pos_embed and self.relative(embedding.pos_embed),
-            embed_norm=embedding.norm and Norm(self.relative(embedding.norm.path), embedding.norm.kind),
-            token_types=embedding.token_types and self.relative(embedding.token_types),
+            embedding=embedding.declared(self.relative),
         )
         return stack, final
 
@@ -216,22 +219,6 @@ class _Inference:
         """What the model writes over, at the borders of the modules that run before the blocks."""
         before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
         return tuple((self.relative(call.path), which) for call in before for which in call.changed)
-
-    def _heads(self, found: FoundStack, final: Norm | None, unembed: ModuleCall | None) -> tuple[Head, ...]:
-        """What stands between the last block and the output layer, where that does not read the last stream's norm."""
-        if unembed is None or unembed.entered is None:
-            return ()
-        last = collapse(self.recording, found) if final is None else self.recording.of(final.path)[-1].left[0]
-        if last.mark == unembed.entered.mark:
-            return ()
-        head = find_head(self.recording, found.blocks[-1].end, unembed)
-        if head is None:
-            return ()
-        around, linear = ("." + relative(each, self.core) for each in head[:2])
-        norm = head[2] and Norm("." + relative(head[2].path, self.core), head[2].kind)
-        width = unembed.entered.value.shape[-1]
-        own = None if width == found.d_model else width
-        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True, width=own),)
 
     def relative(self, path: str) -> str:
         """A path of the model as one from its base model."""

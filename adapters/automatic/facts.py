@@ -13,12 +13,10 @@ from adapters.attention import Attention
 from adapters.automatic import measured
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack
-from adapters.automatic.ends import soft_cap
 from adapters.automatic.measured import FoundTable, find_table
 from adapters.automatic.recording import ModuleCall, Recording
 from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
-from adapters.inputs.made import Given
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 
@@ -101,16 +99,12 @@ class Facts:
             return replace(declared, adds=measured.adding(found))
         return declared
 
-    def values(
-        self, found: FoundStack, unembed: ModuleCall | None, given: Given, not_offered: dict[str, str]
-    ) -> dict[str, object]:
+    def values(self, found: FoundStack, unembed: ModuleCall | None) -> dict[str, object]:
         """The fields of `ModelConfig`.
 
         Args:
             found: the first list of blocks.
             unembed: the call of the output layer.
-            given: what the model was run on.
-            not_offered: is told what cannot be said.
         """
         if self._of_the_first is not None:
             counts, self.windows = self._of_the_first
@@ -133,12 +127,6 @@ class Facts:
             values["d_mlp"] = values.get("d_expert")
         if values["n_key_value_heads"] == values["n_heads"]:
             values["n_key_value_heads"] = None
-        if unembed:
-            cap = soft_cap(self.model, given, unembed)
-            if cap is None:
-                not_offered["cfg.output_logits_soft_cap"] = "something unknown stands behind the output layer"
-            else:
-                values["output_logits_soft_cap"] = cap
         return values
 
     def _is_tied(self, unembed: ModuleCall) -> bool:

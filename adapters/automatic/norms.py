@@ -71,6 +71,20 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
     return found
 
 
+def function_norm(x: Tensor, y: Tensor) -> NormKind | None:
+    """The norm without a module, a weight or a bias that makes one tensor of another; None where none does.
+
+    Args:
+        x, y: before and behind it.
+    """
+    found = recognise_norm(x, y, None, None, tolerance=tolerance(x)) if x.shape == y.shape else None
+    if found is None or found.offset:
+        return None
+    # What does not show in the numbers is the epsilon that torch's functions take where they are given none.
+    eps = torch.finfo(x.dtype).eps if found.eps is None else float(f"{found.eps:.2g}")
+    return NormKind(found.centered, eps=eps, function=True)
+
+
 def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]) -> dict[ModuleCall, NormKind]:
     """The norms, of which those that a gate stands behind are the modules around both.
 

@@ -20,7 +20,9 @@ _KINDS = {
 }  # fmt: skip
 #: Where the names in a declaration come from.
 _MODULES = {
-    "adapters.architecture": ("Architecture", "Block", "Head", "Mix", "Opaque", "Stack", "Step"),
+    "adapters.architecture": (
+        "Architecture", "Block", "Embedding", "Head", "Mix", "Opaque", "Readout", "Stack", "Step",
+    ),
     "adapters.attention": ("Attention", "Projection"),
     "adapters.feed_forward": ("MLP", "MoE"),
     "adapters.mixers.part": ("Mixer",),

@@ -1,1 +1,1 @@
-"""Hook points that belong to no block: embeddings, final norms, heads, the unembedding."""
+"""From a declaration to hook points: blocks, and what stands before and behind them."""

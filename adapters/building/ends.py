@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, Head, Stack
+from adapters.architecture import Architecture, Stack
 from adapters.norms import Norm, norm_points
 from adapters.paths import call_number, has_module, join, module_path, path_from
 from adapters.points import Point, PointList, Site
+from adapters.stream_ends import Head
 from adapters.views import Composed, Copied, PositionsFirst, Scaled, WithBatchAxis
 
 
@@ -21,38 +22,37 @@ def embedding_points(architecture: Architecture, base: str) -> list[Point]:
         architecture: what the adapter declares.
         base: the path of the model without its head.
     """
-    tokens = Site(join(base, architecture.embed), "output")
+    made = architecture.embedding
+    tokens = Site(join(base, made.tokens), "output")
     points = PointList("", -1, "")
-    together = architecture.embeddings is not None  # HookedTransformer's encoder has one part for all of them
+    together = made.module is not None  # HookedTransformer's encoder has one part for all of them
     points.add("embed.hook_in", Site(tokens.path, "input"), axes="batch pos", group="extra")
-    norm, project = architecture.embed_norm, architecture.embed_project
-    width = "d_model" if architecture.d_embed is None else str(architecture.d_embed)
-    axes = f"batch pos {width}"  # of the embeddings
-    total = axes if project == architecture.embeddings else None  # of their sum
-    scaled = Scaled(architecture.embed_factor) if architecture.embed_factor != 1 else None
+    axes = f"batch pos {'d_model' if made.width is None else made.width}"  # of the embeddings
+    total = axes if made.projects_sum else None  # of their sum
+    scaled = Scaled(made.factor) if made.factor != 1 else None
     if together:
         points.add("embed.hook_embed", tokens, scaled, axes, aliases=("hook_embed", "embed.hook_out"))
-        if project and project != architecture.embeddings:
-            points.add("embed.hook_projected", Site(join(base, project), "output"))
+        if made.project and not made.projects_sum:
+            points.add("embed.hook_projected", Site(join(base, made.project), "output"))
     else:
-        embed = Site(join(base, norm.path), "output") if norm else tokens
-        if norm:
-            norm_points(points, "embed.ln", norm.kind, embed)
-        points.add("hook_embed", embed, None if norm else scaled, aliases=("embed.hook_out",))
-    if architecture.token_types:
-        points.add("embed.hook_token_type_embed", Site(join(base, architecture.token_types), "output"), axes=total)
-    for path in architecture.more_embeds:
+        embed = Site(join(base, made.norm.path), "output") if made.norm else tokens
+        if made.norm:
+            norm_points(points, "embed.ln", made.norm.kind, embed)
+        points.add("hook_embed", embed, None if made.norm else scaled, aliases=("embed.hook_out",))
+    if made.types:
+        points.add("embed.hook_token_type_embed", Site(join(base, made.types), "output"), axes=total)
+    for path in made.more:
         site = Site(join(base, path), "output")
-        points.add(more_embed_name(path), site, WithBatchAxis(), total, group="extra", sources=(tokens,))
-    if architecture.pos_embed:
-        site = Site(join(base, architecture.pos_embed), "output")
+        points.add(more_embed_name(path), site, WithBatchAxis(), total, sources=(tokens,))
+    if made.positions:
+        site = Site(join(base, made.positions), "output")
         names = ("hook_pos_embed", "pos_embed.hook_out")
         name, aliases = ("embed.hook_pos_embed", names) if together else (names[0], names[1:])
         points.add(name, site, WithBatchAxis(), total, aliases=aliases, sources=(tokens,))
-    if architecture.embeddings is not None:
-        if norm:
-            norm_points(points, "embed.ln", norm.kind, Site(join(base, norm.path), "output"), axes=total)
-        points.add("hook_full_embed", Site(join(base, architecture.embeddings), "output"))
+    if made.module is not None:
+        if made.norm:
+            norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"), axes=total)
+        points.add("hook_full_embed", Site(join(base, made.module), "output"))
     found = copied(points.points, {(join(base, path), kind) for path, kind in architecture.changed_in_place})
     return batch_first(found) if architecture.stack.positions_first else found
 
@@ -74,27 +74,24 @@ def copied(points: list[Point], changed: Set[tuple[str, str]]) -> list[Point]:
 
 
 def more_embed_name(path: str) -> str:
-    """The hook point of one of an architecture's `more_embeds`."""
+    """The hook point of one of the further tables of an `Embedding`."""
     number = call_number(path)
     return f"embed.{module_path(path).rpartition('.')[2]}{f'_{number + 1}' if number else ''}.hook_out"
 
 
-def add_own_embeddings(points: PointList, stack: Stack, embed: str, base: str) -> None:
-    """The embeddings of a stack's own tokens."""
-    tokens = Site(join(base, embed), "output")
-    scaled = Scaled(stack.embed_factor) if stack.embed_factor != 1 else None
+def add_own_embeddings(points: PointList, stack: Stack, base: str) -> None:
+    """The embeddings of a second stack's own tokens."""
+    made = stack.embedding
+    tokens = Site(join(base, made.tokens), "output")
+    scaled = Scaled(made.factor) if made.factor != 1 else None
     points.add(f"{stack.name}_embed.hook_out", tokens, scaled, group="extra")
-    if stack.pos_embed:
-        site = Site(join(base, stack.pos_embed), "output")
+    if made.positions:
+        site = Site(join(base, made.positions), "output")
         points.add(f"{stack.name}_pos_embed.hook_out", site, WithBatchAxis(), group="extra", sources=(tokens,))
-    if stack.token_types:
-        points.add(
-            f"{stack.name}_token_type_embed.hook_out", Site(join(base, stack.token_types), "output"), group="extra"
-        )
-    if stack.embed_norm:
-        norm_points(
-            points, f"{stack.name}_embed.ln", stack.embed_norm.kind, Site(join(base, stack.embed_norm.path), "output")
-        )
+    if made.types:
+        points.add(f"{stack.name}_token_type_embed.hook_out", Site(join(base, made.types), "output"), group="extra")
+    if made.norm:
+        norm_points(points, f"{stack.name}_embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"))
 
 
 def add_collapse(points: PointList, base: str, path: str) -> None:
@@ -102,19 +99,29 @@ def add_collapse(points: PointList, base: str, path: str) -> None:
     points.add("hook_resid_final", Site(join(base, path), "output"), aliases=("ln_final.hook_in",))
 
 
-def add_final_norm(points: PointList, stack: Stack, base: str, norm: Norm) -> None:
+def add_final_norm(
+    points: PointList, architecture: Architecture, stack: Stack, base: str, norm: Norm, model: nn.Module
+) -> None:
     """Adds the hook points of the norm behind a stack's last block.
 
     Args:
         points: they are added to it.
+        architecture: what the adapter declares.
         stack: the stack.
         base: the path of the model without its head.
-        norm: its norm.
+        norm: its norm. What a function puts out is seen where the output layer reads it.
+        model: the model.
     """
-    site = Site(join(base, norm.path), "output")
+    site, shared = Site(join(base, norm.path), "output"), None
+    if norm.kind.function:
+        path = path_from(model, "." + architecture.readout.path)
+        if not architecture.readout.path or not has_module(model, path):
+            return
+        last = join(base, stack.place_of(len(stack.modules(model.get_submodule(base))) - 1))
+        site, shared = Site(path, "input"), Site(last, "output", stack.output_key)
     name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
     aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
-    norm_points(points, name, norm.kind, site)
+    norm_points(points, name, norm.kind, site, shared=shared)
     points.add(f"{name}.hook_out", site, group="extra", aliases=aliases)
 
 
@@ -146,8 +153,9 @@ def add_unembedding(points: PointList, architecture: Architecture, model: nn.Mod
         architecture: what the adapter declares.
         model: the model.
     """
-    path = path_from(model, "." + architecture.unembed)
-    if architecture.unembed and has_module(model, path):
+    unembed = architecture.readout.path
+    path = path_from(model, "." + unembed)
+    if unembed and has_module(model, path):
         width = next((head.width for head in architecture.heads if head.unembeds and head.width), None)
         entered = None if width is None else f"batch {points.pos} {width}"
         points.add("unembed.hook_in", Site(path, "input"), axes=entered, group="extra")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Head, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
@@ -25,14 +25,17 @@ def bert(config: PreTrainedConfig) -> Architecture:
             Step(mlp, stream_norm=Norm("output.LayerNorm", LAYER_NORM)),
         )
     )
+    embedding = Embedding(
+        "embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        types="embeddings.token_type_embeddings",
+        norm=Norm("embeddings.LayerNorm", LAYER_NORM),
+        module="embeddings",
+    )
     transform = ".cls.predictions.transform"
     return Architecture(
-        embed="embeddings.word_embeddings",
-        pos_embed="embeddings.position_embeddings",
-        token_types="embeddings.token_type_embeddings",
-        embed_norm=Norm("embeddings.LayerNorm", LAYER_NORM),
-        embeddings="embeddings",
-        stacks=(Stack("encoder.layer", block),),
+        stacks=(Stack("encoder.layer", block, embedding=embedding),),
+        readout=Readout("cls.predictions.decoder"),
         heads=(
             Head("pooler", "pooler", linear="pooler.dense", hook="hook_pooler_out"),
             Head(
@@ -50,6 +53,5 @@ def bert(config: PreTrainedConfig) -> Architecture:
                 axes="batch 2",
             ),
         ),
-        unembed="cls.predictions.decoder",
         config_values={"attention_dir": "causal" if config.is_decoder else "bidirectional"},
     )

@@ -1,4 +1,4 @@
-"""Cohere's Command: Llama with layer norms, attention and MLP side by side."""
+"""Cohere's Command: Llama with layer norms, attention and MLP side by side, and a factor on its logits."""
 
 from __future__ import annotations
 
@@ -24,4 +24,5 @@ def compass(config: PreTrainedConfig) -> Architecture:
 
 def _side_by_side(config: PreTrainedConfig, values: dict[str, object]) -> Architecture:
     pre = ("input_layernorm", "input_layernorm")
-    return llama_like(config, norm=LAYER_NORM, pre=pre, parallel=True, config_values=values)
+    factor = 1.0 if config.logit_scale is None else config.logit_scale
+    return llama_like(config, norm=LAYER_NORM, pre=pre, parallel=True, logit_factor=factor, config_values=values)

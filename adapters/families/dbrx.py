@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MoE
 from adapters.norms import LAYER_NORM, Norm
@@ -39,5 +39,5 @@ def dbrx(config: PreTrainedConfig) -> Architecture:
         "act_fn": mixture.ffn_act_fn.get("name", "silu"),
         "gated_mlp": True,
     }
-    stack = Stack("blocks", Block(steps), final_norm=Norm("norm_f", LAYER_NORM))
-    return Architecture((stack,), embed="wte", unembed="lm_head", config_values=values)
+    stack = Stack("blocks", Block(steps), {}, Norm("norm_f", LAYER_NORM), Embedding("wte"))
+    return Architecture((stack,), Readout("lm_head"), config_values=values)

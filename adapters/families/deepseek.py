@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
@@ -38,7 +40,8 @@ def youtu(config: PreTrainedConfig) -> Architecture:
 def minicpm3(config: PreTrainedConfig) -> Architecture:
     factor = config.scale_depth / config.num_hidden_layers**0.5
     attn, values = latent_attention(config), latent_values(config)
-    return llama_like(config, attn=attn, factor=factor, config_values=values)
+    declared = llama_like(config, attn=attn, factor=factor, config_values=values)
+    return replace(declared, readout=replace(declared.readout, factor_in=1 / config.logits_scaling))
 
 
 def _mixed(config: PreTrainedConfig, moe: MoE, dense: range | list[int], values: dict[str, object]) -> Architecture:

@@ -20,10 +20,12 @@ def _direction(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def _scales(config: PreTrainedConfig) -> dict[str, object]:
-    return _direction(config) | {
-        "attn_scale": config.query_pre_attn_scalar**0.5,
-        "output_logits_soft_cap": config.final_logit_softcapping or -1.0,
-    }
+    return _direction(config) | {"attn_scale": config.query_pre_attn_scalar**0.5}
+
+
+def _cap(config: PreTrainedConfig) -> float | None:
+    """The soft cap of the logits."""
+    return config.final_logit_softcapping or None
 
 
 @register("GemmaPreTrainedModel")
@@ -34,7 +36,8 @@ def gemma(config: PreTrainedConfig) -> Architecture:
 @register("Gemma2PreTrainedModel")
 def gemma2(config: PreTrainedConfig) -> Architecture:
     cap = {"attn_scores_soft_cap": config.attn_logit_softcapping or -1.0}
-    return llama_like(config, norm=GEMMA_NORM, pre=PRE, post=POST, config_values=_scales(config) | cap)
+    values = _scales(config) | cap
+    return llama_like(config, norm=GEMMA_NORM, pre=PRE, post=POST, soft_cap=_cap(config), config_values=values)
 
 
 @register("Gemma3PreTrainedModel")
@@ -44,10 +47,12 @@ def gemma3(config: PreTrainedConfig) -> Architecture:
     q_norm, k_norm = Norm("q_norm", GEMMA_NORM), Norm("k_norm", GEMMA_NORM)
     attn = replace(ATTENTION, q_norm=q_norm, k_norm=k_norm, qk_norm_over="heads first")
     # Its configuration has attn_logit_softcapping, but its attention leaves the scores as they are.
-    return llama_like(config, attn=attn, norm=GEMMA_NORM, pre=PRE, post=POST, config_values=_scales(config))
+    return llama_like(
+        config, attn=attn, norm=GEMMA_NORM, pre=PRE, post=POST, soft_cap=_cap(config), config_values=_scales(config)
+    )
 
 
 @register("VaultGemmaPreTrainedModel")
 def vaultgemma(config: PreTrainedConfig) -> Architecture:
     values = _scales(config) | {"attn_scores_soft_cap": config.attn_logit_softcapping or -1.0}
-    return llama_like(config, norm=GEMMA_NORM, pre=PRE, config_values=values)
+    return llama_like(config, norm=GEMMA_NORM, pre=PRE, soft_cap=_cap(config), config_values=values)

@@ -1,4 +1,4 @@
-"""Granite: Llama that multiplies what attention and MLP add, the embedding and the scores."""
+"""Granite: Llama that multiplies what attention and MLP add, the embedding, the scores and the logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ SINKS = replace(ATTENTION, z_is="sink", z_sinks="sinks")
 
 
 def _factors(config: PreTrainedConfig) -> Factors:
-    return {"factor": config.residual_multiplier, "embed_factor": config.embedding_multiplier}
+    return {
+        "factor": config.residual_multiplier,
+        "embed_factor": config.embedding_multiplier,
+        "logit_factor": 1 / config.logits_scaling,
+    }
 
 
 def _scale(config: PreTrainedConfig) -> dict[str, object]:
@@ -32,7 +36,8 @@ def granite(config: PreTrainedConfig) -> Architecture:
 @register("HyperCLOVAXPreTrainedModel")
 def hyperclovax(config: PreTrainedConfig) -> Architecture:
     post = ("post_norm1", "post_norm2") if config.use_post_norm else (None, None)
-    return llama_like(config, post=post, **_factors(config), config_values=_scale(config))
+    factors: Factors = {**_factors(config), "logit_factor": config.logits_scaling}  # where Granite divides
+    return llama_like(config, post=post, **factors, config_values=_scale(config))
 
 
 @register("GraniteMoePreTrainedModel", "GraniteMoeSharedPreTrainedModel", "GraniteMoeSWAPreTrainedModel")

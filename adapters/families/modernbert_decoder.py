@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Head, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
 from adapters.families.shapes.llama import fused_gate
@@ -21,13 +21,8 @@ def modernbert_decoder(config: PreTrainedConfig) -> Architecture:
     mlp = Step(MLP("mlp", up=up, gate=gate, down="Wo"), pre=Norm("mlp_norm", LAYER_NORM))
     block = Block((Step(attn, pre=Norm("attn_norm", LAYER_NORM)), mlp))
     # The embeddings are normed already.
-    stack = Stack("layers", block, {0: Block((Step(attn), mlp))}, final_norm=Norm("final_norm", LAYER_NORM))
+    first = {0: Block((Step(attn), mlp))}
+    embedding = Embedding("embeddings.tok_embeddings", norm=Norm("embeddings.norm", LAYER_NORM))
+    stack = Stack("layers", block, first, Norm("final_norm", LAYER_NORM), embedding)
     head = Head("mlm_head", ".lm_head", ".lm_head.dense", norm=Norm(".lm_head.norm", LAYER_NORM), unembeds=True)
-    return Architecture(
-        embed="embeddings.tok_embeddings",
-        embed_norm=Norm("embeddings.norm", LAYER_NORM),
-        stacks=(stack,),
-        heads=(head,),
-        unembed="decoder",
-        config_values=rotary_values(config),
-    )
+    return Architecture((stack,), Readout("decoder"), heads=(head,), config_values=rotary_values(config))

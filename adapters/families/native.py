@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, NO_NORM, RMS_NORM, Norm
@@ -40,10 +40,9 @@ def native(config: PreTrainedConfig) -> Architecture:
     )
     steps = (Step(attn, pre=Norm("ln1", norm)), Step(mlp, pre=Norm("ln2", norm), parallel=config.parallel_attn_mlp))
     final_norm = Norm("ln_final", RMS_NORM if config.final_rms else norm)
+    embedding = Embedding("embed", positions="pos_embed" if positions in ("standard", "shortformer") else None)
     return Architecture(
-        embed="embed",
-        pos_embed="pos_embed" if positions in ("standard", "shortformer") else None,
-        stacks=(Stack("blocks", Block(steps[:1] if config.attn_only else steps), final_norm=final_norm),),
-        unembed="unembed",
+        (Stack("blocks", Block(steps[:1] if config.attn_only else steps), {}, final_norm, embedding),),
+        Readout("unembed"),
         config_values={name: getattr(config, name) for name in _SAME_FIELDS},
     )

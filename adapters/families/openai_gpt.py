@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
@@ -21,9 +21,7 @@ def openai_gpt(config: PreTrainedConfig) -> Architecture:
     norms = Norm("ln_1", LAYER_NORM), Norm("ln_2", LAYER_NORM)
     block = Block((Step(attn, stream_norm=norms[0]), Step(mlp, stream_norm=norms[1])))
     return Architecture(
-        embed="tokens_embed",
-        pos_embed="positions_embed",
-        stacks=(Stack("h", block, output_key=0),),
-        unembed="lm_head",
+        (Stack("h", block, embedding=Embedding("tokens_embed", positions="positions_embed"), output_key=0),),
+        Readout("lm_head"),
         config_values={"d_mlp": 4 * width, "act_fn": {"gelu": "gelu_new", "swish": "silu"}.get(config.afn, config.afn)},
     )

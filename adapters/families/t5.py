@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import RMS_NORM, Norm
@@ -18,25 +18,34 @@ def _attention(layer: int, module: str, cross: bool = False) -> Attention:
     return Attention(path, q, k, v, o="o", out=out, out_key=None, position_bias=bias, cross=cross)
 
 
-def _stack(name: str, *parts: Attention | MLP, embed: str | None = None, pos: str = "pos") -> Stack:
+def _stack(name: str, *parts: Attention | MLP, pos: str = "pos") -> Stack:
     norms = [Norm(f"layer.{i}.layer_norm", RMS_NORM) for i in range(len(parts))]
     block = Block(tuple(Step(part, pre=norm) for part, norm in zip(parts, norms, strict=True)))
     final_norm = Norm(f"{name}.final_layer_norm", RMS_NORM)
-    return Stack(f"{name}.block", block, {}, final_norm, embed, name, pos, output_key=0, output_length=3)
+    embedding = Embedding(f"{name}.embed_tokens")
+    return Stack(f"{name}.block", block, {}, final_norm, embedding, name, pos, output_key=0, output_length=3)
 
 
-@register("T5PreTrainedModel", "MT5PreTrainedModel")
+@register("T5PreTrainedModel")
 def t5(config: PreTrainedConfig) -> Architecture:
+    return _declared(config, config.d_model**-0.5 if config.scale_decoder_outputs else 1.0)
+
+
+@register("MT5PreTrainedModel")
+def mt5(config: PreTrainedConfig) -> Architecture:
+    return _declared(config, 1.0)
+
+
+def _declared(config: PreTrainedConfig, factor_in: float) -> Architecture:
     up, gate = (Projection("wi_1"), Projection("wi_0")) if config.is_gated_act else (Projection("wi"), None)
     mlps = [MLP(f"layer.{i}.DenseReluDense", up=up, gate=gate, down="wo", out=f"layer.{i}.dropout") for i in range(3)]
     attn, cross = _attention(0, "SelfAttention"), _attention(1, "EncDecAttention", cross=True)
     return Architecture(
         stacks=(
             _stack("encoder", attn, mlps[1]),
-            _stack("decoder", attn, cross, mlps[2], embed="decoder.embed_tokens", pos="decoder_pos"),
+            _stack("decoder", attn, cross, mlps[2], pos="decoder_pos"),
         ),
-        embed="encoder.embed_tokens",
-        unembed="lm_head",
+        readout=Readout("lm_head", factor_in=factor_in),
         no_layer_runs="all layers use its first layer's position bias, and its decoder needs the encoder's output",
         config_values={
             "attention_dir": "bidirectional",

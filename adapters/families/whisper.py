@@ -17,7 +17,7 @@ def whisper(config: PreTrainedConfig) -> Architecture:
     found = bart_like(config, on_stream=False, final=True, embed_norm=False, hears=hears)
     # Its tokenizer puts what begins a transcript before a text.
     values = {**found.config_values, "n_ctx": config.max_target_positions, "default_prepend_bos": False}
-    return replace(found, unembed="proj_out", config_values=values)
+    return replace(found, readout=replace(found.readout, path="proj_out"), config_values=values)
 
 
 @register("Speech2TextPreTrainedModel")

@@ -33,7 +33,6 @@ def prove_facts(evidence: Evidence, findings: Findings) -> None:
         said = getattr(cfg, name)
         findings.holds(CLAIM, f"cfg.{name}", said == seen, f"it says {said!r}, and the model has {seen!r}")
     _epsilon(evidence, findings)
-    _output(evidence, findings)
     _positions(evidence, findings)
 
 
@@ -85,14 +84,14 @@ def _last_of_experts(evidence: Evidence) -> set[int]:
 
 def _tied(evidence: Evidence, table: Tensor | None) -> bool:
     """One tensor is both the embedding and the unembedding; without an unembedding, what the configuration says."""
-    model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.bridge.architecture.unembed)
+    model, path = evidence.bridge.original_model, evidence.from_model("." + evidence.bridge.architecture.readout.path)
     if not has_module(model, path):
         return evidence.bridge.cfg.tie_word_embeddings
     weight = getattr(model.get_submodule(path), "weight", None)
     tables = [table]
     for stack in evidence.stacks():
-        if stack.embed:
-            tables.append(getattr(model.get_submodule(join(evidence.base, stack.embed)), "weight", None))
+        if tokens := stack.embedding.tokens:
+            tables.append(getattr(model.get_submodule(join(evidence.base, tokens)), "weight", None))
     return any(each is not None and weight is each for each in tables)
 
 
@@ -122,9 +121,9 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     final_rms = final is not None and not final.kind.centered and not final.kind.identity
     if cfg.final_rms or not (cfg.normalization_type or "").startswith("RMS"):  # False says nothing where all are
         yield "final_rms", final_rms
-    yield "post_embedding_ln", architecture.embed_norm is not None and architecture.embeddings is None
+    yield "post_embedding_ln", architecture.embedding.norm is not None and architecture.embedding.norm_of_sum is None
     shifted = any(part.qk_shift for part in attentions)
-    rotary, standard = any(part.rotary for part in attentions), architecture.pos_embed is not None
+    rotary, standard = any(part.rotary for part in attentions), architecture.embedding.positions is not None
     alike = {"alibi", "relative_positional_bias"}  # told apart by the scores
     if cfg.positional_embedding_type not in alike and attentions:
         kind = "rotary" if rotary else "shortformer" if shifted else "standard" if standard else "none"
@@ -163,50 +162,11 @@ def _epsilon(evidence: Evidence, findings: Findings) -> None:
             return
 
 
-def _output(evidence: Evidence, findings: Findings) -> None:
-    """The logits are what the unembedding makes, capped or not."""
-    made, cap = evidence.get("unembed.hook_out"), evidence.bridge.cfg.output_logits_soft_cap
-    if made is None or evidence.output is None or made.shape != evidence.output.shape:
-        findings.holds(CLAIM, "cfg.output_logits_soft_cap", cap <= 0, f"it says {cap}, and there are no logits")
-        return
-    made, seen = made.double(), evidence.output.double()
-    if cap > 0:
-        expected = cap * (made * _factor_before(cap, made, seen) / cap).tanh()
-    else:
-        rest = (seen - made).flatten(0, -2)
-        bias, close = rest.mean(0), findings.tolerance * float(made.abs().max())
-        if float(bias.abs().max()) > close >= float((rest - bias).abs().max()):  # the same in every row
-            findings.untold(CLAIM, "the logits are unembed.hook_out and a bias")
-            return
-        expected = made * float((made * seen).sum() / made.pow(2).sum())
-    findings.equal(CLAIM, "cfg.output_logits_soft_cap", evidence.output, expected.to(evidence.output.dtype))
-
-
-def _factor_before(cap: float, x: Tensor, y: Tensor) -> float:
-    """What numbers are multiplied with before a soft cap, by those that it leaves below half of it."""
-    x, y = x.flatten(), y.flatten()
-    told = y.abs() < cap / 2
-    if not bool(told.any()):
-        return factor_of_small(x, y)
-    x, y = x[told], cap * (y[told] / cap).atanh()
-    return float(x @ y) / max(float(x @ x), 1e-30)
-
-
-def factor_of_small(x: Tensor, y: Tensor) -> float:
-    """What the smallest numbers are multiplied with, of which a soft cap leaves nearly all.
-
-    Args:
-        x, y: before and after, in one row.
-    """
-    small = x.abs().argsort()[:8]
-    return float(x[small] @ y[small]) / max(float(x[small] @ x[small]), 1e-30)
-
-
 def _positions(evidence: Evidence, findings: Findings) -> None:
     """Learned positions: as many as the model has, but for those that it puts before the first."""
     architecture, cfg, model = evidence.bridge.architecture, evidence.bridge.cfg, evidence.bridge.original_model
-    if architecture.pos_embed and cfg.n_ctx is not None:
-        call = evidence.call(evidence.base, architecture.pos_embed)
+    if architecture.embedding.positions and cfg.n_ctx is not None:
+        call = evidence.call(evidence.base, architecture.embedding.positions)
         table = getattr(call.module, "weight", None) if call else None
         if isinstance(table, Tensor):
             before = int(getattr(call.module, "offset", 0)) if call else 0

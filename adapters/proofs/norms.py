@@ -42,10 +42,10 @@ def prove_norms(evidence: Evidence, findings: Findings) -> None:
 def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
     """Every declared norm that is there, with its path."""
     architecture = evidence.bridge.architecture
-    if architecture.embed_norm:
-        yield join(evidence.base, architecture.embed_norm.path), architecture.embed_norm
+    if norm := architecture.embedding.norm:
+        yield join(evidence.base, norm.path), norm
     for stack in evidence.stacks():
-        if stack.final_norm:
+        if stack.final_norm and not stack.final_norm.kind.function:
             yield join(evidence.base, stack.final_norm.path), stack.final_norm
     for head in architecture.heads:
         if head.norm and evidence.call(evidence.from_model(head.path)):

@@ -13,6 +13,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.paths import call_number, join, module_at, module_path
 from adapters.proofs.ends.embeddings import CHAIN, ENDS, prove_beginning, zeroed
+from adapters.proofs.ends.logits import prove_end
 from adapters.proofs.evidence import Evidence, ModuleCall, Place, recorded
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
@@ -39,7 +40,7 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
     for stack in evidence.stacks():
         _chain(evidence, findings, stack)
     prove_beginning(evidence, findings)
-    _ends(evidence, findings)
+    prove_end(evidence, findings, [(stack, _last(evidence, stack)) for stack in evidence.stacks()])
 
 
 def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
@@ -248,6 +249,13 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
         )
 
 
+def _last(evidence: Evidence, stack: Stack) -> Tensor | None:
+    """What leaves the last block, as the final norm reads it."""
+    left = [left for _, _, left, _ in streams_of(evidence, stack)]
+    last = left[-1] if left else None
+    return None if last is None else last * stack.rescaled.get(len(left), 1)
+
+
 def _joined(evidence: Evidence, sources: Sequence[tuple[str, float]]) -> Tensor | None:
     """The sum of what calls outside of the blocks put out."""
     total: Tensor | None = None
@@ -259,46 +267,3 @@ def _joined(evidence: Evidence, sources: Sequence[tuple[str, float]]) -> Tensor 
             return None
         total = made * factor if total is None else total + made * factor
     return total
-
-
-def _ends(evidence: Evidence, findings: Findings) -> None:
-    architecture = evidence.bridge.architecture
-    stream: Tensor | None = None
-    for stack in evidence.stacks():
-        for index, (_, _, left, _) in enumerate(streams_of(evidence, stack), 1):
-            stream = left if left is None else left * stack.rescaled.get(index, 1)
-        if stack.collapse:
-            call = evidence.call(evidence.base, stack.collapse)
-            findings.equal(ENDS, stack.collapse, like(call.input if call else None, stream), stream)
-            stream = call.result if call else None
-        if stack.final_norm:
-            norm = evidence.call(evidence.base, stack.final_norm.path)
-            findings.equal(ENDS, f"{stack.final_norm.path}", norm.input if norm else None, stream)
-            stream = norm.result if norm else None
-    for head in architecture.heads:
-        path = evidence.from_model(head.path)
-        linear, module = evidence.call(evidence.from_model(head.linear)), evidence.call(path)
-        if module is None:
-            continue
-        weight = getattr(linear.module, "weight", None) if linear else None
-        inside = f"{evidence.from_model(head.linear)}.".startswith(f"{path}.")
-        ok = inside and isinstance(weight, Tensor) and weight.ndim == 2
-        findings.holds(ENDS, head.name, ok, f"{head.linear} is no linear layer of it that ran")
-        if head.unembeds:
-            findings.equal(ENDS, head.name, module.input, stream)
-            normed = evidence.call(evidence.from_model(head.norm.path)) if head.norm else None
-            stream = normed.result if normed else module.result  # the module may hold the output layer, too
-            if f"{evidence.from_model('.' + architecture.unembed)}.".startswith(f"{path}.") and not normed:
-                inner = evidence.call(evidence.from_model("." + architecture.unembed))
-                stream = inner.input if inner else None
-    unembed = evidence.call(evidence.from_model("." + architecture.unembed)) if architecture.unembed else None
-    base = evidence.call(evidence.base)
-    last = unembed.input if unembed else base.result if base else None
-    if last is None or stream is None or last.shape != stream.shape:
-        findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
-        return
-    if architecture.stack.every_block[0].exit:
-        stream = zeroed(findings, stream, last)
-    factor = float((last.double() * stream.double()).sum() / stream.double().pow(2).sum())
-    findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))
-    findings.holds(ENDS, "unembed", factor > 0, f"it reads what the final norm makes, times {factor:.3g}")

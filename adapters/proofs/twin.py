@@ -18,10 +18,14 @@ ROOM = 2**31
 
 
 def trivial_parameters(model: nn.Module) -> list[str]:
-    """The parameters whose elements are all the same (biases of zero, norms of one): they prove nothing."""
+    """The parameters whose elements are all the same (biases of zero, norms of one): they prove nothing.
+
+    Buffers that are biases count, such as what BART adds to its logits.
+    """
+    held = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name.endswith("bias"))]
     return [
         name
-        for name, p in model.named_parameters()
+        for name, p in held
         if p.is_floating_point() and p.numel() > 1 and not p.is_meta and bool((p == p.flatten()[0]).all())
     ]
 
@@ -60,9 +64,11 @@ def twin(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
             new = new.float()
         own = new.data_ptr() != parameter.data_ptr()
         tensors[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad) if own else parameter
-    for buffer in model.buffers():
+    for name, buffer in model.named_buffers():
         half = buffer.dtype in (torch.float16, torch.bfloat16)
         tensors[id(buffer)] = buffer.float() if half else buffer.clone()
+        if name in trivial:
+            tensors[id(buffer)] += (torch.randn(buffer.shape, generator=generator) * noise).to(buffer.device)
     twins: dict[int, nn.Module] = {id(module): object.__new__(type(module)) for module in model.modules()}
     for module in model.modules():
         twins[id(module)].__dict__ = _state(module, twins, tensors)

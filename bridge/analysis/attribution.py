@@ -8,8 +8,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.requirements import Activations, AnalysedModel, Index, layer_of, pick, require
-from bridge.analysis.residual_norms import gradients_of, is_normed_stream, norm_before, norm_of
+from bridge.analysis.requirements import (
+    Activations,
+    AnalysedModel,
+    Index,
+    layer_of,
+    pick,
+    refuse_no_logit_sum,
+    require,
+)
+from bridge.analysis.residual_norms import gradients_of, norm_before, norm_of
 from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types
 
@@ -120,7 +128,8 @@ class AttributionMethods(Activations):
 
         Raises:
             MissingActivationsError: the final norm's `hook_scale` is not cached.
-            ValueError: shapes that do not fit; or logits that are no sum over terms (BERT's head).
+            ValueError: shapes that do not fit; or logits that are no sum over terms (BERT's head), or of which it is
+                not known how they are made.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -223,11 +232,10 @@ def logit_attributions(
         torch.Size([9, 1, 3])
     """
     model = cache.model
-    if is_normed_stream(model):
-        raise ValueError(
-            f"{model.cfg.model_name} has a layer with an activation function between its residual stream and its "
-            "logits: these are no sum over the stream's terms"
-        )
+    refuse_no_logit_sum(model)
+    norm = norm_of(model, "ln_final")
+    if norm is not None:
+        norm.refuse_gate()
     with gradients_of(residual_stack):
         directions = directions_of(model, tokens)
         if incorrect_tokens is not None:
@@ -238,7 +246,7 @@ def logit_attributions(
                     f"{list(others.shape[:-1])}"
                 )
             directions = directions - others
-        weight = None if (norm := norm_of(model, "ln_final")) is None else norm.weight
+        weight = None if norm is None else norm.weight
         if norm_weights is None:
             norm_weights = model.counts_norm_weights
             if not norm_weights and weight is not None and bool((weight != 1).any()):
@@ -280,13 +288,14 @@ def directions_of(model: AnalysedModel, tokens: Tokens) -> Float[Tensor, "*token
     """
     if isinstance(tokens, str):
         tokens = model.to_single_token(tokens)
-    weight = model.W_U
-    ids = torch.as_tensor(tokens, device=weight.device)
+    if "unembed.W_U" not in model.weights.getters:
+        raise ValueError(f"{model.cfg.model_name} has no unembedding: nothing is attributed to logits")
+    ids = torch.as_tensor(tokens)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"tokens are {ids.dtype}; they must be whole numbers, or the text of one token")
     if ids.numel() == 1:
         ids = ids.reshape(())
-    n = weight.shape[-1]
+    n = model.cfg.d_vocab_out
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < n:
         raise ValueError(f"tokens go from {int(ids.min())} to {int(ids.max())}; the model has logits for 0 to {n - 1}")
-    return weight.T[ids]
+    return model.weights.unembedding_of(ids)

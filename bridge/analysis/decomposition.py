@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,18 +10,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from adapters.architecture import NamedStep, feeds_forward
+from adapters.building.ends import more_embed_name
 from adapters.config import is_language_part
+from adapters.linear import weight_in_out
+from adapters.mixers.part import Mixer
+from adapters.paths import module_at
 from bridge.analysis.layer_outputs import bias_written, neuron_labels, results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, refuse_no_sum, require
-from bridge.analysis.residual_norms import StreamNorm, gradients_of, is_normed_stream, norm_of
+from bridge.analysis.residual_norms import PostNorm, StreamNorm, gradients_of, norm_of, post_norm
+from bridge.hooks.act_names import last_stream
 
 Group = Literal["embed", "attn", "mixer", "mlp", "bias"]
-#: The parts that a block may have: attention, a mixer, or both, and MLPs behind them, or these alone.
-_LAYERS = re.compile(r"((attn|mixer|attn\+mixer|mixer\+attn)(\+|$))?(mlp(\+mlp_2)?)?(?<=.)")
-_GROUPS: Mapping[str, Group] = {"attn": "attn", "mixer": "mixer", "mlp": "mlp", "mlp_2": "mlp"}
-_EMBEDDINGS = {
-    "embed": "hook_embed", "pos_embed": "hook_pos_embed", "token_type_embed": "embed.hook_token_type_embed",
-}  # fmt: skip
 
 
 @dataclass
@@ -57,26 +56,21 @@ class _Walk:
         self.model = self.cache.model
         self.terms: list[Term] = []
         self.bias: Tensor | None = None
+        self.begins = self.model.architecture.embedding
         #: It is the text of a model that is given images or sound, too.
         self.sees = is_language_part(self.model.original_model)
-        stack = self.model.architecture.stack
         refuse_no_sum(self.model, of_normed=True)
         for layer in range(self.model.cfg.n_layers):
-            steps = stack.block_at(layer).named
-            names = [named.name for named in steps]
-            if not _LAYERS.fullmatch("+".join(names)):
+            steps = self.steps(layer)
+            if not steps:
                 raise ValueError(
-                    f"block {layer} of {self.model.cfg.model_name} writes {', '.join(names) or 'what is not known'} to "
-                    "the residual stream: only blocks of an attention, a mixer and then MLPs can be taken apart"
+                    f"what block {layer} of {self.model.cfg.model_name} writes to the residual stream is not known: it "
+                    "cannot be taken apart. bridge.offered() says why"
                 )
-            for name in names:
-                self.is_offered(f"blocks.{layer}.hook_{name}_out")
-            if any((named.step.stream_norm is not None) != is_normed_stream(self.model) for named in steps):
-                raise ValueError(
-                    f"some blocks of {self.model.cfg.model_name} have norms on the residual stream, others have not: "
-                    "they cannot be taken apart together"
-                )
-
+            for named in steps:
+                self.is_offered(f"blocks.{layer}.hook_{named.name}_out")
+                if self.heads and named.name == "attn":
+                    self.is_offered(f"blocks.{layer}.attn.hook_z")
         if "embed" in self.groups:
             self.is_offered("hook_embed")
 
@@ -88,19 +82,32 @@ class _Walk:
                 "residual stream. bridge.offered() says why it is missing"
             )
 
-    def parts(self, layer: int, whole: bool) -> list[str]:
-        """What a block writes, in order; of the last one all that its MLP reads, if it is not meant whole."""
-        names = [named.name for named in self.model.architecture.stack.block_at(layer).named]
-        return [name for name in names if (whole or _GROUPS[name] != "mlp") and _GROUPS[name] in self.groups]
+    def steps(self, layer: int) -> tuple[NamedStep, ...]:
+        """The residual steps of a block."""
+        return self.model.architecture.stack.block_at(layer).named
 
-    def fine(self, part: str) -> bool:
-        """Whether a part is taken apart into heads or neurons."""
-        if self.neurons and part == "mlp_2":
+    def before_mlp(self, layer: int) -> list[NamedStep]:
+        """The steps of a block that add to what its MLP reads; of one without an MLP, those of its first stream."""
+        steps = list(self.steps(layer))
+        first = next((i for i, named in enumerate(steps) if feeds_forward(named.step.part)), None)
+        return steps[:first] if first is not None else [named for named in steps if named.after == steps[0].after]
+
+    def fine(self, named: NamedStep) -> bool:
+        """Whether a part is taken apart into heads or neurons.
+
+        Raises:
+            ValueError: it would have to be, and is the second of its kind in a block.
+        """
+        group = group_of(named)
+        if not {"attn": self.heads, "mlp": self.neurons}.get(group, False):
+            return False
+        if named.name != group:
+            what, rest = ("neurons", "expand_neurons=False") if group == "mlp" else ("heads", "decompose_resid()")
             raise ValueError(
-                f"{self.model.cfg.model_name} has two MLPs in a block, which are not taken apart into neurons; "
-                "expand_neurons=False takes their outputs whole"
+                f"{self.model.cfg.model_name} has {named.name} beside {group} in a block: it is not taken apart into "
+                f"{what}; {rest} takes its output whole"
             )
-        return {"attn": self.heads, "mlp": self.neurons}.get(part, False)
+        return True
 
     def names(self, layer: int, mlp_input: bool) -> Iterator[str]:
         """The activations that the walk to a layer needs."""
@@ -109,40 +116,81 @@ class _Walk:
             if self.sees:
                 yield from (f"blocks.{i}.hook_resid_pre" for i in range(min(layer + 1, self.model.cfg.n_layers)))
                 yield from (f"blocks.{i}.hook_resid_post" for i in range(min(layer, self.model.cfg.n_layers - 1)))
-        if is_normed_stream(self.model):
+        if self.begins.norm_of_sum and {"embed", "bias"} & {*self.groups}:
             yield "embed.ln.hook_scale"
         for index in range(layer + mlp_input):
-            prefix, whole = f"blocks.{index}", index < layer
-            for part in self.parts(index, whole):
-                if not (fine := self.fine(part)):
-                    yield f"{prefix}.hook_{part}_out"
-                elif part == "attn":
-                    result = f"{prefix}.attn.hook_result"
-                    yield result if result in self.cache else f"{prefix}.attn.hook_z"
-                norm = self.post_norm(index, part) if fine else None
-                if norm:
-                    yield norm.scale_name
-            if is_normed_stream(self.model) and whole:
-                yield from (f"{prefix}.ln1.hook_scale", f"{prefix}.ln2.hook_scale")
+            prefix = f"blocks.{index}"
+            for named in self.steps(index) if index < layer else self.before_mlp(index):
+                if group_of(named) in self.groups:
+                    yield from self.names_of(prefix, index, named)
+                if named.step.stream_norm and index < layer:
+                    yield f"{prefix}.{named.norm}.hook_scale"
+
+    def names_of(self, prefix: str, layer: int, named: NamedStep) -> Iterator[str]:
+        """The activations that tell what a part writes."""
+        if not self.fine(named):
+            yield f"{prefix}.hook_{named.name}_out"
+            return
+        if named.name == "attn":
+            result = f"{prefix}.attn.hook_result"
+            yield result if result in self.cache else f"{prefix}.attn.hook_z"
+        if norm := self.post_norm(layer, named.name):
+            yield norm.scale_name
 
     def embeddings(self) -> dict[str, str]:
         """The hook points of the embeddings that are added to the residual stream, by label."""
-        known = self.model.hook_dict.keys() | self.model.names.aliases.keys()
-        found = {label: name for label, name in _EMBEDDINGS.items() if name in known}
-        if self.model.cfg.positional_embedding_type == "shortformer":  # added to what queries and keys read
-            found.pop("pos_embed")
+        begins = self.begins
+        found = {"embed": "embed.hook_projected" if begins.project and not begins.projects_sum else "hook_embed"}
+        if (
+            begins.positions and self.model.cfg.positional_embedding_type != "shortformer"
+        ):  # which queries and keys read
+            found["pos_embed"] = "hook_pos_embed"
+        if begins.types:
+            found["token_type_embed"] = "embed.hook_token_type_embed"
+        for path in begins.more:
+            name = more_embed_name(path)
+            found[name.removeprefix("embed.").removesuffix(".hook_out")] = name
         return found
 
-    def post_norm(self, layer: int, part: str) -> StreamNorm | None:
+    def post_norm(self, layer: int, part: str) -> PostNorm | None:
         """The norm between a part and the residual stream, where that is to be gone through."""
-        return norm_of(self.model, f"blocks.{layer}.ln{1 if part == 'attn' else 2}_post") if self.post_norms else None
+        return post_norm(self.model, layer, part) if self.post_norms else None
 
     def scale(self, norm: StreamNorm) -> Tensor:
         return pick(require(self.cache, [norm.scale_name])[0], self.pos_slice, -2)
 
-    def embed(self) -> None:
-        for label, name in self.embeddings().items():
-            self.terms.append(Term("embed", [label], pick(self.cache[name], self.pos_slice, -2)[None]))
+    def begin(self) -> None:
+        """The embeddings, through the norm and the projection of their sum."""
+        if "embed" in self.groups:
+            for label, name in self.embeddings().items():
+                self.terms.append(Term("embed", [label], pick(self.cache[name], self.pos_slice, -2)[None]))
+        elif "bias" not in self.groups:
+            return
+        if self.begins.norm_of_sum:
+            self.through("embed.ln")
+        if self.begins.projects_sum:
+            self.project()
+
+    def project(self) -> None:
+        """Takes all terms through the linear layer that reads their sum; its bias is of no term."""
+        module = module_at(self.model.original_model, self.model.hook_dict["hook_full_embed"].point.site.path)
+        weight = weight_in_out(module)
+        if weight is None:
+            raise ValueError(
+                f"{self.begins.project} of {self.model.cfg.model_name} is a {type(module).__name__}, whose weight is "
+                "no plain matrix: its embeddings cannot be taken apart"
+            )
+        for term in self.terms:
+            term.value = term.value @ weight.to(term.value)
+        if self.bias is not None:
+            self.bias = self.bias @ weight.to(self.bias)
+        if isinstance(bias := getattr(module, "bias", None), Tensor):
+            self.add_constant(bias)
+
+    def add_constant(self, constant: Tensor) -> None:
+        """Adds to the term of constants, where that is asked for."""
+        if "bias" in self.groups:
+            self.bias = constant if self.bias is None else self.bias + constant.to(self.bias)
 
     def images(self, layer: int) -> None:
         """What images, or sound, put into the stream before a layer: in place of their tokens, or on top of them."""
@@ -157,9 +205,11 @@ class _Walk:
             label = f"{layer}_images" if layer else "images"
             self.terms.append(Term("embed", [label], (entering - before)[None]))
 
-    def write(self, layer: int, part: str) -> None:
-        group = _GROUPS[part]
-        if not self.fine(part):
+    def write(self, layer: int, named: NamedStep) -> None:
+        group, part = group_of(named), named.name
+        if group not in self.groups:
+            return
+        if not self.fine(named):
             out = pick(self.cache[f"blocks.{layer}.hook_{part}_out"], self.pos_slice, -2)
             self.terms.append(Term(group, [f"{layer}_{part}_out"], out[None]))
             return
@@ -177,46 +227,46 @@ class _Walk:
             scale = self.scale(norm)
             value = norm.linear(value, scale)
             bias = None if bias is None else norm.linear(bias.to(scale.device), scale)
-            factor = self.model.architecture.step_at(layer, part).factor  # which is behind the norm
-            value, bias = value * factor, None if bias is None else bias * factor
         self.terms.append(Term(group, labels, value))
-        for more in (bias, norm.bias * factor if norm and norm.bias is not None and self.biases else None):
+        for more in (bias, norm.constant if norm and self.biases else None):
             if more is not None:
-                more = more.to(value.device)
-                self.bias = more if self.bias is None else self.bias + more
+                self.add_constant(more.to(value.device))
 
-    def norm_stream(self, name: str) -> None:
-        """Takes all terms through a norm that stands on the stream; its bias is a term of its own."""
+    def through(self, name: str) -> None:
+        """Takes all terms through a norm; its bias is a term of its own."""
         norm = norm_of(self.model, name)
-        if not is_normed_stream(self.model) or norm is None:
-            return
+        if norm is None:
+            raise ValueError(
+                f"what {name} of {self.model.cfg.model_name} computes is not known: its residual stream cannot be "
+                "taken apart"
+            )
         scale = self.scale(norm)
         for term in self.terms:
             term.value = norm.linear(term.value, scale)
         if self.bias is not None:
             self.bias = norm.linear(self.bias, scale)
-        if norm.bias is not None and "bias" in self.groups:
-            bias = norm.bias.to(scale.device)
-            self.bias = bias if self.bias is None else self.bias + bias
+        if norm.bias is not None:
+            self.add_constant(norm.bias.to(scale.device))
 
     def go(self, layer: int, mlp_input: bool) -> None:
-        if "embed" in self.groups:
-            self.embed()
-        self.norm_stream("embed.ln")
+        self.begin()
         for index in range(layer):
             self.images(index)
-            written = self.parts(index, whole=True)
-            for part in written:
-                if _GROUPS[part] != "mlp":
-                    self.write(index, part)
-            self.norm_stream(f"blocks.{index}.ln1")
-            for part in written:
-                if _GROUPS[part] == "mlp":
-                    self.write(index, part)
-            self.norm_stream(f"blocks.{index}.ln2")
+            for named in self.steps(index):
+                self.write(index, named)
+                if named.step.stream_norm:
+                    self.through(f"blocks.{index}.{named.norm}")
         self.images(layer)
-        for part in self.parts(layer, whole=False) if mlp_input else ():
-            self.write(layer, part)
+        for named in self.before_mlp(layer) if mlp_input else ():
+            self.write(layer, named)
+
+
+def group_of(named: NamedStep) -> Group:
+    """The kind of terms that a step adds."""
+    part = named.step.part
+    if isinstance(part, Mixer):
+        return "mixer"
+    return "mlp" if feeds_forward(part) else "attn"
 
 
 def terms_of(
@@ -318,8 +368,7 @@ def stream_at(cache: Activations, layer: int) -> Float[Tensor, "*batch_pos d_mod
         >>> stream_at(cache, 4).shape
         torch.Size([1, 3, 128])
     """
-    after = "hook_normalized_resid_post" if is_normed_stream(cache.model) else "hook_resid_post"
-    names = [f"blocks.{layer - 1}.{after}"] if layer else []
+    names = [last_stream(cache.model.hook_dict, layer)] if layer else []
     if layer < cache.model.cfg.n_layers:
         names.append(f"blocks.{layer}.hook_resid_pre")
     held = next((name for name in names if name in cache), names[0])

@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.norms import at_least_float32
-from bridge.analysis.residual_norms import norm_of
+from bridge.analysis.requirements import refuse_no_logit_sum
+from bridge.analysis.residual_norms import norm_of, post_norm
 from bridge.analysis.runnable import RunnableModel
 from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
@@ -69,23 +70,22 @@ def head_contributions(
         >>> head_contributions(bridge, bridge.to_tokens("Mary and John"), one, other).shape
         torch.Size([1, 4, 4])
     """
+    refuse_no_logit_sum(bridge)
     n = bridge.cfg.n_layers
     layers = [i for i in range(n) if f"blocks.{i}.attn.hook_result" in bridge.hook_dict] or [0]
     results = [f"blocks.{i}.attn.hook_result" for i in layers]
-    behind = [norm_of(bridge, f"blocks.{i}.ln1_post") for i in layers]  # a norm after attention (Gemma 2 and 3)
-    scales = [f"{norm.name}.hook_scale" for norm in behind if norm]
-    _, cache = bridge.run_with_cache(tokens, names_filter=[*results, *scales, "ln_final.hook_scale"], pos_slice=-1)
+    behind = [post_norm(bridge, i, "attn") for i in layers]  # a norm after attention (Gemma 2 and 3)
+    norm = norm_of(bridge, "ln_final")
+    scales = [each.scale_name for each in (*behind, norm) if each]
+    _, cache = bridge.run_with_cache(tokens, names_filter=[*results, *scales], pos_slice=-1)
     written = []
     for name, after in zip(results, behind, strict=True):
         result = cache[name][:, 0]  # batch head d_model
-        written.append(after.linear(result, cache[f"{after.name}.hook_scale"]) if after else result)
+        written.append(after.linear(result, cache[after.scale_name]) if after else result)
     heads = written[0].new_zeros(len(written[0]), n, *written[0].shape[1:])  # batch layer head d_model
     heads[:, layers] = torch.stack(written, dim=1)
-    scale = cache["ln_final.hook_scale"][:, :, None]  # batch 1 1 1
     direction = unembed_difference(bridge, answers, others)
-    norm = norm_of(bridge, "ln_final")
-    assert norm is not None  # its scale was cached
-    normalized = norm.linear(heads, scale)
+    normalized = norm.linear(heads, cache[norm.scale_name][:, :, None]) if norm else at_least_float32(heads)
     return torch.einsum("blhd,bd->blh", normalized, direction.to(normalized.dtype))
 
 
@@ -94,5 +94,5 @@ def unembed_difference(
     bridge: RunnableModel, answers: Int[Tensor, " batch"], others: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch d_model"]:
     """The direction in the final norm's output that raises one token's logit over another's."""
-    rows = bridge.core.get_output_embeddings().weight
-    return at_least_float32(rows[answers.to(rows.device)] - rows[others.to(rows.device)])
+    rows = bridge.weights.unembedding_of
+    return at_least_float32(rows(answers) - rows(others))

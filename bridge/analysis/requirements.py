@@ -71,6 +71,53 @@ def refuse_no_sum(model: AnalysedModel, *, of_normed: bool = False) -> None:
         raise ValueError(f"{model.cfg.model_name}: {reason}. The hook points show each stream and each part")
 
 
+def refuse_no_logit_sum(model: AnalysedModel) -> None:
+    """Refuses a model whose logits are no sum over the terms of its residual stream.
+
+    Args:
+        model: the bridge.
+
+    Raises:
+        ValueError: they are not; the message says why.
+    """
+    if reason := model.architecture.why_no_logit_sum():
+        raise ValueError(f"{model.cfg.model_name}: {reason}")
+
+
+class HasStream(Protocol):
+    """A model of which it is asked whether it has one residual stream.
+
+    Attributes:
+        cfg: the facts about it.
+        architecture: what its adapter declares.
+    """
+
+    architecture: Architecture
+    cfg: ModelConfig
+
+    @property
+    def hook_dict(self) -> Mapping[str, HookPoint]:
+        """The hook points by canonical name."""
+        ...
+
+
+def refuse_no_stream(model: HasStream) -> None:
+    """Refuses a model without one list of blocks, or whose blocks carry several residual streams.
+
+    Args:
+        model: the bridge.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if "blocks.0.hook_resid_pre" not in model.hook_dict:
+        raise ValueError(
+            f"{model.cfg.model_name} has no single list of blocks: decompositions and lenses are for models with one "
+            "residual stream; its activations can be read by name"
+        )
+    model.architecture.refuse_several_streams(model.cfg.model_name)
+
+
 class Activations(Mapping[str, Tensor]):
     """The activations of one run by hook name, and the model that made them.
 
@@ -214,13 +261,8 @@ def layer_of(model: AnalysedModel, layer: int | None, mlp_input: bool = False) -
         >>> layer_of(TransformerBridge.boot_embedded(), -1)
         4
     """
+    refuse_no_stream(model)
     n = model.cfg.n_layers
-    if "blocks.0.hook_resid_pre" not in model.hook_dict:
-        raise ValueError(
-            f"{model.cfg.model_name} has no single list of blocks: decompositions are for models with one residual "
-            "stream; an encoder-decoder's activations can be read by name"
-        )
-    model.architecture.refuse_several_streams(model.cfg.model_name)
     layer = n if layer is None or layer == -1 else layer
     if not 0 <= layer <= n:
         raise ValueError(f"layer is {layer}; it must be from 0 to {n}, or -1 or None for the end of the stream")

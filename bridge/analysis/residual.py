@@ -12,7 +12,7 @@ from bridge.analysis.attribution import AttributionMethods
 from bridge.analysis.decomposition import Group, Term, stacked, stream_at, terms_of
 from bridge.analysis.layer_outputs import results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Index, layer_of, pick, require
-from bridge.analysis.residual_norms import is_normed_stream
+from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
 
 Stack = Float[Tensor, "component *batch_pos d_model"] | tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]
@@ -136,8 +136,7 @@ class ResidualMethods(AttributionMethods):
         names: dict[str, str] = {}
         for index in range(last + 1):
             if index == n:
-                after = "hook_normalized_resid_post" if is_normed_stream(self.model) else "hook_resid_post"
-                names["final_post"] = f"blocks.{n - 1}.{after}"
+                names["final_post"] = last_stream(self.model.hook_dict, n)
                 break
             names[f"{index}_pre"] = f"blocks.{index}.hook_resid_pre"
             if mlp_input if index == last else incl_mid:

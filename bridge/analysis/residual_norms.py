@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adapters.norms import NormKind, at_least_float32
+from adapters.architecture import Architecture, Step, feeds_forward
+from adapters.norms import NormKind, at_least_float32, normalized
 from adapters.paths import module_at
-from adapters.views import Composed
+from adapters.views import Composed, Copied
 from bridge.analysis.requirements import AnalysedModel
 
 
@@ -59,18 +60,28 @@ class StreamNorm:
         """What the norm makes of a term of its input: `scaled`, times its weight. Its bias is of no term.
 
         Raises:
-            ValueError: a gate stands behind it, which makes of a sum no sum.
+            ValueError: a gate follows it, which makes of a sum no sum.
+        """
+        self.refuse_gate()
+        x, weight = self.scaled(x, scale), self.weight
+        return x if weight is None else x * weight.to(x.device)
+
+    def refuse_gate(self) -> None:
+        """Refuses a norm that a gate follows: what it makes of a sum is no sum of what it makes of the terms.
+
+        Raises:
+            ValueError: a gate follows it.
         """
         if self.kind.gate:
             raise ValueError(
-                f"a gate stands behind {self.name}: what it makes of a sum is no sum of what it makes of the terms"
+                f"a gate follows {self.name}: what it makes of a sum is no sum of what it makes of the terms"
             )
-        x, weight = self.scaled(x, scale), self.weight
-        return x if weight is None else x * weight.to(x.device)
 
     def recomputed(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
         """The norm of a whole stream, by the model's own module, hooks left out."""
         weight = self.weight
+        if self.kind.function:
+            return normalized(self.kind, x)
         if weight is None:
             return self.module.forward(x)
         return self.module.forward(x.to(weight.device, weight.dtype)).to(x.device)
@@ -95,9 +106,60 @@ def norm_of(model: AnalysedModel, name: str) -> StreamNorm | None:
     hook = model.hook_dict.get(f"{name}.hook_scale")
     if hook is None:
         return None
-    view: Any = hook.point.view.inner if isinstance(hook.point.view, Composed) else hook.point.view
+    view: Any = hook.point.view
+    while isinstance(view, Composed | Copied):
+        view = view.inner
     site = hook.point.sources[0] if view.shared else hook.point.site
     return StreamNorm(name, view.kind, module_at(model.original_model, site.path))
+
+
+@dataclass(frozen=True)
+class PostNorm(StreamNorm):
+    """A norm between a part and the residual stream, with what the block does to its output before it is added.
+
+    Attributes:
+        step: the residual step that it belongs to.
+        block: the module of the block, whose parameters the step names.
+    """
+
+    step: Step
+    block: nn.Module
+
+    def linear(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """What reaches the stream of a term of its input; `constant` is of no term."""
+        made = super().linear(x, scale) * self.step.factor
+        return self.step.adjust.linear(made, self.block) if self.step.adjust else made
+
+    @property
+    def constant(self) -> Tensor | None:
+        """What reaches the stream whatever its input is, ``[d_model]``; None for nothing."""
+        bias, adjust = self.bias, self.step.adjust
+        made = None if bias is None else bias * self.step.factor
+        if adjust is None or not adjust.parameters():
+            return made if adjust is None or made is None else adjust.linear(made, self.block)
+        like = next(self.block.parameters()).new_zeros(()) if made is None else made
+        return adjust.of(like, self.block)
+
+
+def post_norm(model: AnalysedModel, layer: int, part: str) -> PostNorm | None:
+    """The norm that follows a layer's attention or MLP (Gemma 2); None where none does.
+
+    Args:
+        model: the bridge.
+        layer: the block.
+        part: ``attn`` or ``mlp``.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.residual_norms import post_norm
+        >>> post_norm(TransformerBridge.boot_embedded(), 0, "attn") is None
+        True
+    """
+    norm = norm_of(model, f"blocks.{layer}.ln{1 if part == 'attn' else 2}_post")
+    if norm is None:
+        return None
+    block = module_at(model.original_model, model.hook_dict[f"blocks.{layer}.hook_resid_pre"].point.site.path)
+    return PostNorm(norm.name, norm.kind, norm.module, model.architecture.step_at(layer, part), block)
 
 
 def is_normed_stream(model: AnalysedModel) -> bool:
@@ -123,17 +185,45 @@ def norm_before(model: AnalysedModel, layer: int, mlp_input: bool = False) -> St
         layer: from 0 to ``n_layers``, which means the unembedding.
         mlp_input: what the layer's MLP reads, not its attention.
 
+    Raises:
+        ValueError: it is not known what it reads through; or the layer has no MLP.
+
     Example:
         >>> from bridge import TransformerBridge
         >>> from bridge.analysis.residual_norms import norm_before
         >>> norm_before(TransformerBridge.boot_embedded(), 2, mlp_input=True).name
         'blocks.2.ln2'
     """
+    architecture = model.architecture
     if layer == model.cfg.n_layers:
-        return norm_of(model, "ln_final")
-    if is_normed_stream(model):
-        return norm_of(model, f"blocks.{layer}.ln1") if mlp_input else None
-    return norm_of(model, f"blocks.{layer}.ln{2 if mlp_input else 1}")
+        if (norm := norm_of(model, "ln_final")) is None and (why := _why_unknown(architecture)):
+            raise ValueError(f"{model.cfg.model_name}: {why}: nothing can be taken through its final norm")
+        return norm
+    steps = architecture.stack.block_at(layer).named
+    reader = next((named for named in steps if feeds_forward(named.step.part)), None) if mlp_input else None
+    if reader is None:
+        reader = steps[0] if steps and not mlp_input else None
+    if reader is None:
+        what = "MLP" if mlp_input else "part that reads the stream"
+        raise ValueError(f"block {layer} of {model.cfg.model_name} has no {what} that is known")
+    if reader.step.pre is None:  # it reads what enters it, or what a norm on the stream itself makes (BERT)
+        before = next((n for n in steps if f"{n.norm}.hook_out" == reader.before), None)
+        return norm_of(model, f"blocks.{layer}.{before.norm}") if before else None
+    norm = norm_of(model, f"blocks.{layer}.{reader.norm}")
+    if norm is None and not reader.step.pre.kind.identity:
+        raise ValueError(
+            f"what {reader.norm} of block {layer} of {model.cfg.model_name} computes is not known: nothing can be "
+            "taken through it"
+        )
+    return norm
+
+
+def _why_unknown(architecture: Architecture) -> str:
+    """Why it is not known what the output layer reads; "" where it is the last stream as it is."""
+    final = architecture.stack.final_norm
+    if final is not None and final.kind.opaque:
+        return f"what its final norm, {final.path}, computes is not known"
+    return architecture.readout.unknown if final is None else ""
 
 
 @contextmanager

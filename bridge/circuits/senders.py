@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bridge.analysis.residual_norms import norm_of
+from bridge.analysis.residual_norms import post_norm
 from bridge.bridge import TransformerBridge
 from bridge.circuits.graph import Graph
 
@@ -67,7 +67,7 @@ def heads_of(
     block = f"blocks.{layer}"
     results = seen[f"{block}.attn.hook_result"]
     if f"{block}.ln1_post.hook_scale" in seen:
-        norm = norm_of(bridge, f"{block}.ln1_post")
+        norm = post_norm(bridge, layer, "attn")
         assert norm is not None
         rest = seen[f"{block}.attn.hook_out"] - results.sum(-2)  # the bias, of which every head has its share
         results = results + (rest / results.shape[-2]).unsqueeze(-2)

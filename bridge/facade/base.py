@@ -126,7 +126,7 @@ class WrappedModel(nn.Module):
         stacks, base = self.architecture.stacks, base_path(self.core)
         paths = [self.architecture.token_embeddings, *(stack.path for stack in stacks)]
         paths += [stack.final_norm.path for stack in stacks if stack.final_norm]
-        used = {self.architecture.unembed, *(join(base, path) for path in paths)}
+        used = {self.architecture.readout.path, *(join(base, path) for path in paths)}
         return Offered(*named, beside(self.core, used))
 
     @property

@@ -221,7 +221,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
         vector: the direction.
 
     Raises:
-        ValueError: something stands between the weights and the stream (a norm after a part, a norm of the embeddings),
+        ValueError: something stands between the weights and the stream (a norm behind a part, or of the embeddings),
             or what writes is not all known; or the trial fails.
 
     Example:
@@ -237,10 +237,11 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
     """
     parts = Parts(bridge.weights)
     steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
-    if steps or bridge.architecture.embed_norm or bridge.architecture.stack.one_of_two:
+    begin = bridge.architecture.embedding
+    if steps or begin.norm or begin.project or begin.adjust or begin.types or begin.more or begin.unknown:
         what = steps[0] if steps else "the embeddings"
         raise ValueError(
-            f"between the weights of {what} and the residual stream stands a norm: a direction cannot be taken out of "
+            f"between the weights of {what} and the residual stream stands more than a sum: a direction cannot be taken out of "
             "the weights there. Use Steer(vector, remove=True) as a hook"
         )
     unit = precise(vector / vector.norm())

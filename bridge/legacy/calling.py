@@ -115,11 +115,11 @@ class CallsParts(TransformerBridge):
             if stack.final_norm:
                 name = "ln_final" if stack.name == "blocks" else f"{stack.name}_final_ln"
                 yield name, join(base, stack.final_norm.path)
-        for name, below in (("embed", declared.embed), ("pos_embed", declared.pos_embed)):
+        for name, below in (("embed", declared.embedding.tokens), ("pos_embed", declared.embedding.positions)):
             if below:
                 yield name, join(base, below)
-        if declared.unembed:
-            yield "unembed", join(core_path(self.original_model), declared.unembed)
+        if declared.readout.path:
+            yield "unembed", join(core_path(self.original_model), declared.readout.path)
 
     def find_module(self, name: str) -> nn.Module | None:
         """The Hugging Face module that plays a part; None where no module plays it alone."""

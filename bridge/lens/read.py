@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from bridge.analysis.requirements import refuse_no_stream
 from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.lens.readable import Readable
@@ -63,7 +65,7 @@ def lens(
         >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, :, 0, 0]]
         [' Paris', ' Rome']
     """
-    bridge.architecture.refuse_several_streams(bridge.cfg.model_name)
+    refuse_no_stream(bridge)
     n = bridge.cfg.n_layers
     chosen = tuple(range(n + 1)) if layers is None else tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
     if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):
@@ -85,11 +87,24 @@ def lens(
         chosen_positions = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
         mask = mask[:, [chosen_positions] if isinstance(chosen_positions, int) else chosen_positions]
     streams = torch.stack([cache[names[layer]] for layer in chosen])
-    return Reading(streams, chosen, decode, mask, n, _d_vocab(bridge))
+    return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out)
 
 
-def _d_vocab(bridge: Readable) -> int:
-    return int(bridge.core.get_output_embeddings().weight.shape[0])
+def _raw(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
+    """Reads through the unembedding alone, with the factors and the bias of `W_U` and `b_U`, without a soft cap.
+
+    Raises:
+        ValueError: the unembedding does not read vectors of the stream's width.
+    """
+    readout = replace(bridge.architecture.readout, soft_cap=None)
+    unembed = bridge.core.get_submodule(readout.path)
+    for head in bridge.architecture.heads:
+        if head.unembeds and head.width not in (None, bridge.cfg.d_model):
+            raise ValueError(
+                f"the unembedding of {bridge.cfg.model_name} reads vectors of width {head.width}, not of the stream's "
+                f"{bridge.cfg.d_model}: kind='raw' is not for it"
+            )
+    return lambda stream, layer: readout.logits(unembed.forward(stream * readout.factor_in), bridge.core)
 
 
 def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int], Tensor]:
@@ -105,8 +120,7 @@ def _decoder(bridge: Readable, kind: str | TunedLens) -> Callable[[Tensor, int],
         kind.check(bridge, unembedding=False)
         return lambda stream, layer: bridge(kind(stream, layer), start_at_layer=n)
     if kind == "raw":
-        unembed = bridge.core.get_output_embeddings()
-        return lambda stream, layer: unembed.forward(stream)
+        return _raw(bridge)
     if kind != "normed":
         raise ValueError(f"kind is {kind!r}; it must be {', '.join(map(repr, KINDS))} or a TunedLens")
     return lambda stream, layer: bridge(stream, start_at_layer=n)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from adapters import MLP, Architecture, Attention, Block, Mixer, Norm, Projection, Stack, Step
+from adapters import MLP, Architecture, Attention, Block, Embedding, Mixer, Norm, Projection, Readout, Stack, Step
 from adapters.norms import LAYER_NORM, RMS_NORM
 
 WIDTH, HEADS, WORDS = 16, 2, 61
@@ -173,8 +173,8 @@ def hybrid(config: PreTrainedConfig) -> Architecture:
             )
         ),
     ]
-    stack = Stack("layers", blocks[0], dict(enumerate(blocks)), final_norm=layer_norm("norm"))
-    return Architecture(stacks=(stack,), embed="embed", unembed="head")
+    stack = Stack("layers", blocks[0], dict(enumerate(blocks)), layer_norm("norm"), Embedding("embed"))
+    return Architecture((stack,), Readout("head"))
 
 
 def tiny_hybrid() -> HybridModel:

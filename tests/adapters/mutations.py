@@ -25,9 +25,11 @@ from adapters import (
     Architecture,
     Attention,
     Block,
+    Embedding,
     MoE,
     Norm,
     Projection,
+    Readout,
     Stack,
     Step,
     UnsupportedModelError,
@@ -36,7 +38,7 @@ from adapters import (
 from adapters.config import ModelConfig
 from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
-from adapters.paths import module_path
+from adapters.paths import has_module, module_path
 from adapters.proofs.evidence import recorded
 from adapters.proofs.report import Report
 from adapters.views import AlibiScores, Call, Heads, MaskedScores, View
@@ -103,12 +105,16 @@ class Facts:
         tensors: the paths of the modules that return a tensor, not a tuple.
         dropouts: the paths of those that do nothing in evaluation mode.
         bare_norms: norms have no weights.
+        model: the model.
+        logits: it has an output layer that runs.
     """
 
     cfg: ModelConfig
     tensors: frozenset[str]
     dropouts: frozenset[str]
     bare_norms: bool
+    model: nn.Module
+    logits: bool
 
     def of_a_tensor(self, path: str) -> str:
         """Why another element of what a module in a block returns is the same: it returns a tensor."""
@@ -383,25 +389,54 @@ def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
     yield "longer output", replace(stack, output_length=stack.output_length + 1), ""
 
 
+def embedding_changes(embedding: Embedding) -> Iterator[tuple[str, Embedding]]:
+    """How the stream begins, with one claim changed."""
+    if not embedding.tokens:  # the first blocks read no tokens
+        return
+    for name in ("positions", "types", "norm", "adjust", "project", "more"):
+        if getattr(embedding, name):
+            yield f"{name} of the embedding left out", replace(embedding, **{name: () if name == "more" else None})
+    if embedding.norm:
+        for text, norm in _norm_changes(embedding.norm):
+            yield f"embedding: {text}", replace(embedding, norm=norm)
+    yield "embedding times 2", replace(embedding, factor=embedding.factor * 2)
+    if embedding.positions:
+        exchanged = replace(embedding, tokens=embedding.positions, positions=embedding.tokens)
+        yield "embeddings exchanged", exchanged
+    if embedding.module is not None:
+        yield "embeddings as one left out", replace(embedding, module=None)
+
+
+def readout_changes(readout: Readout, facts: Facts) -> Iterator[tuple[str, Readout]]:
+    """How logits are made, with one claim changed."""
+    if not facts.logits:  # the model has no output layer
+        return
+    for name in ("factor_in", "factor_out"):
+        yield f"{name} times 2", replace(readout, **{name: getattr(readout, name) * 2})
+        if getattr(readout, name) != 1:
+            yield f"{name} left out", replace(readout, **{name: 1.0})
+    if readout.bias and readout.bias_of(facts.model) is not None:
+        yield "bias of the logits left out", replace(readout, bias=None)
+    yield "another soft cap", replace(readout, soft_cap=10.0 if readout.soft_cap is None else readout.soft_cap * 0.8)
+    if readout.soft_cap is not None:
+        yield "soft cap left out", replace(readout, soft_cap=None)
+
+
 def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutation]:
     """Everything that a declaration claims about modules, changed one at a time."""
     for index, stack in enumerate(declared.stacks):
         for text, changed, same in stack_changes(stack, facts):
             stacks = (*declared.stacks[:index], changed, *declared.stacks[index + 1 :])
             yield Mutation(f"{stack.name}: {text}", replace(declared, stacks=stacks), same)
-    for name in ("pos_embed", "token_types", "embed_norm", "embed_adjust"):
-        if getattr(declared, name):
-            yield Mutation(f"{name} left out", replace(declared, **{name: None}))
-    if declared.embed_norm:
-        for text, norm in _norm_changes(declared.embed_norm):
-            yield Mutation(f"embedding: {text}", replace(declared, embed_norm=norm))
-    factor = declared.embed_factor
-    if declared.embed:  # else the first blocks read no tokens
-        yield Mutation("embedding times 2", replace(declared, embed_factor=factor * 2))
-    if declared.pos_embed:
-        yield Mutation("embeddings exchanged", replace(declared, embed=declared.pos_embed, pos_embed=declared.embed))
-    if declared.embeddings is not None:
-        yield Mutation("embeddings as one left out", replace(declared, embeddings=None))
+    for index, stack in enumerate(declared.stacks):
+        for text, embedding in embedding_changes(stack.embedding):
+            stacks = (*declared.stacks[:index], replace(stack, embedding=embedding), *declared.stacks[index + 1 :])
+            yield Mutation(text if index == 0 else f"{stack.name}: {text}", replace(declared, stacks=stacks))
+    for text, readout in readout_changes(declared.readout, facts):
+        yield Mutation(text, replace(declared, readout=readout))
+    if any(head.unembeds for head in declared.heads):
+        left = tuple(head for head in declared.heads if not head.unembeds)
+        yield Mutation("head before the logits left out", replace(declared, heads=left))
     if declared.no_layer_runs:
         yield Mutation("layer runs", replace(declared, no_layer_runs=""))
     else:
@@ -519,7 +554,8 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
         for path, m in model.named_modules()
         if any(path.endswith(f".{n}") for n in norms)
     )
-    facts = Facts(cfg, tensors, dropouts, bare)
+    logits = bool(declared.readout.path) and has_module(model, declared.readout.path)
+    facts = Facts(cfg, tensors, dropouts, bare, model, logits)
     yield from architecture_changes(declared, facts)
     yield from fact_changes(declared, facts)
 

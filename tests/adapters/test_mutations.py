@@ -13,7 +13,7 @@ from adapters import Architecture, Attention, Block, Norm, verify
 from adapters.norms import LAYER_NORM
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.ends.embeddings import CHAIN, ENDS
-from adapters.proofs.facts import CLAIM as FACTS
+from adapters.proofs.ends.logits import LOGITS
 from adapters.proofs.feed_forward import CHOICE, GATED
 from adapters.proofs.norms import CLAIM as NORMS
 from adapters.proofs.projections import CLAIM as COLUMNS
@@ -45,7 +45,7 @@ EACH = {
     ("gpt2", "blocks: MLP: factor times 2.0"): "resid_mid + mlp_out = resid_post",
     ("gpt2", "cfg.act_fn = 'gelu'"): GATED,
     ("gpt2", "cfg.scale_attn_by_inverse_layer_idx = True"): SCORES,
-    ("gpt2", "pos_embed left out"): ENDS,
+    ("gpt2", "positions of the embedding left out"): ENDS,
     ("bloom", "embedding times 2"): ENDS,
     ("gpt2", "blocks: second output"): CHAIN,
     ("gpt2", "blocks: longer output"): CHAIN,
@@ -60,7 +60,12 @@ EACH = {
     ("qwen3-gqa", "blocks: Attention: q_norm and k_norm exchanged"): FIRES,
     ("gemma2-gqa", "blocks: MLP: post: post_feedforward_layernorm is RMS"): NORMS,
     ("gemma2-gqa", "cfg.attn_scores_soft_cap = 5.0"): SCORES,
-    ("gemma2-gqa", "cfg.output_logits_soft_cap = -1.0"): FACTS,
+    ("gemma2-gqa", "cfg.output_logits_soft_cap = -1.0"): LOGITS,
+    ("gemma2-gqa", "soft cap left out"): LOGITS,
+    ("gpt2", "factor_in times 2"): ENDS,
+    ("gpt2", "another soft cap"): LOGITS,
+    ("bert", "head before the logits left out"): ENDS,
+    ("bert", "norm of the embedding left out"): ENDS,
     ("gemma3-gqa", "cfg.rotary_base_local = 1000.0"): SCORES,
     ("gpt_oss-gqa", "blocks: Attention: sinks left out"): FIRES,
     ("gpt_oss-gqa", "blocks: MoE: chosen by probabilities"): CHOICE,
@@ -107,6 +112,15 @@ NEWER = {
     ("laguna", "blocks: Attention: gate through another function"): VALUES,
     ("granite_swa", "blocks: Attention: no sink of z"): VALUES,
     ("granite_swa", "embedding times 2"): ENDS,
+    ("granite", "factor_out left out"): LOGITS,
+    ("cohere", "factor_out left out"): LOGITS,
+    ("falcon_h1", "factor_out left out"): LOGITS,
+    ("minicpm3", "factor_in left out"): ENDS,
+    ("mbart", "norm of the embedding left out"): ENDS,
+    ("blenderbot-small", "norm of the embedding left out"): ENDS,
+    ("modernbert-decoder", "head before the logits left out"): ENDS,
+    ("megatron-bert", "head before the logits left out"): ENDS,
+    ("llama", "blocks: final norm left out"): ENDS,
     ("deepseek_v3", "blocks: Attention: latents exchanged"): SCORES,
     ("hunyuan_v1_moe", "blocks: Attention: norms before or behind the rotation"): SCORES,
 }

@@ -16,9 +16,11 @@ from adapters import (
     Architecture,
     Attention,
     Block,
+    Embedding,
     Mixer,
     Norm,
     Projection,
+    Readout,
     Stack,
     Step,
     map_model,
@@ -175,8 +177,21 @@ def test_what_cannot_be_done_with_a_hybrid_is_refused(mixed: TransformerBridge) 
         mixed.process_weights(fold_ln=True)
     with torch.no_grad():
         _, cache = mixed.run_with_cache(TOKENS)
-    with pytest.raises(ValueError, match="block 3 of HybridModel writes attn, attn_2, mlp"):
-        cache.decompose_resid()
+    with pytest.raises(ValueError, match="HybridModel has attn_2 beside attn in a block"):
+        cache.get_full_resid_decomposition(expand_neurons=False)
+
+
+def test_a_hybrids_stream_is_the_sum_of_its_terms(mixed: TransformerBridge) -> None:
+    """Mixers, parallel parts, norms behind parts and on the stream, three steps in a block, factors."""
+    with torch.no_grad():
+        _, cache = mixed.run_with_cache(TOKENS)
+    for layer in range(4):
+        terms, labels = cache.decompose_resid(layer, return_labels=True)
+        torch.testing.assert_close(terms.sum(0), cache["resid_pre", layer], rtol=1e-4, atol=1e-4)
+    assert labels[-2:] != ["norm_bias"] and "0_mixer_out" in labels
+    terms, labels = cache.decompose_resid(return_labels=True)
+    assert labels[-4:] == ["3_attn_out", "3_attn_2_out", "3_mlp_out", "norm_bias"]
+    torch.testing.assert_close(terms.sum(0), cache["blocks.3.hook_normalized_resid_post"], rtol=1e-4, atol=1e-4)
 
 
 def changed(architecture: Architecture, layer: int, step: int, **fields: Any) -> Architecture:
@@ -232,9 +247,9 @@ def olmo2(config: transformers.PreTrainedConfig) -> Architecture:
 def cohere(config: transformers.PreTrainedConfig) -> Architecture:
     norm = Norm("input_layernorm", LAYER_NORM)
     block = Block((Step(ATTENTION, pre=norm), Step(FEED_FORWARD, pre=norm, parallel=True)))
-    stack = Stack("layers", block, final_norm=Norm("norm", LAYER_NORM))
+    stack = Stack("layers", block, {}, Norm("norm", LAYER_NORM), Embedding("embed_tokens"))
     values = rotary_values(config) | {"rotary_adjacent_pairs": True}
-    return Architecture((stack,), embed="embed_tokens", unembed="lm_head", config_values=values)
+    return Architecture((stack,), Readout("lm_head", factor_out=config.logit_scale), config_values=values)
 
 
 def bart(config: transformers.PreTrainedConfig) -> Architecture:
@@ -242,20 +257,19 @@ def bart(config: transformers.PreTrainedConfig) -> Architecture:
         q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
         return Attention(path, q, k, v, o="out_proj", cross=cross)
 
-    def stack(name: str, *parts: Attention, embed: str | None = None, pos: str = "pos") -> Stack:
+    def stack(name: str, *parts: Attention, pos: str = "pos") -> Stack:
         steps = [Step(part, stream_norm=Norm(f"{part.path}_layer_norm", LAYER_NORM)) for part in parts]
         mlp = MLP("", up=Projection("fc1"), down="fc2", out="fc2")
         block = Block((*steps, Step(mlp, stream_norm=Norm("final_layer_norm", LAYER_NORM))))
-        return Stack(f"{name}.layers", block, name=name, embed=embed, pos=pos)
+        return Stack(f"{name}.layers", block, embedding=Embedding(f"{name}.embed_tokens"), name=name, pos=pos)
 
     own = attention("self_attn")
     return Architecture(
         stacks=(
             stack("encoder", own),
-            stack("decoder", own, attention("encoder_attn", True), embed="decoder.embed_tokens", pos="decoder_pos"),
+            stack("decoder", own, attention("encoder_attn", True), pos="decoder_pos"),
         ),
-        embed="encoder.embed_tokens",
-        unembed="lm_head",
+        readout=Readout("lm_head", bias="final_logits_bias"),
         no_layer_runs="its decoder needs the encoder's output",
         config_values={"d_mlp": config.encoder_ffn_dim, "attention_dir": "bidirectional"},
     )

@@ -103,8 +103,7 @@ def test_the_attributions_sum_to_the_logits(run: Run) -> None:
     bridge, logits, cache = run
     tokens = torch.tensor([5, 6])
     terms = cache.logit_attrs(cache.decompose_resid(pos_slice=-1), tokens, pos_slice=-1)
-    factor = getattr(bridge.original_model.config, "lm_head_multiplier", 1.0)  # which stands behind the unembedding
-    torch.testing.assert_close(terms.sum(0) * factor, logits[[0, 1], -1, tokens].double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(terms.sum(0), logits[[0, 1], -1, tokens].double(), rtol=0, atol=1e-6)
     assert len(terms) == 1 + sum(kind.count("+") + 1 for kind in kinds(bridge))
 
 
@@ -206,5 +205,5 @@ def test_two_mlps_in_a_block() -> None:
     stack, labels = cache.decompose_resid(return_labels=True)
     assert labels[1:4] == ["0_mixer_out", "0_mlp_out", "0_mlp_2_out"]
     torch.testing.assert_close(stack.sum(0), cache["blocks.1.hook_resid_post"])
-    with pytest.raises(ValueError, match="two MLPs in a block"):
+    with pytest.raises(ValueError, match="mlp_2 beside mlp in a block"):
         cache.get_full_resid_decomposition()

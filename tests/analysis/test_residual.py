@@ -171,7 +171,7 @@ def test_the_norms_of_bert_by_hand() -> None:
     terms.append(c["mlp_out", 0])
     terms, bias = through("blocks.0.ln2", "bert.encoder.layer.0.output.LayerNorm", terms, bias)
     close(stack, torch.stack([*terms, bias]))
-    with pytest.raises(ValueError, match="activation function between"):
+    with pytest.raises(ValueError, match="activation function stand between"):
         c.logit_attrs(stack, 5)
     final = c.accumulated_resid(return_labels=True, apply_ln=True)
     assert final[1] == ["0_pre", "1_pre", "final_post"]

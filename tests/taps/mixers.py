@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from adapters import MLP, Architecture, Block, Norm, Projection, Stack, Step, register
+from adapters import MLP, Architecture, Block, Embedding, Norm, Projection, Readout, Stack, Step, register
 from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import GEMMA_NORM, RMS_NORM
 from bridge import TransformerBridge
@@ -26,7 +26,7 @@ def only_mixers(mixer: str) -> Callable[[object], Architecture]:
     def declare(config: object) -> Architecture:
         block = Block((Step(mixers[mixer], pre=Norm("norm", RMS_NORM)),))
         return Architecture(
-            (Stack("layers", block, final_norm=Norm("norm_f", RMS_NORM)),), embed="embeddings", unembed="lm_head",
+            (Stack("layers", block, {}, Norm("norm_f", RMS_NORM), Embedding("embeddings")),), Readout("lm_head"),
             config_values=FACTS,
         )  # fmt: skip
 
@@ -108,8 +108,8 @@ def delta(model: nn.Module, base: str, functions: tuple[str, ...]) -> nn.Module:
             Block((Step(mixer, pre=Norm("input_layernorm", kind)), behind))
             for mixer in (Mixer(path, functions=functions), Mixer("self_attn", out_key=0))
         )
-        stack = Stack("layers", first, layers={1: last}, final_norm=Norm("norm", kind))
-        return Architecture((stack,), embed="embed_tokens", unembed="lm_head")
+        stack = Stack("layers", first, {1: last}, Norm("norm", kind), Embedding("embed_tokens"))
+        return Architecture((stack,), Readout("lm_head"))
 
     register(base)(declare)
     return model

@@ -164,7 +164,8 @@ def test_names_of_t5(case: str) -> None:
     second = hf.decoder.block[2].layer[1].EncDecAttention
     assert torch.equal(bridge.decoder[2].cross_attn.W_K, second.k.weight.view(4, 6, 32).mT)
     assert torch.equal(bridge.decoder[2].cross_attn.W_O, second.o.weight.view(32, 4, 6).permute(1, 2, 0))
-    assert torch.equal(bridge.weights["unembed.W_U"], hf.lm_head.weight.T)
+    scale = 32**-0.5 if hf.config.scale_decoder_outputs else 1.0  # which the logits have, tied
+    assert torch.equal(bridge.weights["unembed.W_U"], hf.lm_head.weight.T * scale)
     assert bridge.W_Q.shape == (2, 4, 32, 6)
 
 
@@ -216,7 +217,9 @@ def storages(model: nn.Module) -> set[int]:
 
 
 def computed(case: str, name: str) -> bool:
-    """Whether the model stores something else than HookedTransformer keeps: Gemma's norms and embedding."""
+    """Whether the model stores something else: Gemma's norms and embedding, and what T5's logits are scaled with."""
+    if case == "t5" and name == "unembed.W_U":
+        return True
     return "gemma" in case and (name.endswith(".w") or name == "embed.W_E")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
@@ -31,34 +33,35 @@ def bart_like(
     """
     alone = not config.is_encoder_decoder  # the decoder as a language model
     names = ("decoder",) if alone else ("encoder", "decoder")
-    of_embeddings = [Norm(f"{name}.layernorm_embedding", LAYER_NORM) if embed_norm else None for name in names]
     factor = config.d_model**0.5 if scales and config.scale_embedding else 1.0
     width = config.decoder_ffn_dim if alone else config.encoder_ffn_dim
     own = None if config.decoder_ffn_dim == width else config.decoder_ffn_dim
     stacks = [
         _stack(
-            name, on_stream, final=final, embed_norm=norm, alone=alone, factor=factor,
+            name, on_stream, _embedding(name, embed_norm, factor), final=final, alone=alone,
             d_mlp=own if name == "decoder" else None,
         )
-        for name, norm in zip(names, of_embeddings, strict=True)
+        for name in names
     ]  # fmt: skip
+    if hears:
+        stacks[0] = replace(stacks[0], embedding=Embedding())
     start = {} if alone else {"decoder_start_token_id": getattr(config, "decoder_start_token_id", None)}
     return Architecture(
         stacks=tuple(stacks),
-        embed="" if hears else f"{names[0]}.embed_tokens",
-        pos_embed=None if hears else f"{names[0]}.embed_positions",
-        embed_norm=of_embeddings[0],
-        embeddings=f"{names[0]}.layernorm_embedding" if embed_norm else None,
-        embed_factor=1.0 if hears else factor,
-        unembed="lm_head",
+        readout=Readout("lm_head", bias=None if alone else "final_logits_bias"),
         no_layer_runs="" if alone else "its decoder needs the encoder's output",
         config_values={"d_mlp": width, "attention_dir": "causal" if alone else "bidirectional", **start},
     )
 
 
-def _stack(
-    name: str, on_stream: bool, *, final: bool, embed_norm: Norm | None, alone: bool, factor: float, d_mlp: int | None
-) -> Stack:
+def _embedding(name: str, normed: bool, factor: float) -> Embedding:
+    """Tokens and positions, and the norm of their sum."""
+    norm = Norm(f"{name}.layernorm_embedding", LAYER_NORM) if normed else None
+    tokens, positions = f"{name}.embed_tokens", f"{name}.embed_positions"
+    return Embedding(tokens, factor, positions=positions, norm=norm, module=None if norm is None else norm.path)
+
+
+def _stack(name: str, on_stream: bool, embedding: Embedding, *, final: bool, alone: bool, d_mlp: int | None) -> Stack:
     """The encoder, or the decoder, which attends to it where it does not stand `alone`."""
     q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
     parts: list[tuple[Attention | MLP, str]] = [(Attention("self_attn", q, k, v, o="out_proj"), "self_attn_layer_norm")]
@@ -71,10 +74,5 @@ def _stack(
         for (part, _), norm in zip(parts, norms, strict=True)
     ]
     last = Norm(f"{name}.layer_norm", LAYER_NORM) if final else None
-    if alone or name == "encoder":
-        return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, name="blocks" if alone else name)
-    tokens, positions = f"{name}.embed_tokens", f"{name}.embed_positions"
-    return Stack(
-        f"{name}.layers", Block(tuple(steps)), {}, last, tokens, name, "decoder_pos", pos_embed=positions,
-        embed_norm=embed_norm, embed_factor=factor,
-    )  # fmt: skip
+    pos = "pos" if alone or name == "encoder" else "decoder_pos"
+    return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, embedding, "blocks" if alone else name, pos)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
@@ -72,11 +72,9 @@ def gpt2_like(
     last, embedded = (name and Norm(name, LAYER_NORM) for name in (final_norm, embed_norm))
     block = Block((Step(attn, first), Step(mlp, second, parallel=parallel)), changed_in_place)
     key, length = output
+    embedding = Embedding(embed, positions=pos_embed, norm=embedded or None)
     return Architecture(
-        stacks=(Stack(path, block, final_norm=last or None, output_key=key, output_length=length),),
-        embed=embed,
-        unembed=unembed,
-        pos_embed=pos_embed,
-        embed_norm=embedded or None,
+        (Stack(path, block, {}, last or None, embedding, output_key=key, output_length=length),),
+        Readout(unembed),
         config_values=config_values or {},
     )

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
 from adapters.feed_forward import MLP, MoE
@@ -44,6 +44,7 @@ class Factors(TypedDict, total=False):
 
     factor: float
     embed_factor: float
+    logit_factor: float
 
 
 class Differences(Factors, total=False):
@@ -68,6 +69,8 @@ def llama_like(
     parallel: bool = False,
     factor: float = 1.0,
     embed_factor: float = 1.0,
+    logit_factor: float = 1.0,
+    soft_cap: float | None = None,
     final_norm: str = "norm",
     config_values: Mapping[str, object] | None = None,
 ) -> Architecture:
@@ -81,16 +84,16 @@ def llama_like(
         parallel: attention and MLP read the same stream.
         factor: what these results are multiplied with.
         embed_factor: what the token embedding is multiplied with, by the model itself.
+        logit_factor, soft_cap: what the logits are multiplied with, and the soft cap that they go through.
         final_norm: the norm behind the last block.
         config_values: fields of `ModelConfig`, beside those of the rotary embedding.
     """
     norms = [Norm(path, norm) if path else None for path in (*pre, *post)]
     first, last = Step(attn, norms[0], norms[2], factor), Step(mlp, norms[1], norms[3], factor, None, parallel)
     others = {index: Block((first, replace(last, part=part))) for index, part in (layers or {}).items()}
+    embedding = Embedding("embed_tokens", embed_factor)
     return Architecture(
-        embed="embed_tokens",
-        stacks=(Stack("layers", Block((first, last)), others, final_norm=Norm(final_norm, norm)),),
-        unembed="lm_head",
-        embed_factor=embed_factor,
+        (Stack("layers", Block((first, last)), others, Norm(final_norm, norm), embedding),),
+        Readout("lm_head", factor_out=logit_factor, soft_cap=soft_cap),
         config_values={**rotary_values(config), **(config_values or {})},
     )

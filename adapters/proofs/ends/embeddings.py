@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Stack
+from adapters.architecture import Stack
 from adapters.building.ends import more_embed_name
 from adapters.inputs.places import others_of, unchanged
 from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
+from adapters.stream_ends import Embedding
 
 CHAIN = "what leaves a block as the stream enters the next"
 ENDS = "the stream begins with the embeddings and ends in the final norm"
@@ -34,11 +35,12 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     """
     architecture = evidence.bridge.architecture
     for stack in evidence.stacks():
-        if stack.embed:
+        if stack is not architecture.stack and stack.embedding.tokens:
             _own_embeddings(evidence, findings, stack)
-    if not architecture.embed:
+    made = architecture.embedding
+    if not made.tokens:
         return  # it begins with images or sound
-    tokens = evidence.call(evidence.base, architecture.embed)
+    tokens = evidence.call(evidence.base, made.tokens)
     findings.holds(
         ENDS,
         "embed",
@@ -50,32 +52,32 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     if stream is not None and architecture.stack.n_streams is not None:
         findings.equal(ENDS, f"{first} (all streams alike)", stream, stream[:, :, :1].expand_as(stream))
         stream = stream[:, :, 0]
-    if architecture.embeddings is not None:
+    if made.module is not None:
         full = evidence.get("hook_full_embed")
         if full is not None and architecture.stack.every_block[0].exit:
             full = zeroed(findings, full, stream)
         findings.equal(ENDS, first, stream, full)
-        _sum_of_embeddings(evidence, findings, architecture)
+        _sum_of_embeddings(evidence, findings, made)
         return
     embed = evidence.get("hook_embed")
     text = _text_places(evidence, first, stream)
     # Shortformer's positions are added to what queries and keys read.
     shifts = {part.qk_shift for block in architecture.stack.every_block for part in block.attentions}
-    positions = evidence.get("hook_pos_embed") if architecture.pos_embed not in shifts else None
-    if architecture.embed_norm:
-        norm = evidence.call(evidence.base, architecture.embed_norm.path)
-        made = tokens.result if tokens else None
-        scaled = None if made is None else made * architecture.embed_factor
+    positions = evidence.get("hook_pos_embed") if made.positions not in shifts else None
+    if made.norm:
+        norm = evidence.call(evidence.base, made.norm.path)
+        rows = tokens.result if tokens else None
+        scaled = None if rows is None else rows * made.factor
         findings.equal(ENDS, "embed norm", norm.input if norm else None, scaled)
     if stream is None or embed is None:
         findings.holds(ENDS, first, False, "the embedding or the first block did not run")
         return
-    if architecture.embed_adjust:
-        embed = architecture.embed_adjust.of(embed, module_at(evidence.bridge.original_model, evidence.base))
+    if made.adjust:
+        embed = made.adjust.of(embed, module_at(evidence.bridge.original_model, evidence.base))
     rest = stream if positions is None else stream - positions.to(stream)
-    types = evidence.get("embed.hook_token_type_embed") if architecture.token_types else None
+    types = evidence.get("embed.hook_token_type_embed") if made.types else None
     rest = rest if types is None else rest - types.to(stream)
-    for name in map(more_embed_name, architecture.more_embeds):
+    for name in map(more_embed_name, made.more):
         more = evidence.get(name)
         rest = rest if more is None else rest - more.to(stream)
     if text is not None:  # images have the other places
@@ -100,12 +102,13 @@ def _text_places(evidence: Evidence, first: str, stream: Tensor | None) -> Tenso
 
 def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     """The first stream of a stack with tokens of its own."""
+    made = stack.embedding
     total, positions = evidence.get(f"{stack.name}_embed.hook_out"), evidence.get(f"{stack.name}_pos_embed.hook_out")
     begun = evidence.get(f"{stack.name}.0.hook_resid_pre")
-    if total is None or begun is None or (positions is None) != (stack.pos_embed is None):
+    if total is None or begun is None or (positions is None) != (made.positions is None):
         findings.holds(ENDS, stack.name, False, "its embeddings or its first block did not run")
         return
-    norm = evidence.call(evidence.base, stack.embed_norm.path) if stack.embed_norm else None
+    norm = evidence.call(evidence.base, made.norm.path) if made.norm else None
     entered = norm.input if norm else None
     if norm is not None and entered is not None and positions is not None and torch.equal(entered, total):
         total = norm.result if norm.result is not None else total  # of the tokens alone
@@ -119,13 +122,13 @@ def _own_embeddings(evidence: Evidence, findings: Findings, stack: Stack) -> Non
     findings.equal(ENDS, stack.name, begun, total, float(begun.abs().max()))
 
 
-def _sum_of_embeddings(evidence: Evidence, findings: Findings, architecture: Architecture) -> None:
+def _sum_of_embeddings(evidence: Evidence, findings: Findings, made: Embedding) -> None:
     """What the module of all embeddings makes is their sum, or the norm of it."""
-    more = map(more_embed_name, architecture.more_embeds)
-    project = architecture.embed_project
-    first = "embed.hook_projected" if project and project != architecture.embeddings else "embed.hook_embed"
+    more = map(more_embed_name, made.more)
+    project = made.project
+    first = "embed.hook_projected" if project and not made.projects_sum else "embed.hook_embed"
     names = (first, "embed.hook_pos_embed", "embed.hook_token_type_embed", *more)
-    norm = architecture.embed_norm
+    norm = made.norm
     parts = [part for part in map(evidence.get, names) if part is not None]
     total: Tensor | None = sum((part.double() for part in parts[1:]), parts[0].double()).to(parts[0].dtype)
     full = evidence.get("hook_full_embed")
@@ -138,7 +141,7 @@ def _sum_of_embeddings(evidence: Evidence, findings: Findings, architecture: Arc
         weight = getattr(linear.module, "weight", None) if linear else None
         is_linear = isinstance(weight, Tensor) and weight.ndim == 2
         findings.holds(ENDS, "embed_project", is_linear, f"{project} is no linear layer that ran")
-    if linear is not None and project == architecture.embeddings:
+    if linear is not None and made.projects_sum:
         findings.equal(ENDS, "embed_project", linear.input, total)
         total = linear.result
     elif linear is not None:

@@ -117,7 +117,7 @@ def test_factors_are_found() -> None:
     model = tiny_model("granite")
     bridge = TransformerBridge(model, automatic="always")
     assert {step.factor for step in bridge.architecture.steps()} == {model.config.residual_multiplier} == {0.3}
-    assert bridge.architecture.embed_factor == model.config.embedding_multiplier == 3.0
+    assert bridge.architecture.embedding.factor == model.config.embedding_multiplier == 3.0
     with torch.no_grad():
         own = model(TOKENS, output_hidden_states=True).hidden_states
         _, cache = bridge.run_with_cache(TOKENS)

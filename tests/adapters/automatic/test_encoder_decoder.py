@@ -132,7 +132,8 @@ def test_a_table_that_a_layer_does_not_add_is_not_its_position_bias() -> None:
 def test_a_norm_of_the_decoders_embeddings_that_is_left_out_is_not_proved() -> None:
     model = tiny_model("bart", "seq2seq")
     right = infer(model).architecture
-    wrong = replace(right, stacks=(right.stacks[0], replace(right.stacks[1], embed_norm=None)))
+    decoder = right.stacks[1]
+    wrong = replace(right, stacks=(right.stacks[0], replace(decoder, embedding=replace(decoder.embedding, norm=None))))
     bridge = TransformerBridge(model)
     bridge.__dict__["architecture"] = wrong
     report = verify(bridge, level="quick")
@@ -159,7 +160,8 @@ def test_a_bias_behind_the_output_layer_is_told_and_no_unknown() -> None:
     assert dict(bridge.offered().not_offered) == {}
     report = verify(bridge)
     assert report.passed, report
-    assert "the logits are unembed.hook_out and a bias" in str(report)
+    assert bridge.architecture.readout.bias == "final_logits_bias"
+    assert torch.equal(bridge.b_U, model.final_logits_bias[0])
 
 
 def test_the_layers_between_stream_and_output_layer_are_found_without_a_module_around_them() -> None:

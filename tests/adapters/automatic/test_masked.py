@@ -77,7 +77,8 @@ def test_wrong_attentions_are_refused(case: str) -> None:
 def test_a_projection_left_out_is_refused() -> None:
     model = tiny_model("roc_bert", "masked")
     declared = TransformerBridge(model).architecture
-    wrong = replace(declared, embed_project=None)
+    stack = declared.stack
+    wrong = replace(declared, stacks=(replace(stack, embedding=replace(stack.embedding, project=None)),))
     with declared_as(wrong):
         report = verify(TransformerBridge(model, automatic=False))
     assert ENDS in {check.name for check in report.checks if not check.passed}, report

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adapters import UnsupportedModelError, verify
 from adapters.architecture import Architecture
 from adapters.automatic.declaration import infer
-from adapters.automatic.ends import cap_between
+from adapters.automatic.ends.readout import readout_between
 from adapters.automatic.source import source_of
 from bridge import TransformerBridge
 from tests.conftest import tiny
@@ -181,13 +181,18 @@ def test_a_soft_cap_of_logits_that_are_far_below_it() -> None:
 def test_a_soft_cap_behind_a_factor() -> None:
     """``30 * tanh(0.5 * x / 30)``, and a straight line."""
     x = torch.randn(3, 11, 99, generator=torch.Generator().manual_seed(0)) * 20
-    for cap, made in ((30.0, 30 * (0.5 * x / 30).tanh()), (-1.0, 0.5 * x), (None, x.sinh())):
-        assert cap_between(x, made) == cap
+    assert readout_between(x, 30 * (0.5 * x / 30).tanh()) == (0.5, None, 30.0)
+    assert readout_between(x, 0.5 * x) == (0.5, None, None)
+    assert readout_between(x, x.sinh()) is None
+    bias = torch.randn(99, generator=torch.Generator().manual_seed(1))
+    factor, found, cap = readout_between(x, 0.25 * x + bias) or (None, None, None)
+    assert (factor, cap) == (0.25, None) and found is not None
+    torch.testing.assert_close(found.float(), bias, atol=1e-4, rtol=1e-4)
 
 
 def test_a_factor_of_the_embedding_that_is_not_written_in_five_digits() -> None:
     """The square root of 32 in bfloat16."""
-    assert inferred(tiny_model("recurrent_gemma")).architecture.embed_factor == 5.65625
+    assert inferred(tiny_model("recurrent_gemma")).architecture.embedding.factor == 5.65625
 
 
 def test_parts_that_write_far_less_than_the_stream_holds() -> None:

@@ -59,7 +59,7 @@ CHANGED = {
     "beam": ("carry",), "doge": ("carry",), "minimax": ("carry", "norm before the first"),
     "zaya": ("carry", "adjust"), "longcat_flash": ("reads what",),
     "xlnet": ("positions_first",), "deepseek_v4": ("Opaque: streams not", "n_streams", "collapse"),
-    "hrm_text": ("joined left", "embed_adjust"), "qwen4_exp_text": ("side_by_side",),
+    "hrm_text": ("joined left", "adjust of the embedding"), "qwen4_exp_text": ("side_by_side",),
 }  # fmt: skip
 
 

@@ -36,20 +36,21 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = embedding_points(architecture, base) if architecture.embed else []
+    points = embedding_points(architecture, base) if architecture.embedding.tokens else []
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
             continue
-        if stack.embed:
-            add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, stack.embed, base)
+        if stack is not architecture.stack and stack.embedding.tokens:
+            add_own_embeddings(PointList("", -1, "", stack.pos, points), stack, base)
         n = len(stack.modules(model.get_submodule(base)))
         for index in range(n):
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
         if stack.collapse:
             add_collapse(PointList("", n, "", stack.pos, points), base, stack.collapse)
         if stack.final_norm:
-            add_final_norm(PointList("", n, "", stack.pos, points), stack, base, stack.final_norm)
+            after = PointList("", n, "", stack.pos, points)
+            add_final_norm(after, architecture, stack, base, stack.final_norm, model)
     after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
     unembedded = False
     for head in architecture.heads:

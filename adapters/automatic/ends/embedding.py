@@ -1,0 +1,295 @@
+"""How the first stream is made of embeddings, found in a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from adapters.automatic.norms import norm_kind, rounded, tolerance
+from adapters.automatic.recording import ModuleCall, Recording, Seen, mark
+from adapters.config import config_of
+from adapters.norms import Norm
+from adapters.paths import base_path, token_embedding
+from adapters.stream_ends import Embedding
+from adapters.views import Affine
+
+NO_SUM = "the first stream is not the token embedding and what other modules put out"
+
+
+@dataclass
+class FoundEmbedding:
+    """What makes the first stream of a stack, with paths of the model; `declared` has those of the base model.
+
+    Attributes:
+        embedding: it.
+        missing: what could not be found, by hook name.
+    """
+
+    embedding: Embedding
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def declared(self, relative: Callable[[str], str]) -> Embedding:
+        """The declaration of it.
+
+        Args:
+            relative: makes a path from the base model of one from the model.
+        """
+
+        def at(path: str | None) -> str | None:
+            return None if path is None else relative(path)
+
+        found = self.embedding
+        return replace(
+            found,
+            tokens=found.tokens and relative(found.tokens),
+            positions=at(found.positions),
+            types=at(found.types),
+            more=tuple(map(relative, found.more)),
+            norm=found.norm and Norm(relative(found.norm.path), found.norm.kind),
+            project=at(found.project),
+            module=at(found.module),
+            unknown="; ".join(self.missing.values()),
+        )
+
+
+def find_embedding(
+    model: nn.Module, recording: Recording, first: ModuleCall, since: int = -1, text: Tensor | None = None
+) -> FoundEmbedding | None:
+    """What makes the stream that enters the first block; None where no token embedding ran.
+
+    Args:
+        model: the model.
+        recording: of its run.
+        first: the call of the first block.
+        since: the time from which on its embeddings run: when the stack before it has ended.
+        text: ``[batch, pos]``, where the stream is made of tokens; None: everywhere.
+    """
+    before = [call for call in recording.calls if -1 < call.end <= first.start and call.left and call.start > since]
+    module = token_embedding(model)
+    called = [call for call in before if call.module is module] or [
+        call for call in before if isinstance(call.module, nn.Embedding)
+    ]
+    if not called or first.entered is None:
+        return None
+    return _Search(model, recording, before, called[0], first.entered, text).run()
+
+
+@dataclass
+class _Search:
+    """Goes back from the first stream: through a projection and a norm to a sum, and from its terms to their tables.
+
+    Attributes:
+        before: the calls that may make the first stream.
+        tokens: the call of the table of tokens.
+        stream: the first stream.
+        text: as for `find_embedding`.
+        found: as far as it is found.
+        missing: as in `FoundEmbedding`.
+    """
+
+    model: nn.Module
+    recording: Recording
+    before: list[ModuleCall]
+    tokens: ModuleCall
+    stream: Seen
+    text: Tensor | None
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> FoundEmbedding:
+        rows = self.tokens.left[0].value
+        width = None if rows.shape[-1] == self.stream.value.shape[-1] else rows.shape[-1]
+        self.found = Embedding(self.tokens.path, width=width)
+        target = self._behind_norm(self._behind_projection(self.stream))
+        rows = self._projected(rows, target.value)
+        if rows.shape != target.value.shape:
+            shapes = f"{tuple(rows.shape)}, the stream has {tuple(target.value.shape)}"
+            self.missing["hook_embed"] = f"{self.tokens.path} puts out the shape {shapes}"
+        else:
+            self._explain(rows, target)
+        return FoundEmbedding(self.found, self.missing)
+
+    def _behind_projection(self, target: Seen) -> Seen:
+        """What a linear layer reads that puts out the first stream; else the stream."""
+        rows = self.tokens.left[0].value
+        for call in reversed(self.before):
+            if call.left[0].mark == target.mark and call.is_linear and call.entered:
+                if call.entered.value.shape[:2] != rows.shape[:2]:
+                    return target
+                self.found = replace(self.found, project=call.path, module=call.path)
+                return call.entered
+        return target
+
+    def _behind_norm(self, target: Seen) -> Seen:
+        """What a norm reads that puts this out; else this. What the table of tokens norms itself is its own."""
+        for call in reversed(self.before):
+            if call.left[0].mark != target.mark or self.tokens.holds(call) or call.entered is None:
+                continue
+            if (kind := norm_kind(call)) is not None:
+                self.found = replace(self.found, norm=Norm(call.path, kind))
+                return call.entered
+        return target
+
+    def _projected(self, rows: Tensor, target: Tensor) -> Tensor:
+        """What a linear layer makes of the token embedding, where that stands in the sum; else the embedding."""
+        if self.found.project is not None or (rows.shape == target.shape and _is_in(rows, target)):
+            return rows
+        for call in self.before:
+            if call.is_linear and call.start > self.tokens.end and call.left[0].value.shape == target.shape:
+                if not _reads(call, rows):
+                    return rows
+                self.found = replace(self.found, project=call.path)
+                return call.left[0].value
+        return rows
+
+    def _others(self, rows: Tensor, target: Seen) -> tuple[dict[ModuleCall, Tensor], dict[ModuleCall, list[str]]]:
+        """What else may be added, with the further calls of the same table that put out the same."""
+        known = {self.tokens.left[0].mark, target.mark, mark(rows)}
+        others: dict[ModuleCall, Tensor] = {}
+        again: dict[ModuleCall, list[str]] = {}
+        for call in self.before:
+            x = _for_each_row(call.left[0].value, target.value.shape) if call.is_leaf else None
+            same = next((other for other in others if other.left[0].mark == call.left[0].mark), None)
+            if x is not None and call.left[0].mark not in known:
+                known.add(call.left[0].mark)
+                others[call] = x
+            elif same is not None and same.module is call.module:
+                again.setdefault(same, []).append(self.recording.numbered(call))
+        return others, again
+
+    def _explain(self, rows: Tensor, target: Seen) -> None:
+        """The sum as the token embedding, with a factor, and tables that are added."""
+        others, again = self._others(rows, target)
+        where = 1 if self.text is None else self.text.unsqueeze(-1)
+        weights = _weights(target.value * where, [rows * where, *(x * where for x in others.values())])
+        if weights is None:
+            by = _adjusted(self.model, rows, target.value) if rows is self.tokens.left[0].value else None
+            if by is None:
+                self.missing["hook_embed"] = NO_SUM
+            else:
+                self.found = replace(self.found, factor=by[0], adjust=by[1])
+            return
+        factor, *rest = weights
+        added = dict(zip(others, rest, strict=True))
+        alone = factor == 0  # then a norm of the tokens alone is what is added
+        if alone and not self._normed_alone(added):
+            self.missing["hook_embed"] = NO_SUM
+            return
+        self.found = replace(self.found, factor=1.0 if alone else factor)
+        self._name(others, added, again)
+        self._around(alone)
+
+    def _normed_alone(self, added: dict[ModuleCall, float]) -> bool:
+        """Whether a norm of the token embedding is a term of the sum, which is then no table."""
+        for call, weight in added.items():
+            reads = call.entered and call.entered.mark == self.tokens.left[0].mark
+            if weight == 1 and reads and self.found.norm is None and (kind := norm_kind(call)) is not None:
+                self.found = replace(self.found, norm=Norm(call.path, kind))
+                added[call] = 0.0
+        return self.found.norm is not None
+
+    def _name(
+        self, others: dict[ModuleCall, Tensor], added: dict[ModuleCall, float], again: dict[ModuleCall, list[str]]
+    ) -> None:
+        """Which of the tables has positions, which the types of tokens, and which are further ones."""
+        said = getattr(config_of(self.model).get_text_config(), "type_vocab_size", None)
+        for call in sorted(added, key=lambda each: -_rows(each, said)):
+            weight, repeated = added[call], again.get(call, [])
+            if weight == 0:
+                continue
+            what = "types" if bool((others[call] == others[call][:, :1]).all()) else "positions"
+            taken, times = getattr(self.found, what) is not None, 1 + len(repeated)
+            several = weight == 1 and self.recording.numbered(call) != call.path  # one table, of several sides (UDOP)
+            if several or (weight == times and (times > 1 or taken)):
+                more = (*self.found.more, self.recording.numbered(call), *repeated)
+                self.found = replace(self.found, more=more)
+            elif taken or weight != 1:
+                name = "hook_pos_embed" if what == "positions" else "hook_token_types"
+                self.missing[name] = f"{call.path} is added to the token embedding, times {weight:g}"
+            elif what == "types":
+                self.found = replace(self.found, types=call.path)
+            else:
+                self.found = replace(self.found, positions=call.path)
+
+    def _around(self, alone: bool) -> None:
+        """The module that puts out the first stream, where that is a norm of a sum."""
+        found = self.found
+        if found.module is not None or found.norm is None or alone:
+            return
+        if not (found.positions or found.types or found.project):
+            return
+        around = [
+            call for call in self.before
+            if call.left[0].mark == self.stream.mark and call.holds(self.tokens) and not call.is_leaf
+        ]  # fmt: skip
+        # With no module around them, the norm is what puts out the first stream.
+        module = min(around, key=lambda call: call.end - call.start).path if around else found.norm.path
+        self.found = replace(found, module=module)
+
+
+def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> tuple[float, Affine] | None:
+    """A factor, and parameters of the base model, that make the first stream of the token embedding."""
+    base = model.get_submodule(base_path(model))
+    x, y = (each.double().flatten(0, -2) for each in (tokens, target))
+    around = x - x.mean(0)
+    weight = (around * y).sum(0) / around.pow(2).sum(0)
+    bias = y.mean(0) - weight * x.mean(0)
+    close = 3 * tolerance(target) * float(y.abs().max())
+    if bool(((weight * x + bias - y).abs() > close).any()):
+        return None
+    own = {name: p.detach().double().to(x.device) for name, p in base.named_parameters(recurse=False)}
+    own = {name: p for name, p in own.items() if p.shape == weight.shape}
+    factor = rounded(float(weight.mean()))
+    tried = [(factor, Affine(bias=name)) for name in own]
+    tried += [(1.0, Affine(weight=name)) for name in own]
+    tried += [(1.0, Affine(weight=name, bias=other)) for name in own for other in own]
+    for each, by in tried:
+        with torch.no_grad():
+            if bool(((by.of(x * each, base) - y).abs() <= close).all()):
+                return each, by
+    return None
+
+
+def _rows(call: ModuleCall, said: int | None) -> bool:
+    """Whether a table has as many rows as the configuration says that there are types of tokens."""
+    table = getattr(call.module, "weight", None)
+    return isinstance(table, Tensor) and said is not None and table.shape[0] == said
+
+
+def _is_in(tokens: Tensor, total: Tensor) -> bool:
+    """Whether a sum goes with the token embedding: they are alike beyond chance."""
+    rows = [(x - x.mean((0, 1))).double().flatten() for x in (tokens, total)]
+    return float(rows[0] @ rows[1]) > 0.05 * float(rows[0].norm() * rows[1].norm())
+
+
+def _reads(linear: ModuleCall, tokens: Tensor) -> bool:
+    """Whether a linear layer is given the token embedding, alone or before others."""
+    x = None if linear.entered is None else linear.entered.value
+    return x is not None and x.shape[:2] == tokens.shape[:2] and torch.equal(x[..., : tokens.shape[-1]], tokens)
+
+
+def _for_each_row(x: Tensor, shape: torch.Size) -> Tensor | None:
+    """What may be added to every row of the batch: ``[batch, pos, d]``, ``[1, pos, d]`` or ``[pos, d]``."""
+    if x.ndim == 2:
+        x = x.unsqueeze(0)
+    if x.ndim != 3 or x.shape[-1] != shape[-1] or x.shape[1] not in (1, shape[1]) or x.shape[0] not in (1, shape[0]):
+        return None
+    return x.expand(shape)
+
+
+def _weights(target: Tensor, terms: list[Tensor]) -> list[float] | None:
+    """The factors with which terms make a sum, the fewest of them; None where they do not."""
+    flat, close = target.double().flatten(), 3 * tolerance(target)
+    for count in range(len(terms)):
+        columns = torch.stack([term.double().flatten() for term in terms], 1)
+        if count == 0:
+            columns = columns[:, :1]
+        solution = torch.linalg.lstsq(columns, flat[:, None]).solution[:, 0]
+        if bool(((columns @ solution - flat).abs() <= close * flat.abs().max()).all()):
+            found = [rounded(w) if abs(w) > 1e-4 else 0.0 for w in solution.tolist()]
+            return found + [0.0] * (len(terms) - len(found))
+        if count == 1:
+            return None
+    return None

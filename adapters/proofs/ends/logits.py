@@ -1,0 +1,111 @@
+"""The end of the stream: its final norm, the heads behind it, and the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adapters.architecture import Stack
+from adapters.norms import Norm, normalized
+from adapters.paths import has_module
+from adapters.proofs.ends.embeddings import ENDS, zeroed
+from adapters.proofs.evidence import Evidence
+from adapters.proofs.report import Findings
+from adapters.stream_ends import Head
+
+LOGITS = "the logits are what the output layer makes of the final norm, with the declared factors, bias and soft cap"
+
+
+def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[Stack, Tensor | None]]) -> None:
+    """The final norm reads the last stream, the output layer reads that norm, and the logits are as the readout says.
+
+    Args:
+        evidence: a driven run.
+        findings: what is found is added to it.
+        streams: each list of blocks with what leaves its last block.
+    """
+    findings.claim(LOGITS)
+    stream: Tensor | None = None
+    for stack, last in streams:
+        stream = last
+        if stack.collapse:
+            call = evidence.call(evidence.base, stack.collapse)
+            findings.equal(ENDS, stack.collapse, _like(call.input if call else None, stream), stream)
+            stream = call.result if call else None
+        if stack.final_norm:
+            stream = _normed(evidence, findings, stack.final_norm, stream)
+    for head in evidence.bridge.architecture.heads:
+        stream = _headed(evidence, findings, head, stream)
+    _unembedded(evidence, findings, stream)
+    _logits(evidence, findings)
+
+
+def _like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
+    return x.reshape(shape.shape) if x is not None and shape is not None and x.numel() == shape.numel() else x
+
+
+def _normed(evidence: Evidence, findings: Findings, norm: Norm, stream: Tensor | None) -> Tensor | None:
+    """What the final norm makes of the last stream."""
+    if norm.kind.function:
+        return None if stream is None else normalized(norm.kind, stream)
+    call = evidence.call(evidence.base, norm.path)
+    findings.equal(ENDS, norm.path, call.input if call else None, stream)
+    return call.result if call else None
+
+
+def _headed(evidence: Evidence, findings: Findings, head: Head, stream: Tensor | None) -> Tensor | None:
+    """What the output layer reads behind a head."""
+    path, unembed = evidence.from_model(head.path), evidence.bridge.architecture.readout.path
+    linear, module = evidence.call(evidence.from_model(head.linear)), evidence.call(path)
+    if module is None:
+        return stream
+    weight = getattr(linear.module, "weight", None) if linear else None
+    inside = f"{evidence.from_model(head.linear)}.".startswith(f"{path}.")
+    ok = inside and isinstance(weight, Tensor) and weight.ndim == 2
+    findings.holds(ENDS, head.name, ok, f"{head.linear} is no linear layer of it that ran")
+    if not head.unembeds:
+        return stream
+    findings.equal(ENDS, head.name, module.input, stream)
+    normed = evidence.call(evidence.from_model(head.norm.path)) if head.norm else None
+    if f"{evidence.from_model('.' + unembed)}.".startswith(f"{path}.") and not normed:
+        inner = evidence.call(evidence.from_model("." + unembed))  # the module holds the output layer, too
+        return inner.input if inner else None
+    return normed.result if normed else module.result
+
+
+def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -> None:
+    """The output layer reads what the final norm makes, times the declared factor."""
+    readout = evidence.bridge.architecture.readout
+    unembed = evidence.call(evidence.from_model("." + readout.path)) if readout.path else None
+    base = evidence.call(evidence.base)
+    last = unembed.input if unembed else base.result if base else None
+    if last is None or stream is None or last.shape != stream.shape:
+        findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
+        return
+    if evidence.bridge.architecture.stack.every_block[0].exit:
+        stream = zeroed(findings, stream, last)
+    factor = readout.factor_in if unembed else 1.0
+    findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))
+
+
+def _logits(evidence: Evidence, findings: Findings) -> None:
+    """The logits are what the output layer puts out, as the readout and `cfg` say."""
+    readout, made, seen = evidence.bridge.architecture.readout, evidence.get("unembed.hook_out"), evidence.output
+    cap = evidence.bridge.cfg.output_logits_soft_cap
+    said = cap if cap > 0 else None
+    same = said == readout.soft_cap
+    findings.holds(LOGITS, "cfg.output_logits_soft_cap", same, f"it says {cap}, and the declaration {readout.soft_cap}")
+    if readout.unknown:
+        findings.untold(LOGITS, readout.unknown)
+        return
+    model = evidence.bridge.original_model
+    if not readout.path or not has_module(model, evidence.from_model("." + readout.path)):
+        return  # this class of models has none
+    if made is None or seen is None or made.shape[:-1] != seen.shape[:-1] or made.shape[-1] < seen.shape[-1]:
+        findings.holds(LOGITS, "unembed.hook_out", False, "the model returns nothing of its shape")
+        return
+    with torch.no_grad():
+        expected = readout.logits(made.double(), evidence.bridge.core)[..., : seen.shape[-1]]
+    findings.equal(LOGITS, "unembed.hook_out", seen, expected.to(seen.dtype))

@@ -1,0 +1,156 @@
+"""How a residual stream begins and how logits are read from its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from adapters.norms import Norm
+from adapters.paths import join
+from adapters.views import Affine
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How the stream of a list of blocks begins: tables of embeddings are added up, normed and projected.
+
+    Paths are relative to the base model.
+
+    Attributes:
+        tokens: the table of tokens; "" where the stream begins with images or sound (ViT, Whisper's encoder).
+        factor: what the model multiplies its rows with.
+        adjust: what parameters of the base model do to the rows besides; `hook_embed` shows them before it.
+        positions, types: the tables of positions, and of the two sentences, that are added.
+        more: further tables that are added, of which each runs once (TAPAS).
+        norm: a norm; of the sum where there is a `module`, else of the token embedding alone.
+        project: a linear layer that brings the embeddings to the stream's width. Where it is the `module`, it reads
+            their sum, or the norm of it (RemBERT, ALBERT). Else it reads the token embedding, alone or beside others,
+            and its output is a term of the sum (RoCBert).
+        module: the module that puts out the first stream (BERT). The hook points then have the names of
+            HookedTransformer's encoder, and `hook_full_embed` is its output.
+        width: how wide the tables are, where that is not the stream's width.
+        unknown: what else the stream begins with, where that cannot be said. Nothing can then be decomposed.
+    """
+
+    tokens: str = ""
+    factor: float = 1.0
+    adjust: Affine | None = None
+    positions: str | None = None
+    types: str | None = None
+    more: tuple[str, ...] = ()
+    norm: Norm | None = None
+    project: str | None = None
+    module: str | None = None
+    width: int | None = None
+    unknown: str = ""
+
+    @property
+    def norm_of_sum(self) -> Norm | None:
+        """The norm that reads the sum of the embeddings."""
+        return self.norm if self.module is not None else None
+
+    @property
+    def projects_sum(self) -> bool:
+        """Whether the linear layer reads the sum of the embeddings, or the norm of it."""
+        return self.project is not None and self.project == self.module
+
+    def below(self, path: str) -> Embedding:
+        """The same, where the base model is a part of another one.
+
+        Args:
+            path: of that part, from the base model around it.
+        """
+
+        def inside(at: str | None) -> str | None:
+            return None if at is None else join(path, at)
+
+        return replace(
+            self,
+            tokens=self.tokens and join(path, self.tokens),
+            positions=inside(self.positions),
+            types=inside(self.types),
+            more=tuple(join(path, at) for at in self.more),
+            norm=self.norm and replace(self.norm, path=join(path, self.norm.path)),
+            project=inside(self.project),
+            module=inside(self.module),
+        )
+
+
+@dataclass(frozen=True)
+class Readout:
+    """How logits are made of what the final norm puts out (or the last stream, without one).
+
+    ``logits = cap(factor_out * unembed(factor_in * x) + bias)`` with ``cap(y) = soft_cap * tanh(y / soft_cap)``. `W_U`
+    and `b_U` have both factors and the bias in them, so that ``logits = cap(x @ W_U + b_U)``, where no `Head` stands
+    between.
+
+    Attributes:
+        path: the output layer, relative to the model itself; "" without one.
+        factor_in, factor_out: what is multiplied with before and behind it.
+        bias: a parameter or buffer of the model that is added behind it, by its path; a class may lack it.
+        soft_cap: see above.
+        unknown: what else is between, where that cannot be said. Nothing can then be attributed to logits.
+    """
+
+    path: str = ""
+    factor_in: float = 1.0
+    factor_out: float = 1.0
+    bias: str | None = None
+    soft_cap: float | None = None
+    unknown: str = ""
+
+    @property
+    def factor(self) -> float:
+        """What the matrix of the output layer is multiplied with."""
+        return self.factor_in * self.factor_out
+
+    def bias_of(self, model: nn.Module) -> Tensor | None:
+        """What is added behind the output layer, ``[d_vocab]``; None where this class of models adds nothing.
+
+        Args:
+            model: the Hugging Face model.
+        """
+        if self.bias is None:
+            return None
+        holder, _, name = self.bias.rpartition(".")
+        found = getattr(model.get_submodule(holder), name, None)
+        return found.reshape(-1) if isinstance(found, Tensor) else None
+
+    def logits(self, unembedded: Tensor, model: nn.Module) -> Tensor:
+        """The logits from what the output layer puts out.
+
+        Args:
+            unembedded: ``[..., d_vocab]``.
+            model: the Hugging Face model, which has the bias.
+        """
+        y, bias = unembedded * self.factor_out, self.bias_of(model)
+        y = y if bias is None else y + bias.to(y)
+        return y if self.soft_cap is None else self.soft_cap * torch.tanh(y / self.soft_cap)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stands behind the last block beside the unembedding, or between the two. A model may lack it.
+
+    Paths are relative to the base model, or, if they begin with a dot, to the model itself.
+
+    Attributes:
+        name: the canonical name.
+        path: the module.
+        linear: its linear layer.
+        hook: the name of the hook point on its output, with its `axes` (None: it has none).
+        norm: its norm.
+        unembeds: the unembedding reads what it makes.
+        width: of what it makes, where that is not the stream's.
+    """
+
+    name: str
+    path: str
+    linear: str
+    hook: str | None = None
+    axes: str = "batch d_model"
+    norm: Norm | None = None
+    unembeds: bool = False
+    width: int | None = None
