@@ -1,6 +1,6 @@
 """What a hook point in a basis costs, as ratios to a plain forward pass, alternated in one process.
 
-    python benchmarks/bases.py
+python benchmarks/bases.py
 """
 
 from __future__ import annotations

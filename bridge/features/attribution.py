@@ -8,7 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adapters.views.basis import InBasis
+from bridge.analysis.attribution import Tokens
+from bridge.analysis.requirements import Index, pick
 from bridge.bridge import TransformerBridge
+from bridge.cache.activation_cache import ActivationCache
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 
@@ -87,3 +91,60 @@ def _put(value: Tensor) -> Callable[..., Tensor]:
         return value
 
     return put
+
+
+@refuse_wrong_types
+def feature_logit_attrs(
+    cache: ActivationCache,
+    point: str | HookPoint,
+    tokens: Tokens,
+    incorrect_tokens: Tokens | None = None,
+    *,
+    pos_slice: Index = None,
+) -> Float[Tensor, "feature *batch_pos"]:
+    """What each feature of a basis on the stream, or on what is added to it, adds directly to the logit of a token.
+
+    `ActivationCache.logit_attrs` of what the features write: with the norms, factors and biases that it counts.
+
+    Args:
+        cache: of a run; it holds the point and the final norm's `hook_scale`.
+        point: the hook point in the basis, whose `decode` is linear.
+        tokens, incorrect_tokens: as for `logit_attrs`.
+        pos_slice: which positions.
+
+    Returns:
+        ``[feature, batch, pos]``.
+
+    Raises:
+        ValueError: the point is in no basis, or its `decode` is not linear.
+        MissingActivationsError, KeyError: the cache does not hold what is needed.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.bases import Rotation
+        >>> from bridge.features import feature_logit_attrs
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> point = bridge.add_basis("blocks.3.hook_resid_post", "turned", Rotation(128))
+        >>> logits, cache = bridge.run_with_cache("Mary and", names_filter=[point.name, "ln_final.hook_scale"])
+        >>> parts = feature_logit_attrs(cache, point.name, " John", " Mary")
+        >>> right = logits[..., bridge.to_single_token(" John")] - logits[..., bridge.to_single_token(" Mary")]
+        >>> bool((parts.sum(0) - right).abs().max() < 1e-3)
+        True
+    """
+    name = point if isinstance(point, str) else point.name
+    view = cache.model.hook_dict[name].view
+    if not isinstance(view, InBasis):
+        raise ValueError(f"{name} is the model's own hook point, and no basis")
+    found = cache[name]
+    features = found.to_dense() if found.is_sparse else found
+    with torch.no_grad():
+        n, decode = features.shape[-1], view.basis.decode
+        zero = decode(features.new_zeros(1, 1, n))
+        written = decode(torch.eye(n, dtype=features.dtype, device=features.device)[None])[0] - zero[0]
+        far = (zero + features @ written - decode(features)).abs().max()
+        if far > 1e-3 * (1 + features.abs().max()):
+            raise ValueError(f"the decode of {name} is not linear in the features: it is no sum of what each writes")
+    if pos_slice is not None:
+        features = pick(features, pos_slice, 1)
+    stack = features.movedim(-1, 0).unsqueeze(-1) * written.view(n, *[1] * (features.ndim - 1), -1)
+    return cache.logit_attrs(stack, tokens, incorrect_tokens, pos_slice=pos_slice)

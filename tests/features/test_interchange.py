@@ -5,7 +5,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.bases import Directions, Rotation
-from bridge.features import feature_attribution, fit_rotation, interchange
+from bridge.features import feature_attribution, feature_logit_attrs, fit_rotation, interchange
 from bridge.tasks import embedded_pairs
 from tests.bases.common import SAE
 
@@ -99,3 +99,20 @@ def test_attribution_adds_up_and_is_the_gradient(bridge: TransformerBridge) -> N
     assert torch.allclose(plain, gradient["at"] * cache[point.name], rtol=1e-3, atol=1e-5)
     assert not torch.allclose(plain.sum(), change, atol=1e-3)
     bridge.remove_basis(point)
+
+
+@torch.no_grad()
+def test_features_and_the_rest_add_up_to_the_logits(bridge: TransformerBridge) -> None:
+    last = f"blocks.{bridge.cfg.n_layers - 1}.hook_resid_post"
+    sae = SAE(bridge.cfg.d_model, 40)
+    with bridge.basis(last, "sae", sae) as point:
+        names = [point.name, last, "ln_final.hook_scale"]
+        _, cache = bridge.run_with_cache(BASE, names_filter=names)
+        parts = feature_logit_attrs(cache, point.name, 7, 9)
+        one = feature_logit_attrs(cache, point.name, 7, 9, pos_slice=-1)
+        rest = cache.logit_attrs((bridge.basis_error(cache, point) + sae.b_dec)[None], 7, 9)
+    _, plain = bridge.run_with_cache(BASE)
+    whole = plain.logit_attrs(plain.decompose_resid(), 7, 9).sum(0)
+    assert torch.allclose(parts.sum(0) + rest[0], whole, atol=1e-3)
+    assert torch.allclose(one, parts[..., -1], atol=1e-5)
+    assert parts.abs().max() > 1e-2
