@@ -83,6 +83,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/circuits.py time
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/programs.py
+	$(BIN)/python benchmarks/bases.py
 
 # Tries every text architecture of transformers, and writes docs/models.md: some minutes.
 models: $(STAMP)

@@ -76,7 +76,7 @@ def main() -> None:
     print(f"placed and not asked for      {ratio(lambda: bridge(clean), plain):.3f} of a forward pass without")
     print(f"read                          {ratio(read, encoded):.3f} of reading the point, and encoding it by hand")
     active = (cache[point.name][0] > 0).any(0).nonzero().flatten()[:200]
-    metric = lambda logits: logits[0, -1, 7]  # noqa: E731
+    metric = lambda logits: logits[0, -1, 7]
     rows = _Rows([(3, int(feature)) for feature in active])
 
     def sweep() -> object:

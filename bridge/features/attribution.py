@@ -134,7 +134,7 @@ def feature_logit_attrs(
     name = point if isinstance(point, str) else point.name
     view = cache.model.hook_dict[name].view
     if not isinstance(view, InBasis):
-        raise ValueError(f"{name} is the model's own hook point, and no basis")
+        raise ValueError(f"{name} is the model's own hook point, and no basis")  # noqa: TRY004 - a name is wrong
     found = cache[name]
     features = found.to_dense() if found.is_sparse else found
     with torch.no_grad():

@@ -241,8 +241,8 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
     if steps or begin.norm or begin.project or begin.adjust or begin.types or begin.more or begin.unknown:
         what = steps[0] if steps else "the embeddings"
         raise ValueError(
-            f"between the weights of {what} and the residual stream stands more than a sum: a direction cannot be taken out of "
-            "the weights there. Use Steer(vector, remove=True) as a hook"
+            f"between the weights of {what} and the residual stream stands more than a sum: a direction cannot "
+            "be taken out of the weights there. Use Steer(vector, remove=True) as a hook"
         )
     unit = precise(vector / vector.norm())
     tokens = torch.arange(min(8, bridge.cfg.d_vocab), device=bridge.cfg.device)[None]
