@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -67,7 +68,7 @@ def feature_attribution(
     if bridge.training:
         raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
     (hook,) = bridge.select_hooks(point)
-    masked = {} if attention_mask is None else {"attention_mask": attention_mask}
+    masked: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
         _, cache = bridge.run_with_cache(tokens, names_filter=hook, **masked)
     act = cache[hook.name]
