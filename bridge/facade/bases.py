@@ -33,6 +33,10 @@ class BasisMethods(RunMethods):
         """
         return [hook for hook in self.hook_dict.values() if isinstance(hook.view, InBasis)]
 
+    def __repr__(self) -> str:
+        placed = ", ".join(hook.name for hook in self.bases)
+        return super().__repr__() + (f"\n  bases           {placed}" if placed else "")
+
     def add_basis(
         self,
         point: str | HookPoint,

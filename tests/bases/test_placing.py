@@ -44,6 +44,7 @@ def test_several_and_one_on_another() -> None:
     inner = bridge.add_basis(one, "inner", Neurons(32, [3]))
     two = bridge.add_basis(POINT, "two", SAE(32, 40))
     alias = bridge.hook_dict[POINT].point.aliases[0]
+    assert f"{POINT}.one, {POINT}.one.inner, {POINT}.two" in str(bridge)
     assert bridge.bases == [one, inner, two] and bridge.get_hook_point(f"{alias}.one") is one
     assert [hook.order for hook in bridge.hook_dict.values()] == list(range(len(bridge.hook_dict)))
     kept = [(hook, lambda features, hook: features) for hook in (inner, two, one)]
