@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models mutants clean
+.PHONY: matrix demo test real slow clients gpu export check docs pages format benchmarks models mutants clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -84,10 +84,16 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/bases.py
+	$(BIN)/python benchmarks/imports.py
 
 # Tries every text architecture of transformers, and writes docs/models.md: some minutes.
 models: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/models.py
+
+# Other versions of transformers, torch and Python, each in an environment of its own, and docs/versions.md: an hour.
+# `make matrix ONLY=oldest,newest`: some of them. PYTHONS="/path/to/python3.12 ...": interpreters that are not on the path.
+matrix: $(STAMP)
+	PYTHONPATH=. $(BIN)/python benchmarks/versions.py --only '$(ONLY)' --pythons $(PYTHONS)
 
 # Changes the code at random and lists what no test notices: `make mutants N=20 SEED=7 ONLY=bridge/hooks,adapters`. Which
 # test runs which line is measured first, where the library has changed since.
@@ -137,4 +143,4 @@ $(REAL)/.fetched: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(GPU) $(EXPORT) $(CLIENTS) .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,14 +1,20 @@
 """Which module of a Hugging Face model plays which part: declarations, and the hook points they make."""
 
+from typing import TYPE_CHECKING
+
 from adapters.architecture import Architecture, Block, Embedding, Head, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP, MoE
+from adapters.imports.lazily import lazily
 from adapters.mixers.part import Mixer
 from adapters.model import ModelMap, map_model
 from adapters.norms import Norm
 from adapters.registry import UnsupportedModelError, register, supported
-from adapters.verification import Report, verify
 from adapters.weights import Weights
+
+if TYPE_CHECKING:
+    from adapters.proofs.report import Report
+    from adapters.verification import verify
 
 __all__ = [
     "MLP",
@@ -33,3 +39,5 @@ __all__ = [
     "supported",
     "verify",
 ]
+
+__getattr__, __dir__ = lazily(__name__, Report="proofs.report", verify="verification")

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture, feeds_forward
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
+from adapters.imports.versions import rotation_of
 from adapters.mixers.part import Mixer
 from adapters.offloaded import input_device
 from adapters.paths import core_path, has_module, module_at, path_from
@@ -255,7 +256,7 @@ def first(config: PreTrainedConfig, *names: str) -> Any:
 
 def rotary_values(config: PreTrainedConfig) -> dict[str, object]:
     """`positional_embedding_type`, `rotary_dim` and `rotary_base` of a family with rotary embeddings."""
-    parameters = config.rope_parameters
+    parameters = rotation_of(config)
     local = None
     if "rope_theta" not in parameters:  # one set for each kind of layer (Gemma 3)
         local = parameters.get("sliding_attention", {}).get("rope_theta")

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import nn
 
+from adapters import automatic as inference
 from adapters.architecture import Architecture
-from adapters.automatic.declaration import Inferred, NotInferable, infer
 from adapters.building.blocks import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.inputs.made import Given
@@ -87,8 +87,8 @@ def map_model(
     core = model.get_submodule(core_path(model))
     if declared is None and (automatic == "always" or (automatic and not is_declared(core))):
         try:
-            found = infer(model, inputs)
-        except NotInferable as why:
+            found = inference.declaration.infer(model, inputs)
+        except inference.declaration.NotInferable as why:
             raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.".strip()) from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)
     architecture = declaration_for(core) if declared is None else declared
@@ -106,7 +106,9 @@ def _refusal(core: nn.Module) -> str:
     return ""
 
 
-def _mapped(model: nn.Module, core: nn.Module, architecture: Architecture, inferred: Inferred | None) -> ModelMap:
+def _mapped(
+    model: nn.Module, core: nn.Module, architecture: Architecture, inferred: inference.declaration.Inferred | None
+) -> ModelMap:
     base = base_path(model)
     cfg = model_config(architecture, core, model.get_submodule(base))
     stack = architecture.stack

@@ -14,18 +14,14 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from adapters.architecture import Architecture
 from adapters.config import config_of
+from adapters.families import CLASSES
 
 #: From a Hugging Face configuration to what its models are made of.
 Declare = Callable[[PreTrainedConfig], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
-_FAMILIES = (
-    "apertus", "bart", "bert", "bloom", "codegen", "cohere", "dbrx", "deepseek", "dots", "exaone", "falcon", "flint",
-    "gemma", "glm", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium",
-    "hunyuan", "image_text", "kolibri", "llama", "mixtral", "modernbert_decoder", "moshi", "mpt", "native", "olmo",
-    "openai_gpt", "opt", "persimmon", "phi", "phi3", "qwen", "qwen_moe", "stablelm", "starcoder2", "t5", "whisper",
-    "xglm",
-)  # fmt: skip
+#: The file of `adapters/families` that each class name is declared in.
+_FAMILY = {name: family for family, names in CLASSES.items() for name in names}
 _loaded = False
 _LOADING = threading.RLock()
 #: The group of entry points through which other packages bring adapters.
@@ -97,8 +93,8 @@ def supported() -> list[str]:
         >>> "GPT2PreTrainedModel" in supported()
         True
     """
-    _load()
-    return sorted(_REGISTRY)
+    _load_other_packages()
+    return sorted({*_REGISTRY, *_FAMILY})
 
 
 def has_declaration(model: nn.Module) -> bool:
@@ -107,11 +103,11 @@ def has_declaration(model: nn.Module) -> bool:
     Args:
         model: a Hugging Face model.
     """
-    _load()
     if isinstance(getattr(model, "module", None), PreTrainedModel) or not isinstance(model, PreTrainedModel):
         return True  # `declaration_for` says what is wrong with it
     return any(
-        cls.__name__ in _REGISTRY and not _is_namesake(cls, _REGISTRY[cls.__name__]) for cls in type(model).__mro__
+        (declare := _declare(cls.__name__)) is not None and not _is_namesake(cls, declare)
+        for cls in type(model).__mro__
     )
 
 
@@ -141,9 +137,8 @@ def declaration_for(model: nn.Module) -> Architecture:
     Raises:
         UnsupportedModelError: no class among its bases has an adapter.
     """
-    _load()
     for cls in type(model).__mro__:
-        declare = _REGISTRY.get(cls.__name__)
+        declare = _declare(cls.__name__)
         if declare is not None and not _is_namesake(cls, declare):
             return declare(config_of(model))
     name = type(model).__name__
@@ -152,17 +147,17 @@ def declaration_for(model: nn.Module) -> Architecture:
             f"{name} runs copies of the model, or in other processes, where hooks do not reach: "
             f"wrap the {type(inner).__name__} in its .module"
         )
-    namesakes = [cls for cls in type(model).__mro__ if cls.__name__ in _REGISTRY]
+    namesakes = [cls for cls in type(model).__mro__ if _declare(cls.__name__) is not None]
     if namesakes:
         cls = namesakes[0]
         raise UnsupportedModelError(
             f"{name} is not transformers' own: its {cls.__name__} is from {cls.__module__}, and may compute anything. "
             "docs/adapters.md shows how to declare what it computes: a declaration of yours, registered for the name."
         )
-    near = difflib.get_close_matches(name, _REGISTRY, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, supported(), n=3, cutoff=0.5)
     hint = f" The nearest are {', '.join(near)}." if near else ""
     raise UnsupportedModelError(
-        f"there is no adapter for {name}.{hint} Adapters exist for: {', '.join(sorted(_REGISTRY))}. "
+        f"there is no adapter for {name}.{hint} Adapters exist for: {', '.join(supported())}. "
         "docs/adapters.md shows how to write one."
     )
 
@@ -181,8 +176,8 @@ def declaration_of(config: PreTrainedConfig) -> Architecture:
     classes = () if text is None else text.__mro__
     # Of some, transformers keeps no such list: their configuration has their name.
     for name in (*(cls.__name__ for cls in classes), f"{type(config).__name__.removesuffix('Config')}Model"):
-        if name in _REGISTRY:
-            return _REGISTRY[name](config)
+        if (declare := _declare(name)) is not None:
+            return declare(config)
     raise UndeclaredOptionError(f"the model of a {type(config).__name__} inside of it has no adapter")
 
 
@@ -192,16 +187,26 @@ def _is_namesake(cls: type, declare: Declare) -> bool:
     return ours and cls.__module__.split(".")[0] != "transformers"
 
 
-def _load() -> None:
-    """Imports our own families, then those of other packages, once."""
+def _declare(name: str) -> Declare | None:
+    """What is registered for the name of a class. Our own family for it is imported when it is first asked for."""
+    _load_other_packages()
+    if name in _REGISTRY or name not in _FAMILY:
+        return _REGISTRY.get(name)
+    with _LOADING:
+        registered = dict(_REGISTRY)
+        importlib.import_module(f"adapters.families.{_FAMILY[name]}")
+        _REGISTRY.update(registered)  # what others registered for a class of the same family stays theirs
+        return _REGISTRY[name]
+
+
+def _load_other_packages() -> None:
+    """Imports the families of other packages, once."""
     global _loaded
     with _LOADING:
         if _loaded:
             return
         _loaded = True  # before it is true: an adapter may ask for others while it is being imported
         try:
-            for family in _FAMILIES:
-                importlib.import_module(f"adapters.families.{family}")
             for entry in entry_points(group=ENTRY_POINTS):
                 _load_entry_point(entry)
         except BaseException:

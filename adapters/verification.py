@@ -9,10 +9,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from adapters.imports.versions import known_error
 from adapters.inputs.made import Given
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import driven, evaluating, places_of, some_tokens, with_graph, with_what_it_needs
+from adapters.proofs.evidence import (
+    driven,
+    evaluating,
+    outside_of_modes,
+    places_of,
+    some_tokens,
+    with_graph,
+    with_what_it_needs,
+)
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -83,10 +92,21 @@ def verify(
         raise ValueError(f"level={level!r} is neither 'full' nor 'quick'")
     if bridge.cfg.device.type == "meta":
         raise ValueError("this model has no weights (load_weights=False), so there is nothing to run")
+    # Wherever it is asked for: it goes by gradients, and by what the model computes in its own type.
+    with outside_of_modes(bridge.original_model):
+        return _report(bridge, tokens, level, inputs and {name: _savable(given) for name, given in inputs.items()})
+
+
+def _savable(x: Tensor) -> Tensor:
+    """A tensor that autograd takes: what was made in inference mode, copied."""
+    return x.clone() if x.is_inference() else x
+
+
+def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given | None) -> Report:
     if tokens is None:
         tokens, more = some_tokens(bridge, 2, 9, given=inputs)
     else:
-        tokens, more = with_what_it_needs(bridge, tokens.to(bridge.cfg.device), inputs)
+        tokens, more = with_what_it_needs(bridge, _savable(tokens.to(bridge.cfg.device)), inputs)
     report = Report(bridge.cfg.model_name)
     there = prove_modules(bridge.original_model, places_of(bridge))
     if not there.passed:  # nothing else can be looked at
@@ -102,6 +122,8 @@ def verify(
                 with torch.no_grad():
                     report.checks += mechanics.full()
         report.checks += mechanics.last()
+    if wrong := known_error(bridge.core):
+        report.checks.append(Check("transformers computes this model as its configuration says", False, wrong))
     return report
 
 
@@ -115,8 +137,9 @@ def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Chec
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
     findings = Findings(_tolerance(subject), angles=3e-2 if half else 1e-4)
     pos = _length(subject)
-    rows = max(2, min(subject.cfg.n_heads, 8))
-    tokens, more = some_tokens(subject, rows, pos, 1, inputs)
+    rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
+    few = rows if subject.cfg.num_experts else min(rows, 4)  # experts are chosen by many tokens
+    tokens, more = some_tokens(subject, few, pos, 1, inputs)
     try:
         evidence = driven(subject, tokens, more)
     except WRONG as error:
@@ -128,6 +151,7 @@ def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Chec
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
             padded = more | _padded(tokens)
             findings.attempt(PATTERN, lambda: prove_attention(driven(subject, tokens, padded), findings))
+        tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     yield from findings.checks()
     if reason:
@@ -146,7 +170,8 @@ def _subject(bridge: Bridge) -> tuple[Bridge, str]:
     model = bridge.original_model
     trivial = trivial_parameters(model)
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
-    if not trivial and not half:
+    inference = [name for name, p in model.named_parameters() if p.is_inference()]
+    if not trivial and not half and not inference:
         return bridge, ""
     why = why_no_twin(model)
     if not why and half and 4 * bridge.cfg.n_params > ROOM:
@@ -154,11 +179,17 @@ def _subject(bridge: Bridge) -> tuple[Bridge, str]:
     if why:
         more = [f"{len(trivial)} parameters are constant and could be left out unseen"] if trivial else []
         more += [f"what differs by less than {_HALF:.0%} in {bridge.cfg.dtype} is not told apart"] if half else []
+        more += [f"{len(inference)} were made in inference mode, which have no gradients"] if inference else []
         return bridge, f"the model itself ({why}): {'; '.join(more)}"
     changed = f"random numbers in {len(trivial)} constant parameters" if trivial else ""
     # Not what wraps it: compiled code keeps to the modules that it was made of.
     return bridge.beside(twin(bridge.core)), ", ".join(
-        ["a twin with the model's parameters", *([changed] if changed else []), *(["in float32"] if half else [])]
+        [
+            "a twin with the model's parameters",
+            *([changed] if changed else []),
+            *(["in float32"] if half else []),
+            *(["copied, since they were made in inference mode"] if inference else []),
+        ]
     )
 
 
@@ -170,7 +201,7 @@ def _length(bridge: Bridge) -> int:
         pos = max(pos, cfg.window_size + 3)
     if cfg.relative_attention_num_buckets is not None:
         pos = max(pos, 29)
-    taken = {cfg.n_heads, cfg.n_kv_heads, max(2, min(cfg.n_heads, 8))}
+    taken = {cfg.n_heads, cfg.n_kv_heads, max(2, min(cfg.n_heads, 8)), 4}
     while pos in taken or pos - 4 in taken:
         pos += 1
     if cfg.n_ctx is not None:

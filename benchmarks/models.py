@@ -230,11 +230,12 @@ What `TransformerBridge(model)` offers of every text architecture of transformer
 instance of each (`tests/tiny_models.py`): factors are not one, windows are shorter than the prompt, there is a layer of
 each kind, and noise is on every parameter.
 
-- **adapter**: *declared* by an adapter of ours, or *inferred* from one run and proved on the model (see
-  [adapters](adapters.md)).
+- **adapter**: *declared* by an adapter of ours, or *inferred* from one run, its hook points tried on the model
+  (see [adapters](adapters.md)).
 - **offered**: *full*: the stream, attention, MLP, mixture or mixer, with all that is inside; *parts*: the stream and
   what is added to it, and not all that is inside; *stream*: what enters and leaves the blocks.
-- **proved**: `adapters.verify` proves every claim that is declared or inferred.
+- **proved**: `adapters.verify` proves every claim that is declared or inferred; where it does not, the last column says
+  which.
 - **processed**: the transforms of `process_weights` that are done, with the log probabilities as before.
 
 {named}

@@ -1,6 +1,10 @@
-"""What the bridge costs: ratios to the same Hugging Face model, alternated in one process, medians.
+"""What the bridge costs: ratios to the same Hugging Face model, alternated in one process, medians and their spread.
 
-    python benchmarks/overhead.py [--device cpu] [--dtype float32] [--attention sdpa] [--rounds N] [--quick]
+    python benchmarks/overhead.py [--device cpu] [--dtype float32] [--attention sdpa] [--rounds N] [--threads N]
+        [--quick]
+
+Beside each ratio stands between which values those of half of the rounds lie, and above it what the plain model is to
+itself (`alternated.NULL`).
 
 A peer is measured beside it where it is installed (the extra ``peers``). Whole processes are compared nowhere: every
 ratio is of two things done in turn in this one, so that a machine whose speed drifts does not change it much.
@@ -16,11 +20,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+from alternated import alternated, row, spread
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
@@ -51,30 +55,6 @@ MODELS: dict[str, tuple[Any, Any, list[tuple[int, int]]]] = {
 }  # fmt: skip
 
 
-def medians(jobs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    """The median time of each job in seconds, the jobs done in turn."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for job in jobs.values():
-        job()
-    for _ in range(rounds):
-        for name, job in jobs.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            job()
-            _synchronize(device)
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def row(label: str, value: float, base: float) -> None:
-    print(f"  {label:<58} {value * 1e3:9.3f} ms  {value / base:6.3f}", flush=True)
-
-
 def measure(name: str, shape: tuple[int, int], rounds: int, arguments: argparse.Namespace) -> None:
     """All figures for one model and one batch."""
     cls, config, _ = MODELS[name]
@@ -92,7 +72,7 @@ def measure(name: str, shape: tuple[int, int], rounds: int, arguments: argparse.
     print(f"\n{name}, batch {shape[0]}x{shape[1]}, {arguments.device}, {arguments.dtype}, {arguments.attention}")
     assert torch.equal(bridge(tokens), hf(tokens).logits)
 
-    plain = medians(
+    plain = alternated(
         {
             "hf(tokens)": lambda: hf(tokens),
             "bridge(tokens)": lambda: bridge(tokens),
@@ -105,8 +85,8 @@ def measure(name: str, shape: tuple[int, int], rounds: int, arguments: argparse.
         arguments.device,
     )
     for label, value in plain.items():
-        row(label, value, plain["hf(tokens)"])
-    everything = medians(
+        row(label, value)
+    everything = alternated(
         {
             "hf eager, output_attentions": lambda: eager(tokens, output_attentions=True),
             "run_with_cache, everything": lambda: bridge.run_with_cache(tokens),
@@ -115,11 +95,11 @@ def measure(name: str, shape: tuple[int, int], rounds: int, arguments: argparse.
         arguments.device,
     )
     for label, value in everything.items():
-        row(label, value, everything["hf eager, output_attentions"])
+        row(label, value)
 
     n = config.num_hidden_layers
     half, whole = bridge(tokens, stop_at_layer=n // 2), bridge(tokens, stop_at_layer=n)
-    parts = medians(
+    parts = alternated(
         {
             "all blocks": lambda: hf(tokens),
             "second half": lambda: bridge(half, start_at_layer=n // 2),
@@ -128,9 +108,9 @@ def measure(name: str, shape: tuple[int, int], rounds: int, arguments: argparse.
         rounds,
         arguments.device,
     )
-    blocks = parts["all blocks"] - parts["no block"]
     label = "start_at_layer, second half of the blocks (of their time)"
-    row(label, parts["second half"] - parts["no block"], blocks)
+    columns = zip(*(parts[name].rounds for name in ("all blocks", "second half", "no block")), strict=True)
+    print(f"  {label:<71} {spread([(half - none) / (whole - none) for whole, half, none in columns])}", flush=True)
 
     wraps = []
     for _ in range(7):
@@ -158,7 +138,7 @@ def peer(hf: Any, eager: Any, tokens: Any, layer: str, rounds: int, arguments: a
             tokenizer=TransformerBridge.boot_embedded().tokenizer,
             device=arguments.device,
         )
-    results = medians(
+    results = alternated(
         {
             "hf(tokens)": lambda: hf(tokens),
             "TransformerLens: bridge(tokens)": lambda: theirs(tokens),
@@ -171,8 +151,8 @@ def peer(hf: Any, eager: Any, tokens: Any, layer: str, rounds: int, arguments: a
         arguments.device,
     )
     for label, value in list(results.items())[1:]:
-        row(label, value, results["hf(tokens)"])
-    everything = medians(
+        row(label, value)
+    everything = alternated(
         {
             "eager": lambda: eager(tokens, output_attentions=True),
             "TransformerLens: cache, everything": lambda: theirs.run_with_cache(tokens),
@@ -180,7 +160,7 @@ def peer(hf: Any, eager: Any, tokens: Any, layer: str, rounds: int, arguments: a
         rounds,
         arguments.device,
     )
-    row("TransformerLens: cache, everything", everything["TransformerLens: cache, everything"], everything["eager"])
+    row("TransformerLens: cache, everything", everything["TransformerLens: cache, everything"])
 
 
 def import_time(rounds: int) -> None:
@@ -196,10 +176,10 @@ def import_time(rounds: int) -> None:
         name: lambda code=code: subprocess.run([sys.executable, "-c", code], check=True)
         for name, code in programs.items()
     }
-    times = medians(jobs, rounds, "cpu")
+    times = alternated(jobs, rounds)
     print("\nImporting")
     for name, value in times.items():
-        row(name, value, times["import torch, transformers"])
+        row(name, value)
 
 
 def main() -> None:
@@ -210,7 +190,10 @@ def main() -> None:
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--rounds", type=int, default=0, help="default: 60 for tiny models, 20 and 7 for the others")
     parser.add_argument("--quick", action="store_true", help="the tiny models only")
+    parser.add_argument("--threads", type=int, default=0, help="of the processor; default: as torch chooses")
     arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     transformers.utils.logging.set_verbosity_error()
     torch.set_grad_enabled(False)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")

@@ -1,12 +1,14 @@
 """What `run_with_cache` of everything costs, taken apart: the run, and the new memory that what is kept needs.
 
-    python benchmarks/retention.py
+    [THREADS=N] python benchmarks/retention.py
 
 A plain run gets back the memory that it has just freed; what is kept cannot be had back, so that the kernel has to find
 new pages. How much of the time that is shows when the C library's allocator holds on to freed memory (glibc:
 ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``): everything is done once as it comes, and once so. The floor is
-beside it: plain torch hooks at the same places, that only keep what they are given, without any of our code. Ratios to
-eager attention with `output_attentions`, alternated, medians; page faults, and megabytes that the cache keeps alive.
+beside it: plain torch hooks at the same places, found beforehand, that only keep what they are given, without any of
+our code. Ratios to eager attention with `output_attentions`, alternated, medians and between which values half of the
+rounds lie; page faults, and megabytes that the cache keeps alive. With gradients, ratios are to the floor: hooks that
+keep each tensor and its gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
+from alternated import alternated
 from overhead import MODELS
 
 from adapters.views import Deferred
@@ -50,22 +52,53 @@ def kept_megabytes(cache: Any) -> float:
 
 
 def measure(jobs: dict[str, Callable[[], Any]], rounds: int) -> None:
-    """Prints each job's median time, its ratio to the first, and its page faults."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    faults: dict[str, list[int]] = {name: [] for name in jobs}
-    for job in jobs.values():
-        job()
-    for _ in range(rounds):
-        for name, job in jobs.items():
-            before, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
-            job()
-            times[name].append(time.perf_counter() - start)
-            faults[name].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    base = statistics.median(next(iter(times.values())))
-    for name in jobs:
-        median = statistics.median(times[name])
-        count = statistics.median(faults[name])
-        print(f"  {name:<50} {median * 1e3:9.2f} ms  {median / base:6.3f}  {count:8.0f} faults", flush=True)
+    """Prints each job's median time, its ratio to the first with its spread, and its page faults."""
+    for name, timed in alternated(jobs, rounds).items():
+        counts = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            jobs.get(name, next(iter(jobs.values())))()
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        print(f"  {name:<42} {timed}  {statistics.median(counts):8.0f} faults", flush=True)
+
+
+Hooks = list[tuple[dict[int, Any], Callable[..., None]]]
+
+
+def places(model: Any, bridge: TransformerBridge, kept: list[Any], gradients: bool = False) -> Hooks:
+    """Where the floor's hooks stand, and they: found beforehand, as a bridge finds its own once.
+
+    Args:
+        model: the Hugging Face model.
+        bridge: its bridge.
+        kept: where the hooks put what they are given.
+        gradients: and the gradient of each tensor of floating-point numbers, too.
+    """
+
+    def keep(x: Any) -> None:
+        kept.append(x)
+        first = x[0] if type(x) is tuple and x else x
+        if gradients and isinstance(first, torch.Tensor) and first.requires_grad:
+            first.register_hook(kept.append)
+
+    found: Hooks = []
+    for site in {hook.point.site for hook in bridge.hook_dict.values() if hook.point.group == "standard"}:
+        if site.kind == "input":
+            found.append((model.get_submodule(site.path)._forward_pre_hooks, lambda m, a: keep(a)))
+        elif site.kind == "output":
+            found.append((model.get_submodule(site.path)._forward_hooks, lambda m, a, o: keep(o)))
+    return found
+
+
+def with_hooks(hooks: Hooks, run: Callable[[], Any]) -> None:
+    """A run with the hooks put into torch's own dictionaries: torch's handles would cost more than the hooks."""
+    for number, (where, hook) in enumerate(hooks):
+        where[-1 - number] = hook
+    try:
+        run()
+    finally:
+        for number, (where, _) in enumerate(hooks):
+            del where[-1 - number]
 
 
 def one(index: int, shape: tuple[int, int]) -> None:
@@ -77,39 +110,66 @@ def one(index: int, shape: tuple[int, int]) -> None:
     model = cls._from_config(copy.deepcopy(config), attn_implementation="sdpa").eval()
     bridge = TransformerBridge(model)
     tokens = torch.randint(0, config.vocab_size, shape)
-    sites = {hook.point.site for hook in bridge.hook_dict.values() if hook.point.group == "standard"}
+    kept: list[Any] = []
+    hooks, both = places(model, bridge, kept), places(model, bridge, kept, gradients=True)
 
-    def bare() -> None:
-        kept: list[Any] = []
-        handles = []
-        for site in sites:
-            if site.kind == "input":
-                handles.append(model.get_submodule(site.path).register_forward_pre_hook(lambda m, a: kept.append(a)))
-            elif site.kind == "output":
-                handles.append(model.get_submodule(site.path).register_forward_hook(lambda m, a, o: kept.append(o)))
-        model(tokens)
-        for handle in handles:
-            handle.remove()
+    def floor() -> None:
+        with_hooks(hooks, lambda: model(tokens))
+        kept.clear()
+
+    def loss() -> Any:
+        return model(tokens, labels=tokens).loss
+
+    def plain_backward() -> None:
+        with torch.enable_grad():
+            loss().backward()
+        model.zero_grad()
+
+    def floor_backward() -> None:
+        with torch.enable_grad():
+            with_hooks(both, lambda: loss().backward())
+        kept.clear()
+        model.zero_grad()
+
+    # Neither keeps scores and patterns, which are of the model's own making in no kernel but the eager one.
+    names = [name for name, hook in bridge.hook_dict.items() if hook.point.group == "standard"]
+    names = [name for name in names if not name.endswith(("hook_attn_scores", "hook_pattern"))]
+
+    def ours_backward(names: list[str] | None) -> None:
+        with torch.enable_grad():
+            bridge.run_with_cache(tokens, names_filter=names, return_type="loss", incl_bwd=True)
+        model.zero_grad()
 
     memory = "as it comes" if "MALLOC_TRIM_THRESHOLD_" not in os.environ else "held on to by the allocator"
     size = kept_megabytes(bridge.run_with_cache(tokens)[1])
     print(f"\n{name}, batch {shape[0]}x{shape[1]}, memory {memory}; a cache of everything keeps {size:.0f} MB")
-    jobs = {
+    jobs: dict[str, Callable[[], Any]] = {
         "hf eager, output_attentions": lambda: plain(tokens, output_attentions=True),
-        "hf, plain torch hooks at the same places": bare,
+        "hf, as loaded": lambda: model(tokens),
+        "hf, plain hooks at the same places (floor)": floor,
         "run_with_cache, everything": lambda: bridge.run_with_cache(tokens),
     }
-    measure(jobs, 15 if shape[0] == 1 else 5)
+    rounds = 60 if name.startswith("tiny") else 15 if shape[0] == 1 else 5
+    measure(jobs, rounds)
+    print("  with gradients:")
+    backward: dict[str, Callable[[], Any]] = {
+        "hf, plain hooks at the same places (floor)": floor_backward,
+        "hf, forward and backward": plain_backward,
+        "run_with_cache, incl_bwd, the same places": lambda: ours_backward(names),
+        "run_with_cache, incl_bwd, everything": lambda: ours_backward(None),
+    }
+    measure(backward, max(5, rounds // 2))
 
 
 def main() -> None:
     """Each model, batch and allocator in a process of its own."""
     if len(sys.argv) > 1:
+        torch.set_num_threads(int(os.environ.get("THREADS", torch.get_num_threads())))
         index, batch, positions = map(int, sys.argv[1:])
         one(index, (batch, positions))
         return
-    for index in range(2):
-        for shape in ("1 128", "4 512"):
+    for index, (name, _) in enumerate(MODELS.items()):
+        for shape in ("1 16",) if name.startswith("tiny") else ("1 128", "4 512"):
             for extra in ({}, KEEP):
                 subprocess.run(
                     [sys.executable, __file__, str(index), *shape.split()], check=True, env=os.environ | extra

@@ -70,3 +70,9 @@ def wrong_gradients(bridge: TransformerBridge, family: str, mode: str) -> list[s
         if not agree(found[-1], right):
             wrong.append(name)
     return wrong
+
+
+def reference_model(family: str) -> TransformerBridge:
+    """The model whose numbers they are. HookedTransformer caps Gemma 2's scores, which not every sdpa does."""
+    options = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    return TransformerBridge.boot_transformers(str(DATA / family), **options).eval()

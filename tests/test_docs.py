@@ -10,13 +10,14 @@ import pytest
 
 import adapters
 import bridge
+import tools
 import weight_processing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = [
     name
-    for package in (adapters, bridge, weight_processing)
+    for package in (adapters, bridge, tools, weight_processing)
     for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     if not name.endswith("__main__")
 ]

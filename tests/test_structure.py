@@ -26,19 +26,19 @@ MAY_USE = {
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.wiring"},
     "bridge.generation": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.analysis", "bridge.cache"},
     "bridge.trace": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.generation"},
-    "bridge.export": {"bridge.version"},
+    "bridge.export": {"adapters", "bridge.taps", "bridge.version"},
     "bridge.programs": {
         "adapters", "bridge.hooks", "bridge.taps", "bridge.wiring", "bridge.run", "bridge.trace", "bridge.export",
     },
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
-    "bridge.loading": {"bridge.native", "bridge.hooks"},
+    "bridge.loading": {"adapters", "bridge.native", "bridge.hooks"},
     "bridge.bases": {"adapters", "bridge.hooks"},
     "bridge.lens": {"adapters", "bridge.hooks", "bridge.analysis", "bridge.run"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
         "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native",
-        "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.bases",
+        "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.version", "bridge.bases",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.run"},
@@ -57,8 +57,6 @@ INSIDE_FUNCTIONS = {
     "bridge/cli/harvest.py": "likewise, and harvest is an extra",
     "bridge/cli/export.py": "likewise",
 }
-#: Files of more than 400 lines, with the reason.
-LONG: dict[str, str] = {}
 #: Mutable things at module level, with the reason.
 MUTABLE = {
     ("adapters/registry.py", "_REGISTRY"): "the registry of families",
@@ -131,9 +129,10 @@ def test_no_circle_of_rooms():
 
 
 def test_no_circle_of_files():
+    """What is imported for annotations alone (`TYPE_CHECKING`) counts: who reads one file needs the other."""
     graph: dict[str, set[str]] = {}
     for path in FILES:
-        top = [node for node in parsed(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        top = [node for node in parsed(path).body if isinstance(node, ast.Import | ast.ImportFrom | ast.If)]
         used = {module for _, module in imports(ast.Module(body=list(top), type_ignores=[]))}
         graph[module_of(path)] = used - {module_of(path)}
     done: set[str] = set()
@@ -156,19 +155,6 @@ def test_no_import_inside_a_function_hides_a_circle():
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and list(imports(function)):
                 found.add(str(path.relative_to(ROOT)))
     assert found - {"bridge/legacy/__init__.py"} == set(INSIDE_FUNCTIONS)
-
-
-def test_no_room_is_too_large():
-    rooms: dict[Path, int] = {}
-    for path in FILES:
-        if path.name != "__init__.py" and "legacy" not in path.parts:  # HookedTransformer's modules, one file each
-            rooms[path.parent] = rooms.get(path.parent, 0) + 1
-    assert not {str(room): n for room, n in rooms.items() if n > 16 and room.name != "families"}
-
-
-def test_no_file_is_too_long():
-    long = {str(path.relative_to(ROOT)) for path in FILES if len(path.read_text().splitlines()) > 400}
-    assert long == set(LONG)
 
 
 #: Underscore names of other people's classes that have no public way, by attribute: torch, transformers, the standard

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters import Architecture
-from weight_processing.parts import Parts, norm_parameters
+from weight_processing.parts import Norm, Parts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.steps import written
 
+#: How many rows or columns of a matrix are looked at.
+_SAMPLE = 64
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -113,25 +115,26 @@ class Limits:
             return "one of its norms is none that is known"
         if not self.parts.weights.has("." + self.a.readout.path):
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
-        for norm in self.parts.norms:
-            if not norm.readers:
-                return f"nothing is known to read {norm.name}"
-            module = self.parts.weights.module(norm.path)
-            weight, bias = norm_parameters(module)
-            if any(x is not None and id(x) not in map(id, module._parameters.values()) for x in (weight, bias)):
-                return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
-            if bias is None or not bool(bias.any()):
-                continue
-            if norm.name == "ln_final" and self.a.readout.factor_in != 1:
-                return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
-            if not norm.kind.centered:
-                return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
-            if norm.gated:
-                return (
-                    f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
-                )
-            if any(reader.bias is None for reader in norm.readers):
-                return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
+        return next((reason for norm in self.parts.norms if (reason := self._why_not_folded(norm))), "")
+
+    def _why_not_folded(self, norm: Norm) -> str:
+        """Why one norm cannot be folded into what reads it; empty where it can."""
+        if not norm.readers:
+            return f"nothing is known to read {norm.name}"
+        module = self.parts.weights.module(norm.path)
+        weight, bias = norm_parameters(module)
+        if any(x is not None and id(x) not in map(id, module._parameters.values()) for x in (weight, bias)):
+            return f"{norm.name} is a {type(module).__name__} whose weight is not a parameter of its own"
+        if bias is None or not bool(bias.any()):
+            return ""
+        if norm.name == "ln_final" and self.a.readout.factor_in != 1:
+            return f"{norm.name} has a bias, and its output is multiplied before the output layer reads it"
+        if not norm.kind.centered:
+            return f"{norm.name} is an RMS norm with a bias, which HookedTransformer's has not"
+        if norm.gated:
+            return f"{norm.name} has a bias and feeds a gated MLP: HookedTransformer's has no bias before the product"
+        if any(reader.bias is None for reader in norm.readers):
+            return f"{norm.name} has a bias and feeds a mixture of experts, whose matrices have none"
         return ""
 
     def _center_writing_weights(self) -> str:
@@ -190,14 +193,14 @@ class Limits:
 def is_as_left(parts: Parts, step: str) -> bool:
     """Whether the parameters look as a transform leaves them: by all the norms and biases, by samples of matrices."""
     if step == "fold_ln":
-        seen = [norm.readers[0].weight()[..., :64] for norm in parts.norms if norm.kind.centered]
+        seen = [norm.readers[0].weight()[..., :_SAMPLE] for norm in parts.norms if norm.kind.centered]
         return all(parts.is_plain(norm) for norm in parts.norms) and all(_sums_to_zero(W, -2) for W in seen)
     if step == "center_writing_weights":
         # A head that writes nothing has any directions whatever in its output matrix, once that is refactored.
-        seen = [get()[:64] for name, get in parts.writers.items() if not name.endswith("W_O")]
+        seen = [get()[:_SAMPLE] for name, get in parts.writers.items() if not name.endswith("W_O")]
         return all(_sums_to_zero(W, -1) for W in seen if W.ndim > 1)
     if step == "center_unembed":
-        return _sums_to_zero(parts.get("unembed.W_U")()[:8], -1)
+        return _sums_to_zero(parts.get("unembed.W_U")()[:_SAMPLE], -1)
     at = [f"{name}.attn" for name, _ in parts.blocks]
     if step == "fold_value_biases":
         return not any(bool(parts.get(parts.find(name, "b_V"))().any()) for name in at)
@@ -206,7 +209,26 @@ def is_as_left(parts: Parts, step: str) -> bool:
 
 
 def _sums_to_zero(x: Tensor, dim: int) -> bool:
-    """Whether the means are far below those of independent numbers of this size."""
+    """Whether the means are far below those of independent numbers of this size, or as small as rounding lets them be.
+
+    In bfloat16 a mean over a whole vocabulary is smaller than the steps between large numbers, so that these stay as
+    they are when it is taken out. Measured in half precision, for 64 to 262,144 numbers: taking the mean out once more
+    leaves 0.6 to 0.8 of it; taking it out for the first time, at most 0.32.
+    """
     x = x.detach().float()
-    means, size = x.mean(dim).square().mean().sqrt(), x.square().mean().sqrt()
-    return bool(means <= 0.1 * size / x.shape[dim] ** 0.5)
+    means, size = x.mean(dim, keepdim=True), _root_mean_square(x)
+    left = _root_mean_square(means)
+    if left <= 0.1 * size / x.shape[dim] ** 0.5:
+        return True
+    again = (x - means).to(_stored_as(x)).float()
+    return _root_mean_square(again.mean(dim)) > 0.5 * left
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def _stored_as(x: Tensor) -> torch.dtype:
+    """The narrowest type that holds nearly all the numbers, which may have been converted since they were rounded."""
+    narrow = (torch.bfloat16, torch.float16)
+    return next((dtype for dtype in narrow if (x.to(dtype) == x).float().mean() > 0.9), x.dtype)

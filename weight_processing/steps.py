@@ -68,7 +68,10 @@ def do_center_unembed(parts: Parts, saved_biases: SavedBiases) -> None:
     """Centres the unembedding and its bias."""
     W_U = parts.get("unembed.W_U")()
     pieces = list(_pieces(parts, W_U, 1))  # the stored matrix has the vocabulary first: these lie together in memory
-    total = torch.stack([precise(piece).sum(1, keepdim=True) for piece in pieces]).sum(0)
+    # One total: a sum for each piece, kept, would hold the freed pieces between them apart.
+    total = torch.zeros_like(precise(W_U[:, :1]))
+    for piece in pieces:
+        total += precise(piece).sum(1, keepdim=True)
     for piece in pieces:
         piece.copy_(center_unembed(precise(piece), total / W_U.shape[1]))
     if parts.has_bias("." + parts.architecture.readout.path):

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adapters.automatic.norms import norm_kind
-from adapters.automatic.recording import ModuleCall, Recording, Seen
+from adapters.automatic.recording import ModuleCall, NotFound, Recording, Seen
 from adapters.config import config_of
-from adapters.paths import join, members_of
+from adapters.inputs.arguments import accepted_arguments
+from adapters.paths import core_path, join, members_of
 
 
 @dataclass(frozen=True)
@@ -234,3 +236,23 @@ def why_no_layers(found: FoundStack, two: bool, main: str | None) -> str:
     if found.ends:
         return "its blocks are no modules of their own"
     return "its blocks are one module" if any("@" in member for member in found.members) else ""
+
+
+def refuse_two_towers(model: nn.Module) -> None:
+    """A model that compares texts with images or sound has two streams that never meet, and no logits of tokens.
+
+    Args:
+        model: a Hugging Face model.
+
+    Raises:
+        NotFound: this is one.
+    """
+    core = model.get_submodule(core_path(model))
+    accepted = accepted_arguments(type(core).forward)
+    inside = [name for name, child in core.named_children() if isinstance(child, PreTrainedModel)]
+    # What asks for the contrastive loss: CLIP and its kin take it.
+    if {"input_ids", "return_loss"} <= set(accepted) and len(inside) == 2:
+        raise NotFound(
+            f"{type(core).__name__} compares texts with images or sound: its two streams never meet. "
+            f"Each is a model that can be wrapped: {' and '.join(f'model.{name}' for name in inside)}"
+        )

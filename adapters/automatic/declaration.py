@@ -8,13 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import nn
 
 from adapters.architecture import Architecture, Block, Embedding, Head, Opaque, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
-from adapters.automatic.blocks import FoundStack, find_stacks, number_calls, number_norms, why_no_layers
+from adapters.automatic.blocks import (
+    FoundStack,
+    find_stacks,
+    number_calls,
+    number_norms,
+    refuse_two_towers,
+    why_no_layers,
+)
 from adapters.automatic.ends.embedding import FoundEmbedding, find_embedding
 from adapters.automatic.ends.readout import End, find_final_norm, find_unembedding
 from adapters.automatic.facts import Facts, all_rotated, all_sized
@@ -36,8 +42,8 @@ from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
 from adapters.paths import base_path, core_path
-from adapters.proofs.evidence import evaluating
-from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
+from adapters.proofs.evidence import evaluating, outside_of_modes
+from adapters.proofs.twin import model_or_twin
 
 
 class NotInferable(Exception):
@@ -74,23 +80,16 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
         >>> infer(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61))).architecture.stack.path
         'layers'
     """
-    subject = _subject(model)
     try:
         # Wherever it is asked for: it goes by gradients.
-        with evaluating(subject), torch.inference_mode(False), torch.enable_grad():
-            given = sample_inputs(subject, inputs)
-            return _Inference(subject, given, record(subject, given)).run()
+        with outside_of_modes(model):
+            refuse_two_towers(model)
+            subject = model_or_twin(model)
+            with evaluating(subject):
+                given = sample_inputs(subject, inputs)
+                return _Inference(subject, given, record(subject, given)).run()
     except (CannotBeMade, NotFound) as why:
         raise NotInferable(str(why)) from None
-
-
-def _subject(model: nn.Module) -> nn.Module:
-    """What is run: the model; or its twin, where some of its parameters prove nothing, or half precision little."""
-    parameters = list(model.parameters())
-    half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
-    if any(p.is_meta for p in parameters) or not (half or trivial_parameters(model)) or why_no_twin(model):
-        return model
-    return model if 4 * sum(p.numel() for p in half) > ROOM else twin(model)
 
 
 class _Inference:

@@ -17,6 +17,7 @@ from adapters.automatic.measured import FoundTable, find_table
 from adapters.automatic.recording import ModuleCall, Recording
 from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
+from adapters.imports.versions import rotation_of
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 
@@ -159,7 +160,7 @@ class Facts:
         config = config_of(self.model).get_text_config()
         if getattr(config, "is_heterogeneous", False):
             return {}  # another one for each layer
-        parameters = getattr(config, "rope_parameters", None) or {}
+        parameters = rotation_of(config)
         kinds = [each for each in parameters.values() if isinstance(each, Mapping)]
         if "rope_theta" in parameters or (kinds and "rope_theta" in parameters.get("full_attention", {})):
             return rotary_values(config)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.inputs.arguments import argument_names
 from adapters.paths import token_embedding
-from adapters.proofs.report import said
+from adapters.proofs.report import WRONG, said
 from adapters.views.kernel_arguments import KernelArguments
 
 #: What two tensors of the same numbers share, whatever their shapes.
@@ -278,7 +278,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
             first blocks make of images or sound, which is not known yet.
 
     Raises:
-        NotFound: it exchanges modules for others in every run.
+        NotFound: it exchanges modules for others in every run, or does not run on this.
     """
     for _ in range(2):  # it may exchange some in its first run (BigBird)
         before = [module for _, module in _modules(model)]
@@ -332,7 +332,13 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
             handles.append(module.register_forward_pre_hook(enters(path, argument_names(module)), with_kwargs=True))
             handles.append(module.register_forward_hook(leaves))
         with torch.enable_grad(), watch:
-            model(**inputs)
+            try:
+                model(**inputs)
+            except WRONG as error:
+                raise NotFound(
+                    f"it does not run on {' and '.join(inputs)} ({said(error)}): "
+                    "pass what it takes as inputs={name: tensor}"
+                ) from error
         for call, which, x, version in watched:
             if x._version != version:
                 call.changed = (*call.changed, which)

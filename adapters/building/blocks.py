@@ -235,8 +235,9 @@ class BlockBuilder:
     def _separate_readers(self, named: NamedStep) -> tuple[str, ...]:
         """Queries, keys and values, which HookedTransformer gives a norm each (see `Point.branches`)."""
         part = named.step.part
-        # With a shift, the norm's output alone does not say what the projections read.
-        if not isinstance(part, Attention) or part.cross or part.qk_shift:
+        # With a shift, the norm's output alone does not say what the projections read; keys and values that are made
+        # from one latent do not read the norm at all.
+        if not isinstance(part, Attention) or part.cross or part.qk_shift or part.q_latent or part.kv_latent:
             return ()
         return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in "qkv")
 

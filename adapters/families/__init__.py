@@ -1,0 +1,110 @@
+"""The families that are declared here, one file each, and the classes of models that each is for."""
+
+from types import MappingProxyType
+
+#: The class names that each file registers. A file is imported when a model of one of these classes is wrapped.
+CLASSES = MappingProxyType(
+    {
+        "apertus": ("ApertusPreTrainedModel",),
+        "bart": (
+            "BartPreTrainedModel", "BlenderbotPreTrainedModel", "BlenderbotSmallPreTrainedModel",
+            "M2M100PreTrainedModel", "MBartPreTrainedModel", "MarianPreTrainedModel", "PLBartPreTrainedModel",
+            "PegasusPreTrainedModel",
+        ),
+        "bert": ("BertPreTrainedModel",),
+        "bloom": ("BloomPreTrainedModel",),
+        "codegen": ("CodeGenPreTrainedModel",),
+        "cohere": (
+            "Cohere2PreTrainedModel", "CohereCompassForCausalLM", "CohereCompassTextModel", "CoherePreTrainedModel",
+        ),
+        "dbrx": ("DbrxPreTrainedModel",),
+        "deepseek": (
+            "DeepseekV2PreTrainedModel", "DeepseekV3PreTrainedModel", "Glm4MoeLitePreTrainedModel",
+            "MiniCPM3PreTrainedModel", "YoutuPreTrainedModel",
+        ),
+        "dots": (
+            "AriaTextPreTrainedModel", "Dots1PreTrainedModel", "MellumPreTrainedModel", "MiniMaxM2PreTrainedModel",
+            "SolarOpenPreTrainedModel",
+        ),
+        "exaone": ("Exaone4PreTrainedModel", "ExaoneMoePreTrainedModel"),
+        "falcon": ("FalconPreTrainedModel",),
+        "flint": ("FlintPreTrainedModel",),
+        "gemma": (
+            "Gemma2PreTrainedModel", "Gemma3PreTrainedModel", "GemmaPreTrainedModel", "VaultGemmaPreTrainedModel",
+        ),
+        "glm": (
+            "Glm4MoePreTrainedModel", "Glm4PreTrainedModel", "Glm4vMoeTextModel", "Glm4vTextModel",
+            "GlmOcrTextModel", "GlmPreTrainedModel",
+        ),
+        "gpt2": ("GPT2PreTrainedModel",),
+        "gpt_bigcode": ("GPTBigCodePreTrainedModel",),
+        "gpt_neo": ("GPTNeoPreTrainedModel",),
+        "gpt_neox": ("GPTNeoXPreTrainedModel",),
+        "gpt_oss": ("GptOssPreTrainedModel",),
+        "gptj": ("GPTJPreTrainedModel",),
+        "granite": (
+            "GraniteDoclingTextModel", "GraniteMoePreTrainedModel", "GraniteMoeSWAPreTrainedModel",
+            "GraniteMoeSharedPreTrainedModel", "GranitePreTrainedModel", "GraniteSWAPreTrainedModel",
+            "HyperCLOVAXPreTrainedModel",
+        ),
+        "helium": ("Ernie4_5PreTrainedModel", "Ernie4_5_MoePreTrainedModel", "HeliumPreTrainedModel"),
+        "hunyuan": (
+            "HYV3PreTrainedModel", "HunYuanDenseV1PreTrainedModel", "HunYuanMoEV1PreTrainedModel",
+            "HunYuanVLTextModel",
+        ),
+        "image_text": (
+            "AriaForConditionalGeneration", "AudioFlamingo3ForConditionalGeneration",
+            "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration",
+            "CohereCompassForConditionalGeneration", "DeepseekVLForConditionalGeneration",
+            "DeepseekVLHybridForConditionalGeneration", "Emu3ForConditionalGeneration",
+            "Exaone4_5_ForConditionalGeneration", "Glm46VForConditionalGeneration", "Glm4vForConditionalGeneration",
+            "Glm4vMoeForConditionalGeneration", "GlmAsrForConditionalGeneration", "GlmOcrForConditionalGeneration",
+            "GotOcr2ForConditionalGeneration", "GraniteDoclingForConditionalGeneration",
+            "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration",
+            "HunYuanVLForConditionalGeneration", "HyperCLOVAXVisionV2ForConditionalGeneration",
+            "Idefics2ForConditionalGeneration", "Idefics3ForConditionalGeneration",
+            "InternVLForConditionalGeneration", "JanusForConditionalGeneration", "Kimi_K25ForConditionalGeneration",
+            "LightOnOcrForConditionalGeneration", "LlavaForConditionalGeneration",
+            "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration",
+            "LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration",
+            "MossTranscribeDiarizeForConditionalGeneration", "MusicFlamingoForConditionalGeneration",
+            "QianfanOCRForConditionalGeneration", "Qwen2AudioForConditionalGeneration",
+            "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3ASRForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration", "SmolVLMForConditionalGeneration",
+            "VibeVoiceAsrForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
+            "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
+            "VoxtralForConditionalGeneration",
+        ),
+        "kolibri": ("AfmoePreTrainedModel", "Kolibri1PreTrainedModel", "LagunaPreTrainedModel"),
+        "llama": (
+            "ArceePreTrainedModel", "CwmPreTrainedModel", "Emu3ForCausalLM", "Emu3TextModel", "LlamaPreTrainedModel",
+            "Ministral3PreTrainedModel", "MinistralPreTrainedModel", "MistralPreTrainedModel",
+            "SeedOssPreTrainedModel", "SmolLM3PreTrainedModel",
+        ),
+        "mixtral": ("MixtralPreTrainedModel",),
+        "modernbert_decoder": ("ModernBertDecoderPreTrainedModel",),
+        "moshi": ("MoshiForCausalLM", "MoshiModel"),
+        "mpt": ("MptPreTrainedModel",),
+        "native": ("NativeModel",),
+        "olmo": (
+            "FlexOlmoPreTrainedModel", "Olmo2PreTrainedModel", "Olmo3PreTrainedModel", "OlmoPreTrainedModel",
+            "OlmoePreTrainedModel",
+        ),
+        "openai_gpt": ("OpenAIGPTPreTrainedModel",),
+        "opt": ("OPTPreTrainedModel",),
+        "persimmon": ("FuyuPreTrainedModel", "PersimmonPreTrainedModel"),
+        "phi": ("PhiPreTrainedModel",),
+        "phi3": ("Phi3PreTrainedModel", "Phi4MultimodalForCausalLM", "Phi4MultimodalModel"),
+        "qwen": (
+            "Qwen2PreTrainedModel", "Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3PreTrainedModel",
+            "Qwen3VLTextModel",
+        ),
+        "qwen_moe": ("Qwen2MoePreTrainedModel", "Qwen3MoePreTrainedModel", "Qwen3VLMoeTextModel"),
+        "stablelm": ("StableLmPreTrainedModel",),
+        "starcoder2": ("Jais2PreTrainedModel", "NemotronPreTrainedModel", "Starcoder2PreTrainedModel"),
+        "t5": ("MT5PreTrainedModel", "T5PreTrainedModel"),
+        "whisper": ("Speech2TextPreTrainedModel", "WhisperPreTrainedModel"),
+        "xglm": ("BioGptPreTrainedModel", "XGLMPreTrainedModel"),
+    }
+)  # fmt: skip

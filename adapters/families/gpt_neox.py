@@ -10,6 +10,7 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention
 from adapters.config import rotary_values
 from adapters.families.shapes.gpt2 import WIDE_AND_BACK, fused, gpt2_like
+from adapters.imports.versions import unembedding_of_gpt_neox
 from adapters.registry import register
 
 
@@ -24,5 +25,6 @@ def gpt_neox(config: PreTrainedConfig) -> Architecture:
         path="layers",
         final_norm="final_layer_norm",
         embed="embed_in",
+        unembed=unembedding_of_gpt_neox(),
         config_values=rotary_values(config),
     )

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
+from adapters.imports.versions import outputs_of_t5_encoder
 from adapters.norms import RMS_NORM, Norm
 from adapters.registry import register
 
@@ -18,12 +19,12 @@ def _attention(layer: int, module: str, cross: bool = False) -> Attention:
     return Attention(path, q, k, v, o="o", out=out, out_key=None, position_bias=bias, cross=cross)
 
 
-def _stack(name: str, *parts: Attention | MLP, pos: str = "pos") -> Stack:
+def _stack(name: str, *parts: Attention | MLP, outputs: int = 3, pos: str = "pos") -> Stack:
     norms = [Norm(f"layer.{i}.layer_norm", RMS_NORM) for i in range(len(parts))]
     block = Block(tuple(Step(part, pre=norm) for part, norm in zip(parts, norms, strict=True)))
     final_norm = Norm(f"{name}.final_layer_norm", RMS_NORM)
     embedding = Embedding(f"{name}.embed_tokens")
-    return Stack(f"{name}.block", block, {}, final_norm, embedding, name, pos, output_key=0, output_length=3)
+    return Stack(f"{name}.block", block, {}, final_norm, embedding, name, pos, output_key=0, output_length=outputs)
 
 
 @register("T5PreTrainedModel")
@@ -42,7 +43,7 @@ def _declared(config: PreTrainedConfig, factor_in: float) -> Architecture:
     attn, cross = _attention(0, "SelfAttention"), _attention(1, "EncDecAttention", cross=True)
     return Architecture(
         stacks=(
-            _stack("encoder", attn, mlps[1]),
+            _stack("encoder", attn, mlps[1], outputs=outputs_of_t5_encoder()),
             _stack("decoder", attn, cross, mlps[2], pos="decoder_pos"),
         ),
         readout=Readout("lm_head", factor_in=factor_in),

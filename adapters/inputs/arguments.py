@@ -23,12 +23,37 @@ def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
         if parameter.kind is not parameter.VAR_KEYWORD:
             names.add(parameter.name)
             continue
-        annotation = parameter.annotation
-        if isinstance(annotation, str):
-            annotation = eval(annotation, inspect.unwrap(forward).__globals__)  # its own module wrote it
-        for typed in typing.get_args(annotation):
+        for typed in typing.get_args(_meant(parameter.annotation, forward)):
             names.update(getattr(typed, "__annotations__", ()))
     return frozenset(names - {"self", "args"})
+
+
+def _meant(annotation: Any, forward: Callable[..., Any]) -> Any:
+    """What an annotation of a forward means."""
+    if isinstance(annotation, str):
+        return eval(annotation, inspect.unwrap(forward).__globals__)  # its own module wrote it
+    return annotation
+
+
+def gives_cache(core: nn.Module) -> bool:
+    """Whether a Hugging Face model takes keys and values of earlier tokens and gives those of all, as far as it says.
+
+    Args:
+        core: the model, without what wraps it.
+
+    Example:
+        >>> import transformers
+        >>> from adapters.inputs.arguments import gives_cache
+        >>> config = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=10)
+        >>> gives_cache(transformers.MambaForCausalLM(config))  # its state is no cache of keys and values
+        False
+    """
+    forward = type(core).forward
+    if not {"past_key_values", "use_cache"} <= accepted_arguments(forward):
+        return False
+    returned = _meant(inspect.signature(forward).return_annotation, forward)
+    outputs = [kind for kind in (returned, *typing.get_args(returned)) if hasattr(kind, "__dataclass_fields__")]
+    return not outputs or any("past_key_values" in output.__dataclass_fields__ for output in outputs)
 
 
 def argument_names(module: nn.Module) -> list[str]:

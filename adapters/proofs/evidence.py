@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def outside_of_modes(model: nn.Module) -> Iterator[None]:
+    """Gradients, no inference mode and no autocast inside a ``with`` statement, wherever that stands.
+
+    Args:
+        model: the model, whose devices say which autocast it is.
+
+    Example:
+        >>> import torch
+        >>> from adapters.proofs.evidence import outside_of_modes
+        >>> with torch.inference_mode(), outside_of_modes(torch.nn.Linear(2, 2)):
+        ...     torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        (True, False)
+    """
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in filter(torch.amp.is_autocast_available, sorted(kinds)):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from adapters.architecture import Step
 from adapters.config import config_of
 from adapters.experts import chosen_in_turn, expert_bias, expert_weight, has_bias
 from adapters.feed_forward import MLP, MoE
+from adapters.imports.versions import clamp_of
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
@@ -37,7 +38,7 @@ def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
 def product(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
     """What an activation function makes of what enters it and what is beside it; None for an unknown name."""
     if act_fn == "clamped_swiglu" and linear is not None:
-        limit, alpha = config.swiglu_limit, config.swiglu_alpha
+        limit, alpha = clamp_of(config)
         clamped = pre.clamp(max=limit)
         return (linear.clamp(-limit, limit) + 1) * clamped * (alpha * clamped).sigmoid()
     function = function_of(act_fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -121,11 +122,13 @@ class Findings:
             return self.holds(claim, place, True)
         wide = torch.float64 if torch.float64 in (seen.dtype, expected.dtype) else torch.float32
         a, b = seen.detach().to(wide), expected.detach().to(wide)
-        both = torch.isfinite(a) & torch.isfinite(b)
-        if not bool((both | (a == b)).all()):
-            return self.holds(claim, place, False, "one is infinite where the other is not")
-        worst = float((a - b)[both].abs().max()) if bool(both.any()) else 0.0
-        most = max(float(a[both].abs().max()), float(b[both].abs().max())) if bool(both.any()) else 0.0
+        worst, most = float((a - b).abs().max()), max(float(a.abs().max()), float(b.abs().max()))
+        if not (math.isfinite(worst) and math.isfinite(most)):
+            both = torch.isfinite(a) & torch.isfinite(b)
+            if not bool((both | (a == b)).all()):
+                return self.holds(claim, place, False, "one is infinite where the other is not")
+            a, b = (torch.where(both, x, 0.0) for x in (a, b))
+            worst, most = float((a - b).abs().max()), max(float(a.abs().max()), float(b.abs().max()))
         relative = worst / max(most if size is None else size, 1e-30)
         entry = self._claims.setdefault(claim, _Claim())
         entry.worst = max(entry.worst, (relative, place))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Complex, Float
@@ -13,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from adapters.config import ModelConfig
+from adapters.imports.versions import rotation_of
 from adapters.proofs.report import Findings
 
 #: Of queries, or of keys: they may differ in everything but the batch.
@@ -139,7 +139,7 @@ def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[
     """How fast each pair turns, where the configuration scales that; None where it does not."""
     if getattr(config, "is_heterogeneous", False):  # another one for each layer
         return None
-    own: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    own = rotation_of(config)
     if own and "rope_theta" not in own:  # one set for each kind of layer
         own = own["sliding_attention" if local else "full_attention"]
     scale = ROPE_INIT_FUNCTIONS.get(own.get("rope_type", "default"))

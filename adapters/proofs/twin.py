@@ -23,11 +23,12 @@ def trivial_parameters(model: nn.Module) -> list[str]:
     Buffers that are biases count, such as what BART adds to its logits.
     """
     held = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name.endswith("bias"))]
-    return [
-        name
-        for name, p in held
-        if p.is_floating_point() and p.numel() > 1 and not p.is_meta and bool((p == p.flatten()[0]).all())
-    ]
+    return [name for name, p in held if p.is_floating_point() and p.numel() > 1 and not p.is_meta and _is_constant(p)]
+
+
+def _is_constant(p: Tensor) -> bool:
+    """Whether all elements are the first: of most parameters the second is not."""
+    return all(bool((x == x[0]).all()) for x in (p.flatten()[:2], p.flatten()))
 
 
 def why_no_twin(model: nn.Module) -> str:
@@ -46,7 +47,8 @@ def why_no_twin(model: nn.Module) -> str:
 def twin(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
     """A model of other modules that shares the parameters: nothing done to it is done to the model.
 
-    Parameters whose elements are all the same get noise, and those in half precision are in float32; these are its own.
+    Parameters whose elements are all the same get noise, those in half precision are in float32, and those that were
+    made in inference mode are copied; these are its own.
     Hooks of any kind, the user's and the bridge's, stay with the model.
 
     Args:
@@ -62,6 +64,8 @@ def twin(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
             new = new + (torch.randn(new.shape, generator=generator) * noise).to(new)
         if new.dtype in (torch.float16, torch.bfloat16):
             new = new.float()
+        if new.is_inference():
+            new = new.clone()
         own = new.data_ptr() != parameter.data_ptr()
         tensors[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad) if own else parameter
     for name, buffer in model.named_buffers():
@@ -102,3 +106,17 @@ def _other(value: Any, twins: Mapping[int, nn.Module]) -> Any:
     if isinstance(owner, nn.Module) and id(owner) in twins and hasattr(value, "__func__"):
         return value.__func__.__get__(twins[id(owner)])
     return value
+
+
+def model_or_twin(model: nn.Module) -> nn.Module:
+    """What is run: the model; or its twin, where its parameters prove nothing, or little, or have no gradients.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    parameters = list(model.parameters())
+    half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
+    inference = any(p.is_inference() for p in parameters)
+    if any(p.is_meta for p in parameters) or not (half or inference or trivial_parameters(model)) or why_no_twin(model):
+        return model
+    return model if 4 * sum(p.numel() for p in half) > ROOM else twin(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,3 +24,8 @@ class KernelArguments(NamedTuple):
         """The same call with other queries and keys."""
         _, _, value, mask, dropped, causal, scale, grouped = self
         return KernelArguments(query, key, value, mask, dropped, causal, scale, grouped)
+
+    def of(self, kernel: Callable[..., Tensor]) -> Tensor:
+        """What a kernel makes of them."""
+        query, key, value, mask, dropped, causal, scale, grouped = self
+        return kernel(query, key, value, mask, dropped, causal, scale=scale, enable_gqa=grouped)

@@ -38,6 +38,7 @@ def results_of_heads(
 
     Raises:
         MissingActivationsError: neither is cached.
+        ValueError: it is not cached, and the output projection has other weights now than in the run.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -51,7 +52,7 @@ def results_of_heads(
         return pick(cache[name], pos_slice, -3)
     (z,) = require(cache, [f"blocks.{layer}.attn.hook_z"])
     z = pick(z, pos_slice, -3)
-    module = _module_at(cache.model, f"blocks.{layer}.attn.hook_z")
+    module = cache.module_of_the_run(f"blocks.{layer}.attn.hook_z")
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
     with gradients_of(z):
         results = head_results(module, rows).reshape(*z.shape[:-1], -1).to(z.device)
@@ -74,7 +75,8 @@ def results_of_neurons(
 
     Raises:
         MissingActivationsError: `mlp.hook_post` is not cached.
-        ValueError: the layer has no neurons that write to all rows alike (a mixture of experts; attention only).
+        ValueError: the layer has no neurons that write to all rows alike (a mixture of experts; attention only), or
+            other weights now than in the run.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -91,7 +93,7 @@ def results_of_neurons(
         )
     (post,) = require(cache, [name])
     post = pick(post, pos_slice, -2)  # before the neurons, whose axis may go
-    module = _module_at(cache.model, name)
+    module = cache.module_of_the_run(name)
     with gradients_of(post):
         weight = _rows_of(module, post, neuron_slice).to(post.device)
         results = pick(post, neuron_slice, -1)[..., None] * weight

@@ -132,6 +132,10 @@ class Activations(Mapping[str, Tensor]):
     def model(self) -> AnalysedModel:
         """The model that made them."""
 
+    @abstractmethod
+    def module_of_the_run(self, name: str) -> nn.Module:
+        """The module at a hook point, with the weights that it had in the run."""
+
     @property
     @abstractmethod
     def cache_dict(self) -> dict[str, Tensor]:

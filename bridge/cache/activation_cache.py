@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from adapters.paths import module_at
 from adapters.views import Deferred
 from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
@@ -17,6 +18,7 @@ from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
 from bridge.hooks.shapes import BatchAxisError
+from bridge.hooks.written import Written, written_to
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,19 @@ class _Names:
     axes: dict[str, str]
     aliases: dict[str, str]
     n_layers: int
+
+
+#: The hook points whose activations are multiplied with weights when heads or neurons are asked for.
+_READ_BY_WEIGHTS = (".attn.hook_z", ".mlp.hook_post")
+
+
+def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
+    """The state of the weights that activations would be multiplied with, by hook point."""
+    found, points = {}, model.hook_dict
+    for name in values:
+        if name.endswith(_READ_BY_WEIGHTS) and name in points:
+            found[name] = written_to(module_at(model.original_model, points[name].point.site.path))
+    return found
 
 
 class ActivationCache(ResidualMethods):
@@ -53,6 +68,7 @@ class ActivationCache(ResidualMethods):
         self._values = cache_dict  # of tensors, and of what gives one when it is asked for (`Deferred`)
         self._model: AnalysedModel | None = model
         self._names: _Names | None = None
+        self._weights = _weights_behind(cache_dict, model)
         self.has_batch_dim = has_batch_dim
 
     @property
@@ -72,6 +88,26 @@ class ActivationCache(ResidualMethods):
     @model.setter
     def model(self, model: AnalysedModel) -> None:
         self._model = model
+        self._weights = _weights_behind(self._values, model)
+
+    def module_of_the_run(self, name: str) -> nn.Module:
+        """The module at a hook point whose activation heads or neurons are made from, if its weights are the run's.
+
+        Args:
+            name: of the hook point.
+
+        Raises:
+            ValueError: its weights have been changed since, or others stand there. (What is written through
+                ``weight.data`` torch does not count.)
+        """
+        module = module_at(self.model.original_model, self.model.hook_dict[name].point.site.path)
+        if written_to(module) != self._weights.get(name, written_to(module)):
+            raise ValueError(
+                f"the weights that read {name} were changed since the run (processed, trained or written to): what its "
+                "heads or neurons wrote then cannot be computed any more. Take it before, cache hook_result in the "
+                "run, or run again"
+            )
+        return module
 
     @property
     def cache_dict(self) -> dict[str, Tensor]:
@@ -86,7 +122,8 @@ class ActivationCache(ResidualMethods):
         self._values = activations
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_values": self.cache_dict, "_model": None, "_names": self._known()}
+        ours = {"_values": self.cache_dict, "_model": None, "_names": self._known(), "_weights": {}}
+        return self.__dict__ | ours
 
     def __copy__(self) -> Self:
         new = type(self).__new__(type(self))

@@ -2,8 +2,9 @@
 
 transformers' exporters put a function of their own in the place of `scaled_dot_product_attention`, which turns masks of
 truth values into numbers to be added. A query that may attend to nothing (padding in front) then attends to everything
-alike, while torch's kernel gives it zero, and a pattern would be another one. What stands here before their function
-shows the call to the taps of the program as the model made it, and puts the zeros back.
+alike, while torch's kernel gives it zero, and a pattern would be another one. What stands before their function shows
+the call to the taps of the program as the model made it, and puts the zeros back. It does so in the context that
+traces, and in no other: a thread that calls attention meanwhile calls what was there.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from adapters.views import Args, Kwargs
+from adapters.views.kernel_arguments import KernelArguments
+from bridge.taps.stand_ins import StandIn, instead_of_them
+
+_NAME = "scaled_dot_product_attention"
+
 
 class SeesAttention(Protocol):
     """What is shown a call of `scaled_dot_product_attention` in its place."""
 
-    def scaled_dot_product(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What the call returns."""
+    def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
+        """What the call returns, by this kernel."""
 
 
 #: What sees the attention that a tapped module is computing now, if any does.
@@ -30,33 +37,32 @@ UnderWay = Callable[[], SeesAttention | None]
 
 @contextmanager
 def attention_as_called(under_way: UnderWay) -> Iterator[None]:
-    """While the body of a ``with`` statement runs, calls of attention are seen as the model makes them.
+    """While the body of a ``with`` statement runs, its calls of attention are seen as the model makes them.
 
     Args:
         under_way: finds what sees them.
     """
-    theirs = functional.scaled_dot_product_attention
-    setattr(functional, "scaled_dot_product_attention", _as_called(theirs, under_way))  # noqa: B010
+
+    def instead(own: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> object:
+        if name != _NAME:
+            return own(*args, **kwargs)
+        given, watch = KernelArguments(*args, **kwargs), under_way()
+        kernel = _with_zeros(own)
+        return given.of(kernel) if watch is None else watch.scaled_dot_product(kernel, given)
+
+    stands = StandIn.stand(vars(functional), _NAME)
     try:
-        yield
+        with instead_of_them(instead):
+            yield
     finally:
-        setattr(functional, "scaled_dot_product_attention", theirs)  # noqa: B010
+        stands.leave()
 
 
-def _as_called(theirs: Callable[..., Tensor], under_way: UnderWay) -> Callable[..., Tensor]:
-    inside = False
+def _with_zeros(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Their function, whose result is zero where a query attends to nothing."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        nonlocal inside
-        watch = None if inside else under_way()
-        if watch is not None:
-            inside = True  # the kernel that it calls is this one again
-            try:
-                return watch.scaled_dot_product(query, key, value, *args, **kwargs)
-            finally:
-                inside = False
-        made = theirs(query, key, value, *args, **kwargs)
-        mask = args[0] if args else kwargs.get("attn_mask")
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        made = theirs(query, key, value, mask, *args, **kwargs)
         if isinstance(mask, Tensor) and mask.dtype == torch.bool:
             attends = mask.to(made.dtype).sum(-1, keepdim=True) > 0
             made = torch.where(attends, made, torch.zeros((), dtype=made.dtype, device=made.device))

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.exporters import ExportedModel
-from transformers.exporters.utils import decompose_for_generation
 
+from adapters.imports.versions import ExportedModel, decompose_for_generation
 from bridge.export.example import Example, example_of
 from bridge.export.formats import Format, check_can_take, format_of
 from bridge.export.traced import Exportable, Traced, left_as_it_was

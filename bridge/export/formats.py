@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
-from transformers.exporters import HfExporter
-from transformers.exporters.auto import get_exporter_class
+
+from adapters.imports.versions import HfExporter, get_exporter_class
 
 
 @dataclass(frozen=True)

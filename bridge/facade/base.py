@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters import Architecture, ModelMap, Weights, map_model
-from adapters.automatic.proof import Proof
+from adapters import automatic as inference
 from adapters.config import ModelConfig, is_language_part
 from adapters.inputs.made import Given
 from adapters.model import Automatic
 from adapters.paths import base_path, join
 from adapters.registry import has_declaration, is_declared
 from bridge.facade.offered import Offered, beside
+from bridge.facade.report import report
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
 from bridge.weights.component_tree import Tree
@@ -75,7 +76,7 @@ class WrappedModel(nn.Module):
         self.no_layer_runs = found.no_layer_runs
         self._wire(found)
         if found.inferred:
-            self._keep_what_is_proved(found, inputs)
+            self._keep_what_holds(found, inputs)
             _LOGGER.warning("%s", self.offered().summary)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
@@ -96,9 +97,9 @@ class WrappedModel(nn.Module):
         self._weights = cache(partial(Weights, self.architecture, self.original_model, self.cfg))
         self._tree = Tree(self.names, self._weights)
 
-    def _keep_what_is_proved(self, found: ModelMap, inputs: Given | None) -> None:
+    def _keep_what_holds(self, found: ModelMap, inputs: Given | None) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""
-        proof = Proof(self, inputs).run()
+        proof = inference.proof.Proof(self, inputs).run()
         self.no_layer_runs = proof.no_layer_runs
         self._wire(found.without(proof.not_offered))
 
@@ -106,8 +107,8 @@ class WrappedModel(nn.Module):
         """What the bridge offers, and what it does not, with the reasons. Print it.
 
         Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and what
-        could not be proved on the model is left out. Of a model of images or sound and text it is the text's part: what
-        stands beside that is listed by name.
+        did not hold when it was tried on the model is left out; `adapters.verify` proves the rest. Of a model of images
+        or sound and text it is the text's part: what stands beside that is listed by name.
 
         Example:
             >>> from transformers import OlmoConfig, OlmoForCausalLM
@@ -128,6 +129,18 @@ class WrappedModel(nn.Module):
         paths += [stack.final_norm.path for stack in stacks if stack.final_norm]
         used = {self.architecture.readout.path, *(join(base, path) for path in paths)}
         return Offered(*named, beside(self.core, used))
+
+    def report(self) -> str:
+        """What a bug report needs: versions, the model's class, what is offered of it, what was done to its weights.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> print(TransformerBridge.boot_embedded().report())  # doctest: +ELLIPSIS
+            transformer-bridge  ...
+            processed ...no
+            .../model: 135 hook points, as its adapter declares
+        """
+        return report(self.original_model, self.core, self.offered(), self.cfg.processed)
 
     @property
     def weights(self) -> Weights:

@@ -13,9 +13,8 @@ from adapters.views.basis import Basis, Error, InBasis
 from bridge.bases.placing import Functions, basis_point, modules_of
 from bridge.cache.activation_cache import ActivationCache
 from bridge.facade.runs import RunMethods
-from bridge.hooks.context import Scope
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.listener import Listener, Scope
 from bridge.run.protocol import Input
 
 

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
+from bridge import generation, programs
 from bridge.facade.hooks import HookMethods
 from bridge.facade.tokens import TokenMethods
 from bridge.facade.weights import WeightMethods
-from bridge.generation.generate import generate, hf_generate
-from bridge.generation.options import Options
-from bridge.generation.stream import in_pieces, stream
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import NamesFilter
-from bridge.programs.program import Program
 from bridge.run.protocol import Input
 
 
@@ -26,8 +23,8 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
     @property
     def step(self) -> int | None:
         """Which step of a generation this is: 0 for the prompt, then 1, 2, ...; None outside of a generation."""
-        generation = CURRENT.get().generation
-        return None if generation is None else generation.step
+        running = CURRENT.get().generation
+        return None if running is None else running.step
 
     def generate(
         self,
@@ -54,7 +51,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
         names_filter: NamesFilter = None,
         device: torch.device | str | None = None,
         verbose: bool = True,
-        program: Program | None = None,
+        program: programs.program.Program | None = None,
         inputs: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Any:
@@ -110,10 +107,10 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             raise ValueError("inputs are those of a program: pass program=")
         if program is not None:
             more = {"disable_compile": True, **({"cache_implementation": "static"} if program.compiled else {}), **more}
-        return generate(
+        return generation.generate.generate(
             self,
             input,
-            Options(
+            generation.options.Options(
                 max_new_tokens=max_new_tokens,
                 stop_at_eos=stop_at_eos,
                 eos_token_id=eos_token_id,
@@ -175,7 +172,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             kwargs["eos_token_id"] = None
         if use_past_kv_cache is not None:
             kwargs["use_cache"] = use_past_kv_cache
-        return hf_generate(self, input, prepend_bos, kwargs, return_type)
+        return generation.generate.hf_generate(self, input, prepend_bos, kwargs, return_type)
 
     def generate_stream(
         self, input: Input = "", *, max_tokens_per_yield: int | None = None, **arguments: Any
@@ -203,4 +200,4 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             >>> "".join(pieces) == bridge.generate("Mary and", max_new_tokens=3, do_sample=False, verbose=False)
             True
         """
-        return in_pieces(stream(self, input, dict(arguments)), max_tokens_per_yield)
+        return generation.stream.in_pieces(generation.stream.stream(self, input, dict(arguments)), max_tokens_per_yield)

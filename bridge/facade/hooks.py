@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bridge.facade.base import WrappedModel
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Handle, HookFunction
+from bridge.hooks.hook_point import Handle, HookPoint
+from bridge.hooks.listener import HookFunction
 from bridge.hooks.names import NamesFilter
 from bridge.run.positions import PosSlice
 from bridge.run.recorder import caching_functions

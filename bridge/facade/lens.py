@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from jaxtyping import Int
 from torch import Tensor
 
+from bridge import lens as lenses
 from bridge.facade.runs import RunMethods
-from bridge.lens.read import lens
-from bridge.lens.reading import Reading
-from bridge.lens.tuned import TunedLens
 from bridge.run.positions import PosSlice
 from bridge.run.protocol import Input
 
@@ -21,12 +19,12 @@ class LensMethods(RunMethods):
     def lens(
         self,
         input: Input,
-        kind: str | TunedLens = "normed",
+        kind: str | lenses.TunedLens = "normed",
         pos_slice: PosSlice = None,
         layers: Sequence[int] | None = None,
         prepend_bos: bool | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
-    ) -> Reading:
+    ) -> lenses.Reading:
         """What each layer would say next: the residual stream before it, and at the end, read as tokens.
 
         Logits are computed when the reading is asked, a layer at a time.
@@ -47,4 +45,4 @@ class LensMethods(RunMethods):
             >>> [bridge.to_single_str_token(int(token)) for token in top.tokens[-1, 0, 0, :1]]
             [' Paris']
         """
-        return lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask)
+        return lenses.lens(self, input, kind, pos_slice, layers, prepend_bos, attention_mask)

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from bridge.embedded import MODEL_DIR
+from bridge import embedded, loading
 from bridge.facade.processing import ProcessingMethods
-from bridge.loading.boot import DeviceMap, MaxMemory, load, make_native
-from bridge.loading.patches import Patches, WeightConversions
 from bridge.native import NativeConfig
 
 
@@ -32,9 +30,9 @@ class LoadingMethods(ProcessingMethods):
         load_weights: bool = True,
         trust_remote_code: bool = False,
         model_class: type[Any] | None = None,
-        device_map: DeviceMap = None,
+        device_map: loading.request.DeviceMap = None,
         n_devices: int | None = None,
-        max_memory: MaxMemory = None,
+        max_memory: loading.request.MaxMemory = None,
         n_ctx: int | None = None,
         revision: str | None = None,
         checkpoint_index: int | None = None,
@@ -44,8 +42,8 @@ class LoadingMethods(ProcessingMethods):
         force_download: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
-        patches: Patches | None = None,
-        weight_conversions: WeightConversions | None = None,
+        patches: loading.patches.Patches | None = None,
+        weight_conversions: loading.patches.WeightConversions | None = None,
         gguf_file: str | None = None,
         quantization_config: object = None,
         progress: bool = False,
@@ -94,39 +92,29 @@ class LoadingMethods(ProcessingMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        loaded = load(
-            model_name,
-            hf_model=hf_model,
-            tokenizer=tokenizer,
-            hf_config_overrides=hf_config_overrides,
-            device=device,
-            dtype=dtype,
-            load_weights=load_weights,
-            trust_remote_code=trust_remote_code,
-            model_class=model_class,
-            device_map=device_map,
-            n_devices=n_devices,
-            max_memory=max_memory,
-            n_ctx=n_ctx,
-            revision=revision,
-            checkpoint_index=checkpoint_index,
-            checkpoint_value=checkpoint_value,
-            attn_implementation=attn_implementation,
-            cache_dir=cache_dir,
-            force_download=force_download,
-            local_files_only=local_files_only,
-            token=token,
-            patches=patches,
-            weight_conversions=weight_conversions,
-            gguf_file=gguf_file,
-            quantization_config=quantization_config,
-            progress=progress,
-            from_pretrained=from_pretrained,
+        source = loading.request.Source(
+            name=model_name, revision=revision, checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
+            gguf_file=gguf_file, cache_dir=cache_dir, force_download=force_download,
+            local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        placement = loading.request.Placement(
+            device=device, device_map=device_map, n_devices=n_devices, max_memory=max_memory
         )
-        bridge = cls(loaded.model, loaded.tokenizer)
+        variant = loading.request.Variant(
+            model_class=model_class, hf_config_overrides=hf_config_overrides, n_ctx=n_ctx, dtype=dtype,
+            attn_implementation=attn_implementation, quantization_config=quantization_config,
+            load_weights=load_weights, patches=patches, weight_conversions=weight_conversions,
+            from_pretrained=from_pretrained,
+        )  # fmt: skip
+        if hf_model is None:
+            model, files = loading.boot.load(source, placement, variant, progress)
+        else:
+            model, files = hf_model, loading.boot.loaded_already(hf_model, source, placement, variant)
+        bridge = cls(model, loading.boot.tokenizer_of(files, progress) if tokenizer is None else tokenizer)
         if hf_model is None:
             bridge.restore_processing()
-        for field, value in loaded.facts.items():
+        asked = {"n_ctx": n_ctx, "n_devices": n_devices}
+        for field, value in (files.facts() | {name: n for name, n in asked.items() if n is not None}).items():
             setattr(bridge.cfg, field, value)
         return bridge
 
@@ -158,7 +146,7 @@ class LoadingMethods(ProcessingMethods):
             >>> bridge([[1, 2, 3]]).shape
             torch.Size([1, 3, 10])
         """
-        return cls(*make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
+        return cls(*loading.boot.make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
 
     @classmethod
     def boot_embedded(cls) -> Self:
@@ -169,6 +157,6 @@ class LoadingMethods(ProcessingMethods):
             >>> TransformerBridge.boot_embedded().cfg.n_layers
             4
         """
-        bridge = cls.boot_transformers(str(MODEL_DIR))
+        bridge = cls.boot_transformers(str(embedded.MODEL_DIR))
         bridge.cfg.model_name = "embedded"
         return bridge

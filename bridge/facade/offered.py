@@ -24,7 +24,9 @@ class Offered:
         model: its name.
         names: the hook points, in the order of the computation.
         not_offered: hook points, or what their names begin with, that are missing, and why.
-        inferred: all this was inferred from a run and proved on the model.
+        inferred: all this was inferred from a run, and each hook point was tried on the model: it is seen once, with
+            its shape, and writing there what was read, or something else, does what it should. Whether it is the
+            activation of its name is for `adapters.verify` to prove.
         adapter: whether the model's class has an adapter: ``none``, one that is ``there`` (though it may not be asked,
             with ``automatic="always"``), or one that is for ``other options`` of its configuration.
         beside: of a model of images or sound and text, the modules beside the text's, which have no hook points, with
@@ -43,10 +45,11 @@ class Offered:
         """It in a sentence."""
         if not self.inferred:
             return f"{self.model}: {len(self.names)} hook points, as its adapter declares"
-        left_out = f"; {len(self.not_offered)} things are not offered: print(bridge.offered())"
+        count = len(self.not_offered)
+        left_out = f"; {count} things are not offered: print(bridge.offered())" if count else ""
         return (
-            f"{self.model} has {_ADAPTERS[self.adapter]}. One was inferred and proved on it, with "
-            f"{len(self.names)} hook points{left_out if self.not_offered else ''}"
+            f"{self.model} has {_ADAPTERS[self.adapter]}. One was inferred from a run, with {len(self.names)} hook "
+            f"points that were tried on it; adapters.verify(bridge) proves what holds{left_out}"
         )
 
     def __repr__(self) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.exporters import ExportedModel
 
+from adapters.imports import versions
+from bridge import programs
 from bridge.facade.hooks import HookMethods
 from bridge.facade.tokens import TokenMethods
 from bridge.hooks.names import NamesFilter
-from bridge.programs.program import Program
 from bridge.run.checks import as_tokens
 from bridge.run.hooked import check_specs, checked_function
 from bridge.run.protocol import HookSpec, Input
@@ -27,7 +27,7 @@ class ProgramMethods(HookMethods, TokenMethods):
         capture: NamesFilter = (),
         interventions: Sequence[HookSpec] = (),
         inputs: Mapping[str, Tensor | float] | None = None,
-    ) -> Program:
+    ) -> programs.program.Program:
         """A run with captured activations and interventions as a plain module, to be compiled, exported, served.
 
         What hooks do is lowered into it once: its forward has no context and attaches nothing. Hooks that a run would
@@ -70,7 +70,7 @@ class ProgramMethods(HookMethods, TokenMethods):
         pairs = [(hook, checked_function(hook, fn)) for names, fn in interventions for hook in self.select_hooks(names)]
         none = isinstance(capture, Sequence) and not isinstance(capture, str) and not capture
         points = [] if none or capture is None else self.select_hooks(capture)
-        return Program(self, points, pairs, inputs or {})
+        return programs.program.Program(self, points, pairs, inputs or {})
 
     def export(
         self,
@@ -83,7 +83,7 @@ class ProgramMethods(HookMethods, TokenMethods):
         dynamic: bool = True,
         path: str | Path | None = None,
         **options: Any,
-    ) -> ExportedModel:
+    ) -> versions.ExportedModel:
         """A run with captured activations and interventions for another runtime, through transformers' exporters.
 
         Args:
@@ -98,6 +98,7 @@ class ProgramMethods(HookMethods, TokenMethods):
             what the program returns.
 
         Raises:
+            VersionError: transformers is older than 5.23.
             ImportError: the format needs something that is not installed; the error names the command.
             UnknownHookError, TypeError, ValueError: as for `program` and `Program.export`.
         """

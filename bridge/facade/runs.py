@@ -21,6 +21,7 @@ from bridge.run.loss import lm_loss
 from bridge.run.positions import PosSlice
 from bridge.run.protocol import HookSpec, Input
 from bridge.run.recorder import Recorder, watching
+from bridge.run.request import Request
 
 
 class RunMethods(HookMethods, TokenMethods):
@@ -85,18 +86,8 @@ class RunMethods(HookMethods, TokenMethods):
             >>> bridge("When Mary and John went to the store, John gave a drink to", return_type="predictions")
             ' Mary'
         """
-        return run_model(
-            self,
-            input,
-            return_type,
-            loss_per_token,
-            prepend_bos,
-            padding_side,
-            attention_mask,
-            start_at_layer,
-            stop_at_layer,
-            model_kwargs,
-        )
+        asked = Request(input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer, model_kwargs)
+        return run_model(self, asked, return_type, loss_per_token)
 
     def run_with_cache(
         self,

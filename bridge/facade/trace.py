@@ -8,16 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bridge import trace as tracing
 from bridge.facade.generation import GenerationMethods
 from bridge.facade.runs import RunMethods
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.run.protocol import Input
-from bridge.trace.edit import Body, Edit, points_asked_for
-from bridge.trace.generation import GenerationTrace
-from bridge.trace.places import Places
-from bridge.trace.shapes import Shapes, shapes
-from bridge.trace.trace import Trace
+from bridge.run.request import Request
 
 T = TypeVar("T")
 
@@ -26,11 +23,11 @@ class TraceMethods(RunMethods, GenerationMethods):
     """The methods of a bridge that trace its model."""
 
     @property
-    def _model_order(self) -> Places:
+    def _model_order(self) -> tracing.places.Places:
         """The order of its hook points, worked out by the first trace."""
         found = self.__dict__.get("_places")
-        if not isinstance(found, Places) or not found.are_of(self.wiring.points):
-            found = self.__dict__["_places"] = Places(self.wiring.points)
+        if not isinstance(found, tracing.places.Places) or not found.are_of(self.wiring.points):
+            found = self.__dict__["_places"] = tracing.places.Places(self.wiring.points)
         return found
 
     @refuse_wrong_types
@@ -45,7 +42,7 @@ class TraceMethods(RunMethods, GenerationMethods):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         **model_kwargs: Any,
-    ) -> Trace:
+    ) -> tracing.trace.Trace:
         """A run of the model that waits wherever the body of a ``with`` statement asks for an activation.
 
         The body is ordinary Python. ``run[name]`` lets the model go on to that hook point and returns the activation,
@@ -75,20 +72,10 @@ class TraceMethods(RunMethods, GenerationMethods):
             >>> pattern.shape, run.logits.shape[0]
             (torch.Size([1, 4, 15, 15]), 1)
         """
-        return Trace(
-            self,
-            self._model_order,
-            input,
-            capture,
-            prepend_bos,
-            padding_side,
-            attention_mask,
-            start_at_layer,
-            stop_at_layer,
-            model_kwargs,
-        )
+        asked = Request(input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer, model_kwargs)
+        return tracing.trace.Trace(self, self._model_order, asked, capture)
 
-    def trace_generate(self, input: Input = "", **arguments: Any) -> GenerationTrace:
+    def trace_generate(self, input: Input = "", **arguments: Any) -> tracing.generation.GenerationTrace:
         """A generation that waits wherever the body of a ``with`` statement asks for an activation.
 
         ``for step in run.steps`` goes through its steps, the prompt's first; ``step[name]`` is as ``run[name]`` in a
@@ -115,10 +102,12 @@ class TraceMethods(RunMethods, GenerationMethods):
             >>> len(norms), run.tokens.shape
             (3, torch.Size([1, 6]))
         """
-        return GenerationTrace(self, self._model_order, input, arguments)
+        return tracing.generation.GenerationTrace(self, self._model_order, input, arguments)
 
     @refuse_wrong_types
-    def trace_edit(self, body: Body, *, prompt: Input | None = None, points: Sequence[str] | None = None) -> Edit:
+    def trace_edit(
+        self, body: tracing.edit.Body, *, prompt: Input | None = None, points: Sequence[str] | None = None
+    ) -> tracing.edit.Edit:
         """Turns the body of a trace, written as a function, into hooks for `hooks`, `run_with_hooks` and `generate`.
 
         In each forward pass (of a generation: in each step) the body runs once, in step with the model. A point that
@@ -150,12 +139,12 @@ class TraceMethods(RunMethods, GenerationMethods):
             probe = torch.zeros(1, 4, dtype=torch.long) if prompt is None else prompt
             # The user's hooks see nothing of it.
             with torch.no_grad(), without_hooks(), self.trace(probe) as run:
-                found = points_asked_for(self.names, body, run)
+                found = tracing.edit.points_asked_for(self.names, body, run)
         else:
             found = [self.names.find(name) for name in points]
-        return Edit(self.names, body, found)
+        return tracing.edit.Edit(self.names, body, found)
 
-    def shapes(self, input: Input, **forward_kwargs: Any) -> Shapes:
+    def shapes(self, input: Input, **forward_kwargs: Any) -> tracing.shapes.Shapes:
         """The shape and type of every activation, without computing one: from torch's fake tensors.
 
         Args:
@@ -174,7 +163,7 @@ class TraceMethods(RunMethods, GenerationMethods):
             >>> bridge.shapes("Mary and John")["blocks.2.attn.hook_pattern"]
             PointShape(shape=(1, 4, 4, 4), dtype=torch.float32)
         """
-        return shapes(self, input, forward_kwargs)
+        return tracing.shapes.shapes(self, input, forward_kwargs)
 
     def save(self, x: T) -> T:
         """Returns `x`. Values of a trace are real tensors and stay: this is for code that comes from nnsight.

@@ -162,6 +162,12 @@ def _step_recorder(bridge: Generates, options: Options, arguments: dict[str, Any
     if "logits_to_keep" in known and any(point.name.startswith("unembed") for point in points):
         arguments.setdefault("logits_to_keep", 0)  # of every token: `generate` would ask for the prompt's last
     caching = chosen("use_cache") is not False
+    if caching and bridge.cfg.attention_dir == "bidirectional" and not bridge.core.config.is_encoder_decoder:
+        raise ValueError(
+            f"return_cache cannot be had for {bridge.cfg.model_name}, which reads in both directions: what a step "
+            "computes for a token changes with the tokens behind it. Use run_with_cache on the finished sequence, or "
+            "use_past_kv_cache=False."
+        )
     rows = [point.name for point in points if "row" in point.point.axes.split()]
     if rows and caching:
         raise ValueError(

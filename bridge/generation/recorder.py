@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from bridge.hooks.context import CURRENT, Scope, of_the_next_run
+from bridge.hooks.context import CURRENT, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.listener import Listener, Scope
 from bridge.wiring.wiring import Wiring
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -178,47 +179,56 @@ def _add(total: Hash, value: object, seen: tuple[int, ...]) -> None:
     given = getattr(value, "harvest_id", None)
     if isinstance(given, str):
         total.update(b"id" + given.encode())
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
-        total.update(f"{type(value).__name__} {value!r};".encode())
     elif isinstance(value, Tensor):
         add_tensor(total, value)
     elif isinstance(value, np.ndarray):
         add_tensor(total, torch.from_numpy(np.ascontiguousarray(value)))
-    elif isinstance(value, nn.Module):
-        total.update((type(value).__qualname__ + of_module(value)).encode())
-    elif isinstance(value, types.ModuleType | type | types.BuiltinFunctionType):
-        total.update(f"{value.__name__};".encode())
-    elif isinstance(value, types.MethodType):
-        _add(total, value.__func__, seen)
-        _add(total, value.__self__, seen)
-    elif isinstance(value, functools.partial):
-        for part in (value.func, value.args, value.keywords):
-            _add(total, part, seen)
     elif isinstance(value, types.FunctionType):
         _add_function(total, value, seen)
-    elif isinstance(value, types.CodeType):
-        total.update(value.co_code + repr(value.co_names).encode())
-        for constant in value.co_consts:
-            _add(total, constant, seen)
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        total.update(f"{type(value).__name__} {len(value)}".encode())
-        for item in items:
-            _add(total, item, seen)
-    elif isinstance(value, dict):
-        total.update(f"dict {len(value)}".encode())
-        for key, item in value.items():
-            _add(total, key, seen)
-            _add(total, item, seen)
-    elif hasattr(value, "__dict__") and callable(value):
-        total.update(type(value).__qualname__.encode())
-        _add(total, vars(value), seen)
-        _add(total, type(value).__call__, seen)
+    elif (whole := _whole(value)) is not None:
+        total.update(whole)
     else:
-        raise HarvestError(
-            f"{value!r} is part of what decides the rows, and cannot be told from another when the harvest goes on; "
-            "give the function that holds it an attribute `harvest_id`, a text that you change when it changes"
-        )
+        own, parts = _taken_apart(value)
+        total.update(own)
+        for part in parts:
+            _add(total, part, seen)
+
+
+def _whole(value: object) -> bytes | None:
+    """What a value that has no parts is told from others by; None for one that has some."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        return f"{type(value).__name__} {value!r};".encode()
+    if isinstance(value, nn.Module):
+        return (type(value).__qualname__ + of_module(value)).encode()
+    if isinstance(value, types.ModuleType | type | types.BuiltinFunctionType):
+        return f"{value.__name__};".encode()
+    return None
+
+
+def _taken_apart(value: object) -> tuple[bytes, Iterable[object]]:
+    """What a value is besides its parts, and these.
+
+    Raises:
+        HarvestError: it cannot be told from another.
+    """
+    if isinstance(value, types.MethodType):
+        return b"", (value.__func__, value.__self__)
+    if isinstance(value, functools.partial):
+        return b"", (value.func, value.args, value.keywords)
+    if isinstance(value, types.CodeType):
+        return value.co_code + repr(value.co_names).encode(), value.co_consts
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__} {len(value)}".encode(), sorted(value, key=repr)
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} {len(value)}".encode(), value
+    if isinstance(value, dict):
+        return f"dict {len(value)}".encode(), [part for item in value.items() for part in item]
+    if hasattr(value, "__dict__") and callable(value):
+        return type(value).__qualname__.encode(), (vars(value), type(value).__call__)
+    raise HarvestError(
+        f"{value!r} is part of what decides the rows, and cannot be told from another when the harvest goes on; "
+        "give the function that holds it an attribute `harvest_id`, a text that you change when it changes"
+    )
 
 
 def _add_function(total: Hash, function: types.FunctionType, seen: tuple[int, ...]) -> None:

@@ -52,9 +52,10 @@ class Project:
             raise HarvestError(
                 f"the projection of {name} takes {list(inner)}; the activation's rows are {list(rows.shape[1:])}"
             )
-        matrix = self.matrix.to(rows.device, rows.dtype).reshape(-1, self.matrix.shape[-1])
+        dtype = torch.promote_types(rows.dtype, self.matrix.dtype)  # neither is rounded
+        matrix = self.matrix.to(rows.device, dtype).reshape(-1, self.matrix.shape[-1])
         flat = rows.reshape(*rows.shape[: rows.ndim - len(inner)], -1)
-        return {name: flat @ matrix}
+        return {name: flat.to(dtype) @ matrix}
 
     def describe(self) -> Any:
         """See `Reduction`."""
@@ -146,8 +147,10 @@ class Chosen:
         if not rows.is_floating_point():
             raise HarvestError("a mean of whole numbers is no activation: leave that hook point out, or use rows='all'")
         groups = self.groups.to(rows.device)
-        sums = torch.zeros((len(self.kept), *rows.shape[1:]), dtype=torch.float32, device=rows.device)
-        sums.index_add_(0, groups, rows.float())
+        # A sum may lie beyond what the type holds, where the mean does not.
+        dtype = torch.float32 if rows.device.type == "mps" else torch.float64
+        sums = torch.zeros((len(self.kept), *rows.shape[1:]), dtype=dtype, device=rows.device)
+        sums.index_add_(0, groups, rows.to(dtype))
         counts = torch.bincount(groups, minlength=len(self.kept)).to(sums.dtype)
         return sums / counts.reshape(-1, *[1] * (rows.ndim - 1))
 

@@ -235,14 +235,20 @@ class RowMaker:
         if not values.is_floating_point():
             return values.to("cpu", torch.bool if values.dtype == torch.bool else torch.int64)
         stored = values.to(self._dtype)
-        if stored.dtype == torch.float16 and values.dtype != torch.float16 and values.numel():
-            # float16 ends at 65,504; the largest activations of some models lie beyond. (-inf is a masked score.)
-            low, high = values.aminmax()
-            if not bool((low >= -65504) & (high <= 65504)):
-                wrong = stored.isinf() & values.isfinite()
+        end = torch.finfo(stored.dtype).max
+        if end < torch.finfo(values.dtype).max and values.numel():
+            low, high = values.aminmax()  # one pass over it, which nearly always settles it
+            if not bool((low >= -end) & (high <= end)):
+                wrong = stored.isinf() & values.isfinite()  # -inf is a masked score
                 if bool(wrong.any()):
-                    raise HarvestError(
-                        f"{name} has a value of {float(values[wrong][0]):g}, which float16 cannot hold "
-                        "(it ends at 65504): harvest with dtype='float32'"
-                    )
+                    raise HarvestError(_too_large(name, float(values[wrong].abs().max()), stored.dtype))
         return stored.cpu()
+
+
+def _too_large(name: str, value: float, dtype: torch.dtype) -> str:
+    holds = next(kind for kind in (torch.float32, torch.float64) if value <= torch.finfo(kind).max)
+    kind, wider = (str(each).removeprefix("torch.") for each in (dtype, holds))
+    return (
+        f"{name} has a value of size {value:g}, which {kind} cannot hold (it ends at {torch.finfo(dtype).max:g}): "
+        f"harvest with dtype={wider!r}"
+    )

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,8 @@ from bridge.hooks.listener import HookFunction
 from bridge.version import __version__
 
 Engine = Literal["local", "ray"]
+#: What makes shards and writes them, and tells of each that is whole.
+Runs = Callable[[Iterator[ShardInput], Callable[[Record, float], None]], object]
 
 
 def harvest(
@@ -127,12 +130,7 @@ def harvest(
     began = time.perf_counter()
     for name, choice, choices in (("dtype", dtype, DType), ("format", format, FileFormat), ("engine", engine, Engine)):
         check_choice(name, choice, choices)
-    for name, number, least in (
-        ("context_size", context_size, 2), ("tokens_per_shard", tokens_per_shard, 1), ("workers", workers, 1),
-    ):  # fmt: skip
-        check_number(name, number, least)
-    check_number("max_tokens", max_tokens, 1, none=True)
-    check_number("batch_size", batch_size, 1, none=True)
+    _check_numbers(context_size, tokens_per_shard, workers, max_tokens, batch_size)
     if not isinstance(rows, TopPositions):
         check_choice("rows", rows, Literal["all", "mean", "last"])
     check_kinds(hook_points, interventions, reduce, prepend_bos, pack, keep_special)
@@ -185,40 +183,81 @@ def harvest(
         weights = str(planned.model["weights"])
         if engine == "ray" and spec.bridge is None:
             del bridge, maker  # the workers have their own
-        whole = {record.index: record for record in manifest.shards}
-        after, index, sequence, tokens = _resume_at(whole)
         reader = Reader(reader_source, tokenizer, options.tokens)
-        meter = Meter(progress, reader_source.total, after.documents, workers if engine == "ray" else 1)
-
-        def done(record: Record, seconds: float) -> None:
-            whole[record.index] = record
-            meter.add(record.tokens, record.documents, seconds)
-
-        most = None if max_tokens is None else max_tokens - tokens
-        ended = _Ended()
-        shards = _missing(
-            reader.shards(tokens_per_shard, after, index, sequence, most) if most is None or most > 0 else iter(()),
-            whole,
-            ended,
-        )
-        try:
-            if engine == "local":
-                run_local(maker, folder, format, shards, done)
-            else:
-                pool = Pool(workers, cpus_per_worker, gpus_per_worker, address)
-                run_ray(spec, options, batch_size, folder, weights, shards, pool, done)
-        finally:
-            meter.close()
-        if whole and max(whole) >= max(ended.shards, index):
-            raise HarvestError(
-                f"the source ends before {whole[max(whole)].file}, which was made from it: it is another than before. "
-                "Give the same source, or another folder for `out`."
-            )
-        if not whole:
-            raise HarvestError(f"the source ({reader_source.description}) has no tokens")
-        manifest.shards = [whole[number] for number in sorted(whole)]
+        if engine == "local":
+            run: Runs = partial(run_local, maker, folder, format)
+        else:
+            pool = Pool(workers, cpus_per_worker, gpus_per_worker, address)
+            run = partial(_on_ray, pool, spec, options, batch_size, folder, weights)
+        meter = _write(manifest, reader, options, progress, workers if engine == "ray" else 1, run)
         _finish(folder, manifest, reader, max_tokens)
     return _report(folder, manifest, meter.shards, time.perf_counter() - began, meter.now())
+
+
+def _on_ray(
+    pool: Pool, spec: ModelSource, options: Options, batch_size: int, folder: Folder, weights: str,
+    shards: Iterator[ShardInput], done: Callable[[Record, float], None],
+) -> None:  # fmt: skip
+    run_ray(spec, options, batch_size, folder, weights, shards, pool, done)
+
+
+def _write(
+    manifest: Manifest,
+    reader: Reader,
+    options: Options,
+    progress: bool | Callable[[Progress], object],
+    workers: int,
+    run: Runs,
+) -> Meter:
+    """Writes the shards that are not there yet, and puts them into the manifest.
+
+    Args:
+        manifest: of the folder.
+        reader: reads the source.
+        options: of the harvest.
+        progress: who is told of it.
+        workers: how many run.
+        run: makes and writes shards, and tells of each.
+
+    Raises:
+        HarvestError: the source is another than before, or empty.
+    """
+    whole = {record.index: record for record in manifest.shards}
+    after, index, sequence, tokens = _resume_at(whole)
+    meter = Meter(progress, reader.source.total, after.documents, workers)
+
+    def done(record: Record, seconds: float) -> None:
+        whole[record.index] = record
+        meter.add(record.tokens, record.documents, seconds)
+
+    most = None if options.max_tokens is None else options.max_tokens - tokens
+    ended = _Ended()
+    left = most is None or most > 0
+    given = reader.shards(options.tokens_per_shard, after, index, sequence, most) if left else iter(())
+    try:
+        run(_missing(given, whole, ended), done)
+    finally:
+        meter.close()
+    if whole and max(whole) >= max(ended.shards, index):
+        raise HarvestError(
+            f"the source ends before {whole[max(whole)].file}, which was made from it: it is another than before. "
+            "Give the same source, or another folder for `out`."
+        )
+    if not whole:
+        raise HarvestError(f"the source ({reader.source.description}) has no tokens")
+    manifest.shards = [whole[number] for number in sorted(whole)]
+    return meter
+
+
+def _check_numbers(
+    context_size: int, tokens_per_shard: int, workers: int, max_tokens: int | None, batch_size: int | None
+) -> None:
+    """Refuses numbers that are none, or too small."""
+    check_number("context_size", context_size, 2)
+    check_number("tokens_per_shard", tokens_per_shard, 1)
+    check_number("workers", workers, 1)
+    check_number("max_tokens", max_tokens, 1, none=True)
+    check_number("batch_size", batch_size, 1, none=True)
 
 
 class _Ended:

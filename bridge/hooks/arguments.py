@@ -11,15 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from beartype import BeartypeConf
-from beartype.door import is_bearable
 from jaxtyping import jaxtyped
 from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_CONF = BeartypeConf(is_pep484_tower=True)
 
 
 def refuse_wrong_types(function: Callable[P, T]) -> Callable[P, T]:
@@ -165,8 +161,11 @@ def _fits_part(value: object, part: Any) -> bool:
         return value.ndim > 0 and issubclass(Tensor, origin)
     if hasattr(value, "__array__") and inspect.isclass(origin):
         return issubclass(list, origin)
+    from beartype import BeartypeConf  # imported by what needs it: few calls do
+    from beartype.door import is_bearable
+
     with jaxtyped("context"):  # the axes of a caller's function, of whatever size, are not ours
-        return bool(is_bearable(value, part, conf=_CONF))
+        return bool(is_bearable(value, part, conf=BeartypeConf(is_pep484_tower=True)))
 
 
 def shown(value: object) -> str:

@@ -7,21 +7,32 @@ variable, so other threads, asyncio tasks and greenlets do not see them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from adapters.paths import token_embedding
-from adapters.points import Site
+from adapters.points import Point, Site
+from bridge.hooks.listener import Listener, Scope
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    from bridge.hooks.hook_point import HookPoint, Listener
+
+class Named(Protocol):
+    """A hook point, as those know it who call functions at it.
+
+    Attributes:
+        name: its canonical name.
+        point: its declaration.
+    """
+
+    name: str
+    point: Point
 
 
 class SourceSite(Protocol):
@@ -43,24 +54,6 @@ class EndsWithThePass(Protocol):
         """The pass is over."""
 
 
-class Scope:
-    """The hooks that were opened together, and end together.
-
-    Attributes:
-        members: what was attached, so that a recomputation after the end can attach it again.
-        users: how many `with` statements and recomputations need it attached now.
-        recomputed: a block that backward may compute again has run with it, and needs it then.
-        of_one_run: only one run of the bridge ever sees it, no direct call of the model.
-    """
-
-    __slots__ = ("__weakref__", "members", "of_one_run", "recomputed", "users")
-
-    def __init__(self, of_one_run: bool = False) -> None:
-        self.of_one_run, self.recomputed = of_one_run, False
-        self.members: list[tuple[HookPoint, Listener]] = []
-        self.users = 0
-
-
 class Generation:
     """One generation: how many steps it has done.
 
@@ -74,39 +67,68 @@ class Generation:
         self.step = 0
 
 
-class ForwardPass:
-    """What one forward pass remembers. It ends with the pass, and holds no tensor afterwards.
+class Remembered:
+    """What a forward pass remembers, in a run or in a program.
+
+    Attributes:
+        written: what was written at points that others follow, by their names (see `Point.followers`).
+        bodies: what runs in step with it, by what made it (see `EndsWithThePass`).
+    """
+
+    __slots__ = ("bodies", "written")
+
+    def __init__(self) -> None:
+        self.written: dict[str, Tensor] = {}
+        self.bodies: dict[object, EndsWithThePass] = {}
+
+    def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
+        """What passed a site: the module called there, and the tensor; None where nothing did."""
+        raise NotImplementedError
+
+
+class Pass(Protocol):
+    """A forward pass as hook points meet it: that of a run, or that of a program."""
+
+    @property
+    def run(self) -> Remembered | None:
+        """What it remembers; None where the code does not run in a pass."""
+
+    def show(self, listener: Listener, act: Tensor, point: Named) -> None:
+        """Shows an activation to a listener that only looks."""
+
+    def ask(self, listener: Listener, given: Tensor, point: Named) -> Any:
+        """What a user's function returns for a copy of an activation."""
+
+
+class ForwardPass(Remembered):
+    """What the forward pass of a run remembers. It ends with the pass, and holds no tensor afterwards.
 
     Attributes:
         opened_by: the module whose call began it; None where a run of the bridge did.
         sources: what was seen at sites that other hook points need: the module called there, and the tensor.
-        written: what was written at points that others follow (see `Point.followers`).
         separate: for each reader of a norm that is given a copy of its own, that copy (see `Point.branches`).
         start_at: the first block that runs; points before it stay silent.
         skipped: the blocks that are passed over.
         embeddings: the module of the token embeddings, and what was given in place of its output; None: it runs.
         entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
         gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
-        bodies: what runs in step with it, by what made it (see `EndsWithThePass`).
         calls: how often modules began that run several times, of which hook points tell the calls apart.
     """
 
     __slots__ = (
-        "bodies", "calls", "embeddings", "entering", "gradients", "opened_by", "separate", "skipped", "sources",
-        "start_at", "written",
+        "calls", "embeddings", "entering", "gradients", "opened_by", "separate", "skipped", "sources", "start_at",
     )  # fmt: skip
 
     def __init__(self, opened_by: nn.Module | None = None) -> None:
+        super().__init__()
         self.opened_by = opened_by
         self.gradients = opened_by is not None or torch.is_grad_enabled()
         self.start_at: int | None = None
         self.skipped: frozenset[nn.Module] = frozenset()
         self.sources: dict[SourceSite, tuple[nn.Module, Tensor]] = {}
-        self.written: dict[HookPoint, Tensor] = {}
         self.separate: dict[str, Tensor] = {}
         self.entering: dict[nn.Module, Tensor] = {}
         self.embeddings: tuple[nn.Module, Tensor] | None = None
-        self.bodies: dict[object, EndsWithThePass] = {}
         self.calls: dict[nn.Module, int] = {}
 
     def end(self) -> None:
@@ -176,6 +198,29 @@ class RunContext:
         self.visible = shared | own if own else shared
         self._outside: RunContext | None = None
 
+    def show(self, listener: Listener, act: Tensor, point: Named) -> None:
+        """Shows an activation to a listener that only looks."""
+        listener.fn(act, hook=point)
+
+    def ask(self, listener: Listener, given: Tensor, point: Named) -> Any:
+        """Calls a user's function outside of the run, since what it computes is not the model's. This context is that
+        of the present code.
+        """
+        if not listener.in_run:
+            CURRENT.set(self.outside_the_run())
+        try:
+            return listener.fn(given, hook=point)
+        except TypeError as error:
+            if _takes_hook(listener.fn):
+                raise
+            name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
+            raise TypeError(
+                f"the hook {name} at {point.name} takes {inspect.signature(listener.fn)}, but it is called as "
+                "fn(activation, hook=point): give it a second parameter named `hook`"
+            ) from error
+        finally:
+            CURRENT.set(self)
+
     def outside_the_run(self) -> RunContext:
         """What a user's hook function runs in: the scopes that are open, and nothing of the run that called it."""
         if self.run is None and not self.own:
@@ -183,6 +228,17 @@ class RunContext:
         if self._outside is None:
             self._outside = RunContext(self.shared, generation=self.generation, inherited=self.shared)
         return self._outside
+
+
+def _takes_hook(fn: Callable[..., Any]) -> bool:
+    """Whether a function can be called with an activation and ``hook=``; True where that cannot be known."""
+    try:
+        inspect.signature(fn).bind(None, hook=None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True
 
 
 #: The context that the present code runs in.

@@ -2,29 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, cast
+from collections.abc import Callable, Sequence
+from sys import getrefcount
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from adapters.points import Point
 from adapters.views import Call, Deferred, View
-from bridge.hooks.context import CURRENT, SourceSite
-from bridge.hooks.listener import (
-    AttachesListeners,
-    Handle,
-    HookFunction,
-    Kind,
-    Listener,
-    call_user_function,
-    checked,
-    in_its_place,
-    listen_backward,
-    version_of,
-    wants_gradients,
-)
+from bridge.hooks.context import CURRENT, Pass, Remembered, SourceSite
+from bridge.hooks.listener import HookFunction, Kind, Listener
 from bridge.hooks.recomputed import refuse_unknown_recomputation
+from bridge.hooks.results import checked, listen_backward, takes_its_place, version_of, wants_gradients
+from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
+
+
+class AttachesListeners(Protocol):
+    """What attaches listeners to hook points, and detaches them."""
+
+    def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> None:
+        """Attaches a listener."""
+
+    def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
+        """Removes listeners."""
+
+
+class Attachment:
+    """A listener at its hook point.
+
+    Args:
+        hook: the hook point.
+        listener: the listener.
+        attaches: attaches and removes it.
+
+    Attributes:
+        hook: likewise.
+    """
+
+    def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
+        self.hook, self._listener, self._attaches = hook, listener, attaches
+
+    def attach(self) -> None:
+        """Attaches it, if it is not attached already."""
+        if self._listener not in self.hook.listeners:
+            self._attaches.add(self.hook, self._listener)
+
+    def remove(self) -> None:
+        """Removes it. Doing it twice does nothing."""
+        self._attaches.remove(self.hook, (self._listener,))
+
+
+class Handle(Attachment):
+    """Takes back what one `add_hook` added.
+
+    Attributes:
+        hook: the hook point.
+    """
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
+        return self._listener.permanent
+
+    @property
+    def context_level(self) -> int | None:
+        """The level that it was added at."""
+        return self._listener.level
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
 
 
 class HookPoint:
@@ -34,7 +84,12 @@ class HookPoint:
         name: the canonical name, such as ``blocks.3.attn.hook_z``.
         ctx: a dictionary for the user's hook functions to keep state in.
         point: the adapter's declaration: its axes, aliases, site and view.
+        one_tensor: where gradients are computed, all functions are shown one tensor, as in HookedTransformer: what a
+            later one writes into it, or asks of its gradient, an earlier one that holds it sees. What a cache has
+            kept stays all the same.
     """
+
+    one_tensor: ClassVar[bool] = False
 
     __slots__ = ("_attaches", "_path", "ctx", "listeners", "name", "order", "point", "sources", "view")
 
@@ -200,12 +255,18 @@ class HookPoint:
         return [listener for listener in self.listeners if listener.scope in visible]
 
     def sources_seen(self) -> tuple[tuple[nn.Module, Tensor], ...]:
-        """What the present pass saw at the sites whose tensors the view needs: the module called there, the tensor.
+        """What the present pass saw at the sites whose tensors the view needs (see `sources_in`)."""
+        return self.sources_in(CURRENT.get().run)
+
+    def sources_in(self, run: Remembered | None) -> tuple[tuple[nn.Module, Tensor], ...]:
+        """What a pass saw at the sites whose tensors the view needs: the module called there, the tensor.
+
+        Args:
+            run: what the pass remembers.
 
         Raises:
-            RuntimeError: the pass did not come past them.
+            RuntimeError: it did not come past them.
         """
-        run = CURRENT.get().run
         seen = [] if run is None else [run.seen_at(source) for source in self.sources]
         found = [source for source in seen if source is not None]
         if len(found) < len(self.sources):
@@ -250,21 +311,18 @@ class HookPoint:
         else:
             return self._read(x, call, copy, view) if mine else x
         if context.run is not None and context.run.gradients:
-            refuse_unknown_recomputation(self)
-        act, changed = self._edited(mine, self._shown(x, call, copy, view), view)
-        if changed:
-            x = view.put(x, act, call)
-        if self.point.followers:
-            self._tell_followers(act if changed else None)
-        return x
+            refuse_unknown_recomputation(self.name)
+        return self.edited(x, call, context, mine, copy, view)
 
     def _edit_with_gradients(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
         """As `_edit`, and shows the gradient at the activation that later computation uses."""
+        context = CURRENT.get()
         mine = self.heard_by()
         if not wants_gradients(mine):
             return self._edit(x, call, copy, view)
-        act, changed = self._edited(mine, self._shown(x, call, copy, view), view)
-        self._check_recomputation()
+        act, changed = self._asked(mine, self._seen(x, call, copy, view), context, view)
+        if context.run is not None and context.run.gradients:
+            refuse_unknown_recomputation(self.name)
         backward = (
             [listener for listener in mine if listener.kind in ("bwd", "edge")] if act.is_floating_point() else []
         )
@@ -273,54 +331,79 @@ class HookPoint:
             act, changed = act.detach().clone().requires_grad_(), True
         elif backward and not view.identity:
             changed = True  # the gradient has to flow through the activation as it is seen
-        if changed:
-            x = view.put(x, act, call)
-        if self.point.followers:
-            self._tell_followers(act if changed else None)
+        x = self._put(x, act, changed, call, context, view)
         for listener in backward:
             listen_backward(listener, x if view.identity else act, self)
         return x
 
-    def _check_recomputation(self) -> None:
-        run = CURRENT.get().run
-        if run is not None and run.gradients:
-            refuse_unknown_recomputation(self)
+    # What a hook does at a site, in a run and in a program: they differ in the pass.
+
+    def edited(self, x: Tensor, call: Call, now: Pass, mine: Sequence[Listener], copy: bool, view: View) -> Tensor:
+        """What listeners make of the tensor at the site.
+
+        Args:
+            x: the tensor.
+            call: the module call that it belongs to.
+            now: the pass.
+            mine: the listeners, in turn.
+            copy: the tensor will be written to afterwards.
+            view: how the activation is seen.
+        """
+        act, changed = self._asked(mine, self._seen(x, call, copy, view), now, view)
+        return self._put(x, act, changed, call, now, view)
 
     @staticmethod
-    def _shown(x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
+    def _seen(x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
         """The activation, as a copy where the site's tensor is about to be written to."""
         act = x if view.identity else view.get(x, call)
         if act.is_sparse:
             return act.to_dense()
         return act.clone() if copy or view.writes_through else act
 
-    def _edited(self, mine: list[Listener], act: Tensor, view: View) -> tuple[Tensor, bool]:
-        """What the functions make of the activation, in turn, and whether anything came of it."""
-        changed = False
+    def _asked(self, mine: Sequence[Listener], act: Tensor, now: Pass, view: View) -> tuple[Tensor, bool]:
+        """What listeners make of the activation, in turn, and whether anything came of it.
+
+        Each function is shown a copy of its own, so that nothing that somebody holds can change under it, and the next
+        one a copy of that: what one was shown is on the way to what the next one sees.
+        """
+        shown: list[Tensor] = []
+        changed = kept = False
         for listener in mine:
-            if listener.kind == "read":
-                listener.fn(act, hook=self)
-            elif listener.kind in ("fwd", "follow"):
-                new = self._ask(listener, act, view) if listener.kind == "fwd" else listener.fn(act, hook=self)
-                if new is not None:
-                    act, changed = new, True
+            new: Tensor | None = None
+            if listener.kind == "fwd":
+                given = copy_to_show(act, shown, self.one_tensor and not kept)
+                act, made = self._ask(listener, given, act, now, view)
+                changed = changed or made
+                keep_gradients_of_all(given, shown)
+                shown.append(given)
+            elif listener.kind == "read":
+                now.show(listener, act, self)
+                kept = True
+            elif listener.kind == "follow":
+                new = listener.fn(act, hook=self)
+            elif listener.kind == "leader":
+                new = listener.fn(now.run)
+            if new is not None:
+                act, changed = new, True
         return act, changed
 
-    def _ask(self, listener: Listener, act: Tensor, view: View) -> Tensor | None:
-        """What one function makes of the activation; None when nothing came of it.
+    def _ask(self, listener: Listener, given: Tensor, act: Tensor, now: Pass, view: View) -> tuple[Tensor, bool]:
+        """What one function makes of the copy that it is shown, and whether it must take the activation's place."""
+        compiling = torch.compiler.is_compiling()
+        version, holders = version_of(given), 0 if compiling else getrefcount(given)
+        new = now.ask(listener, given, self)
+        if new is not None:
+            return checked(new, act, listener, self), True
+        held = not compiling and getrefcount(given) > holders
+        return given, takes_its_place(given, version, act, view, held)
 
-        The function gets a copy of its own, so that nothing that holds the activation can change under it.
-        """
-        given = act.clone()
-        version = version_of(given)
-        new = call_user_function(listener, given, self)
-        return in_its_place(given, version, act, view) if new is None else checked(new, act, listener, self)
-
-    def _tell_followers(self, written: Tensor | None) -> None:
-        run = CURRENT.get().run
-        if run is None:
-            return
-        if written is None:
-            run.written.pop(self, None)
-        else:
-            run.written[self] = written
+    def _put(self, x: Tensor, act: Tensor, changed: bool, call: Call, now: Pass, view: View) -> Tensor:
+        """Writes an activation back, and tells the points that follow this one."""
+        if changed:
+            x = view.put(x, act, call)
+        if self.point.followers and now.run is not None:
+            if changed:
+                now.run.written[self.name] = act
+            else:
+                now.run.written.pop(self.name, None)
+        return x

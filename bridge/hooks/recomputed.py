@@ -6,12 +6,9 @@ import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.checkpoint import checkpoint
-
-if TYPE_CHECKING:
-    from bridge.hooks.hook_point import HookPoint
 
 
 def with_its_hooks(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
@@ -24,13 +21,13 @@ def with_its_hooks(function: Callable[..., Any], args: tuple[object, ...], kwarg
     return function(*args, **kwargs)
 
 
-def refuse_unknown_recomputation(point: HookPoint) -> None:
+def refuse_unknown_recomputation(name: str) -> None:
     """Refuses to change an activation, or to listen to its gradient, in a part of the model that is checkpointed.
 
     What backward computes again there would be computed without the hook, when its run is over.
 
     Args:
-        point: where.
+        name: of the hook point.
 
     Raises:
         RuntimeError: it lies within `torch.utils.checkpoint.checkpoint` that is not the model's own.
@@ -42,7 +39,7 @@ def refuse_unknown_recomputation(point: HookPoint) -> None:
             return
         if code is _CHECKPOINT:
             raise RuntimeError(
-                f"{point.name} lies in a part of the model that torch.utils.checkpoint computes again in backward, and "
+                f"{name} lies in a part of the model that torch.utils.checkpoint computes again in backward, and "
                 "nothing would bring its hook along: the gradients would be those of another function. Checkpoint with "
                 "the model's own gradient_checkpointing_enable(), or switch checkpointing off in runs with hooks"
             )

@@ -29,7 +29,7 @@ from bridge.legacy.running import Output, RunsAsBefore
 from bridge.legacy.ungrouping import UngroupsAsBefore
 from bridge.legacy.utils import USE_DEFAULT_VALUE
 from bridge.legacy.weight_init import draw
-from bridge.loading.boot import context_fields
+from bridge.loading.request import context_fields
 from bridge.native import NativeConfig, NativeModel
 from bridge.run.tokenization import Batch
 from bridge.weights.factored_matrix import FactoredMatrix

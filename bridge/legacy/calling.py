@@ -6,6 +6,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from adapters.paths import base_path, core_path, join
 from adapters.views import Call, View
 from bridge.bridge import TransformerBridge
-from bridge.hooks.context import CURRENT, Scope, forward_pass, without_hooks
+from bridge.hooks.context import CURRENT, forward_pass, without_hooks
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import suggestion
 from bridge.legacy.hook_points import CALLS
@@ -150,9 +151,18 @@ class CallsParts(TransformerBridge):
             return self._attend(name, *inputs, **kwargs)
         if last not in ("embed", "mlp", "unembed") and not last.startswith("ln"):
             raise TypeError(f"{name} cannot be called by itself: run the model, with start_at_layer and stop_at_layer")
+        if last == "unembed":
+            return self._unembed(*inputs, **kwargs)
         if last == "mlp" and not self._takes_one_tensor(name):
             return self._run_in_block(name, *inputs, **kwargs)
         return self._called(self.module_of(name), *inputs, **kwargs)
+
+    def _unembed(self, x: Tensor) -> Tensor:
+        """The logits before a soft cap, as ``x @ W_U + b_U``."""
+        readout = replace(self.architecture.readout, soft_cap=None)
+        # HookedEncoderDecoder has the factor of T5 in what its unembedding reads.
+        x = x if len(self.architecture.stacks) > 1 else x * readout.factor_in
+        return readout.logits(self._called(self.module_of("unembed"), x), self.core)
 
     def _called(self, module: nn.Module, *inputs: Any, **kwargs: Any) -> Tensor:
         with forward_pass():

@@ -18,7 +18,8 @@ from adapters.points import Point, Site
 from adapters.views import Call, View
 from bridge.facade.hooks import AddsHooks
 from bridge.hooks import hook_point as bridge_point
-from bridge.hooks.listener import AttachesListeners, Handle, Listener
+from bridge.hooks.hook_point import AttachesListeners, Handle
+from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names, NamesFilter
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None.
@@ -87,6 +88,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
     """
 
     __call__ = nn.Module.__call__
+    one_tensor = True
 
     def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
         nn.Module.__init__(self)

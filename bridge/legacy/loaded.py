@@ -18,7 +18,7 @@ from bridge.bridge import TransformerBridge
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
 from bridge.legacy.utilities.devices import get_device
-from bridge.loading.boot import UnknownArgumentError, load, text_model
+from bridge.loading.boot import UnknownArgumentError, text_model
 from bridge.run.tokenization import TokenError
 
 #: What a model may be made from.
@@ -61,7 +61,11 @@ class LoadedAsBefore(TransformerBridge):
         try:
             bridge: Any = cls.boot_transformers(official, tokenizer=tokenizer, **loading, **passed_on)
         except UnknownArgumentError as error:  # whose names are HookedTransformer's here
-            known = {**inspect.signature(cls.from_pretrained).parameters, **inspect.signature(load).parameters}
+            known = {
+                name
+                for way in (cls.from_pretrained, cls.boot_transformers)
+                for name in inspect.signature(way).parameters
+            }
             raise UnknownArgumentError(error.name, error.loader, known) from error.__cause__
         bridge.cfg.model_name = official.rstrip("/").rpartition("/")[2]
         return bridge

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,62 @@ from adapters.paths import join
 from bridge.legacy.held import HoldsParameters
 from bridge.legacy.hook_points import CALLS
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.weights.component_tree import Component
-
-if TYPE_CHECKING:
-    from bridge.legacy.placing import PartsAsBefore
+from bridge.weights.component_tree import Component, Tree
 
 #: What HookedTransformer's attention keeps beside its parameters: read from the model, and fixed by it.
 BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _IN_TRACES = ("input", "inputs", "output")
+
+
+class HoldsParts(Protocol):
+    """The model that parts are of.
+
+    Attributes:
+        cfg: the facts about it.
+        original_model: the Hugging Face model.
+        tree: its parts' names and weights.
+        parts: the parts by name.
+        own_weights: the names of the weights that stand directly in each.
+    """
+
+    cfg: ModelConfig
+    original_model: nn.Module
+    own_weights: dict[str, list[str]]
+    parts: dict[str, Any]
+
+    @property
+    def tree(self) -> Tree:
+        """Its parts' names and weights."""
+
+    def module_of(self, name: str) -> nn.Module:
+        """The Hugging Face module that a part stands for."""
+
+    def find_module(self, name: str) -> nn.Module | None:
+        """The same; None where there is none."""
+
+    def buffer_of(self, name: str, attribute: str) -> Tensor:
+        """What attention keeps beside its parameters."""
+
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
+        """What a part computes."""
+
+    def stand_in(self, part: Part) -> None:
+        """Lets the model call a part."""
+
+    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
+        """Puts a weight or a module into a part."""
+
+    def check_removal(self, prefix: str, name: str) -> None:
+        """Refuses to take away what the model needs."""
+
+    def parameters_of(self, name: str) -> Mapping[str, nn.Parameter]:
+        """The parameters of a part, by name."""
+
+    def fits(self, name: str, value: Any) -> str | None:
+        """Why a value is none for a weight; None where it is one."""
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Writes weights into the model."""
 
 
 def _calls_it(register: str) -> Callable[..., Any]:
@@ -52,7 +100,7 @@ class Part(HoldsParameters):
     #: Makes a model of a configuration.
     makes_host: ClassVar[Callable[..., Any]]
     #: The model that it belongs to, and its name there, such as ``blocks.0.attn``.
-    host: PartsAsBefore
+    host: HoldsParts
     name: str
 
     def __init__(self, cfg: Any, *more: Any, **kwargs: Any) -> None:
@@ -65,7 +113,7 @@ class Part(HoldsParameters):
         host.adopt_part(self)
 
     @classmethod
-    def of(cls, host: PartsAsBefore, name: str) -> Self:
+    def of(cls, host: HoldsParts, name: str) -> Self:
         """The part of this name, without what is in it."""
         part = cls.__new__(cls)
         part.__setstate__({"host": host, "name": name})
@@ -215,7 +263,7 @@ def one_input(name: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 class Blocks(nn.ModuleList):
     """The blocks of a model, or the experts of a mixture. Each can be replaced; their number is the model's."""
 
-    def __init__(self, host: PartsAsBefore, name: str) -> None:
+    def __init__(self, host: HoldsParts, name: str) -> None:
         super().__init__()
         self.__dict__.update(host=host, name=name)
 

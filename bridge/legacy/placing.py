@@ -14,9 +14,11 @@ from adapters.paths import join
 from adapters.points import Point
 from adapters.views import View
 from bridge.bridge import TransformerBridge
+from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
-from bridge.hooks.listener import Handle, Listener, checked
+from bridge.hooks.listener import Listener
 from bridge.hooks.names import suggestion
+from bridge.hooks.results import checked
 from bridge.legacy.calling import CallsParts, InPlace
 from bridge.legacy.held import HoldsParameters, names_of
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named

@@ -12,6 +12,7 @@ from torch import Tensor
 from bridge.analysis.requirements import refuse_no_stream
 from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.lens.as_read import as_read
 from bridge.lens.readable import Readable
 from bridge.lens.reading import Reading
 from bridge.lens.tuned import TunedLens
@@ -49,7 +50,8 @@ def lens(
         attention_mask: for tokens: 1 for tokens and 0 for padding.
 
     Returns:
-        A reading, which computes logits when asked.
+        A reading, which computes logits when asked, under the hooks and with the weights of now: where those behind
+        the blocks have changed by then, it refuses.
 
     Raises:
         ValueError: an unknown kind or layer; a lens for another model; a model with several residual streams.
@@ -70,7 +72,7 @@ def lens(
     chosen = tuple(range(n + 1)) if layers is None else tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
     if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):
         raise ValueError(f"layers are {list(layers or ())}; they must be different ones from 0 to {n}, the end")
-    decode = _decoder(bridge, kind)
+    decode = as_read(bridge, _decoder(bridge, kind), hooked=kind != "raw")
     texts = texts_in(input)
     if texts is not None:
         if attention_mask is not None:

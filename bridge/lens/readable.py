@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters.architecture import Architecture
@@ -19,11 +19,13 @@ class Readable(Protocol):
     """A bridge whose residual stream is read.
 
     Attributes:
+        original_model: the model, with what wraps it.
         core: the Hugging Face model.
         cfg: the facts about it.
         architecture: what its adapter declares.
     """
 
+    original_model: nn.Module
     core: PreTrainedModel
     architecture: Architecture
     cfg: ModelConfig

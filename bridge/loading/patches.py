@@ -20,14 +20,11 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import (
-    USER_REGISTERED_MAPPINGS,
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
 from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
 
+from adapters.imports.versions import registered_conversions
 from bridge.hooks.names import suggestion
 
 #: Names, or patterns of names, of transformers' classes, and the classes in their place.
@@ -100,7 +97,7 @@ def patched(
         registered, recorders = get_patch_mapping(), _recorders(stands)
         places = _places(registered)
         converted = {name: get_checkpoint_conversion_mapping(name) for name in conversions or {}}
-        users = set(USER_REGISTERED_MAPPINGS)
+        users = set(registered_conversions())
         token = _LOAD.set(load)
         try:
             register_patch_mapping({**stands}, overwrite=True)
@@ -115,7 +112,7 @@ def patched(
                 table.update(recorded)
             for name, before in converted.items():
                 register_checkpoint_conversion_mapping(name, before, overwrite=True)
-            USER_REGISTERED_MAPPINGS.intersection_update(users)
+            registered_conversions().intersection_update(users)
 
 
 def keep_recording(model: nn.Module, patches: Patches | None) -> None:

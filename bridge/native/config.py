@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import fields
-from typing import Any, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 import torch
 from transformers import PreTrainedConfig
@@ -91,6 +91,8 @@ class NativeConfig(PreTrainedConfig):
     """
 
     model_type = "transformer_bridge_native"
+    #: Until 5.19 transformers makes a configuration without arguments when one is saved, unless this is true.
+    has_no_defaults_at_init: ClassVar[bool] = True
     # What transformers' own code (caches, masks, generation) asks for.
     attribute_map = {  # noqa: RUF012 - the base class declares it
         "hidden_size": "d_model",
@@ -173,14 +175,7 @@ def _check_values(cfg: NativeConfig) -> None:
     if missing := [name for name in _REQUIRED if getattr(cfg, name) in (None, _NOT_SET)]:
         raise TypeError(f"NativeConfig needs {', '.join(missing)}")
     for name, least in _LEAST.items():
-        value = getattr(cfg, name)
-        if value is None or value == _NOT_SET:
-            continue
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {value!r}; it must be a whole number")
-        setattr(cfg, name, operator.index(value))
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+        _check_count(cfg, name, least)
     for name, choices in _CHOICES.items():
         value = getattr(cfg, name)
         if value not in choices:
@@ -190,18 +185,35 @@ def _check_values(cfg: NativeConfig) -> None:
         if not isinstance(getattr(cfg, name), bool):
             raise TypeError(f"{name} is {getattr(cfg, name)!r}; it must be True or False")
     for name in ("eps", "attn_scale", "rotary_base", "initializer_range"):
-        value = getattr(cfg, name)
-        if value is None or (value == _NOT_SET and name != "eps"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} is {value!r}; it must be a number")
-        if not 0 < value < math.inf and not (value == 0 and name in ("eps", "initializer_range")):
-            raise ValueError(f"{name} is {value}; it must be positive")
+        _check_number(cfg, name)
     if cfg.seed is not None and (isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int)):
         raise TypeError(f"seed is {cfg.seed!r}; it must be a whole number or None")
     if cfg.tie_word_embeddings is not False:
         raise ValueError("tie_word_embeddings is not available: a native model unembeds with weights of its own")
     _check_torch(cfg)
+
+
+def _check_count(cfg: NativeConfig, name: str, least: int) -> None:
+    """A field that is a whole number, if it is set."""
+    value = getattr(cfg, name)
+    if value is None or value == _NOT_SET:
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}; it must be a whole number")
+    setattr(cfg, name, operator.index(value))
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _check_number(cfg: NativeConfig, name: str) -> None:
+    """A field that is a number, if it is set."""
+    value = getattr(cfg, name)
+    if value is None or (value == _NOT_SET and name != "eps"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not 0 < value < math.inf and not (value == 0 and name in ("eps", "initializer_range")):
+        raise ValueError(f"{name} is {value}; it must be positive")
 
 
 def _check_torch(cfg: NativeConfig) -> None:

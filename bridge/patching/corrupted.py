@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from adapters.inputs.arguments import accepted_arguments
+from adapters.inputs.arguments import gives_cache
 from bridge.bridge import TransformerBridge
 
 #: How far logits of the same computation in another batch may be from each other, of the largest of them.
@@ -116,13 +116,14 @@ class CorruptedRun:
     def _prefix(self, layers: range, repeats: int, start: int) -> DynamicCache:
         """Keys and values of the first positions; only those of the layers that run are repeated."""
         assert self._past is not None
+        several = len(self._past.layers) != self.model.cfg.n_layers  # attentions in a layer (LongCat)
         cache = copy.copy(self._past)
         cache.layers = []
         for index, layer in enumerate(self._past.layers):
             assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
             new = copy.copy(layer)
             new.keys, new.values = layer.keys[:, :, :start], layer.values[:, :, :start]
-            if index in layers:
+            if several or index in layers:
                 new.keys, new.values = (x.repeat(repeats, 1, 1, 1) for x in (new.keys, new.values))
             if isinstance(new, DynamicSlidingWindowLayer):
                 new.cumulative_length = start
@@ -137,12 +138,8 @@ def _close(found: Tensor, right: Tensor) -> bool:
 
 def _may_cache(model: TransformerBridge) -> bool:
     """Whether the model reads from left to right and takes keys and values of earlier tokens."""
-    known = accepted_arguments(type(model.core).forward)
-    return (
-        model.cfg.attention_dir == "causal"
-        and not model.core.config.is_encoder_decoder
-        and {"past_key_values", "use_cache"} <= known
-    )
+    causal = model.cfg.attention_dir == "causal" and not model.core.config.is_encoder_decoder
+    return causal and gives_cache(model.core)
 
 
 def _plain_cache(cache: Any, length: int) -> DynamicCache | None:

@@ -41,5 +41,7 @@ class Step:
         region = self.region
         if region is None or not start:
             return self.whole(activation)
+        if activation.shape[1 + region.pos] == self.clean.shape[1 + region.pos]:  # keys and values made from latents
+            return self.whole(activation)  # are made for all positions, those before `start` too
         place, clean = from_position(region, self.place, self.clean, start)
         return self.setter(activation, place, clean)

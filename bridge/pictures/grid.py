@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import altair as alt
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from bridge.pictures.labels import lookup, width_of
 from bridge.pictures.picture import Picture
 from bridge.pictures.style import colour, configuration, dark_parameter, ink_on
-from bridge.pictures.values import compact
+from bridge.pictures.values import compact, limit
 
 #: What stands for no value.
 BLANK = 1e300
@@ -43,6 +45,7 @@ def grid(
     panels_wide: int = 4,
     wrap: bool = True,
     numbers: bool = False,
+    blank: str | None = None,
 ) -> Picture:
     """Cells in rows and columns, coloured by a value, in one panel or several.
 
@@ -56,6 +59,7 @@ def grid(
         panels_wide: how many panels stand beside each other.
         wrap: whether a narrow page may put fewer of them beside each other.
         numbers: write each value into its cell (without `panels`).
+        blank: what the hover says over a cell that stays blank; None: there is no hover.
 
     Example:
         >>> import torch
@@ -76,25 +80,38 @@ def grid(
     tooltip = [
         alt.Tooltip("row:N", title=rows.title),
         alt.Tooltip("column:N", title=columns.title),
-        alt.Tooltip("data:Q", title=measure),
+        alt.Tooltip("data:Q", title=measure) if blank is None else alt.Tooltip("said:N", title=measure),
     ]
     if panels is not None:
         chart = chart.transform_calculate(p=f"floor((datum.n - 1) / {size})")
         chart = chart.transform_calculate(panel=lookup(panels, "datum.p"))
         tooltip.insert(0, alt.Tooltip("panel:N", title="panel"))
-    chart = chart.transform_filter(f"datum.data !== {BLANK}")
     legend = alt.Legend(title=measure, tickCount=5)
+    color: Any = alt.Color("data:Q", scale=scale, legend=legend)
+    if blank is None:
+        chart = chart.transform_filter(f"datum.data !== {BLANK}")
+    else:
+        chart = chart.transform_calculate(
+            said=f"datum.data === {BLANK} ? {json.dumps(blank)} : datum.data",
+            shade=f"datum.data === {BLANK} ? null : datum.data",
+        )
+        color = alt.condition("datum.shade === null", alt.value(colour("blank")), color)
+        color["shorthand"] = "shade:Q"
     cells = chart.encode(
         x=alt.X("c:O", axis=_axis(columns, True, 80)),
         y=alt.Y("r:O", axis=_axis(rows, False, 140 if panels is None else 100)),
-        color=alt.Color("data:Q", scale=scale, legend=legend),
+        color=color,
         tooltip=tooltip,
     )
+    shown: dict[str, Any] = (
+        {} if blank is None else {"invalid": None}
+    )  # as they are: Vega leaves out what has no number
     drawn: alt.Chart | alt.LayerChart | alt.FacetChart = cells.mark_rect(
-        stroke=colour("ground"), strokeWidth=min(1.0, columns.cell / 12)
+        stroke=colour("ground"), strokeWidth=min(1.0, columns.cell / 12), **shown
     )
     if numbers:
-        drawn = drawn + _numbers(cells, values, scale)
+        there = cells if blank is None else cells.transform_filter(f"datum.data !== {BLANK}")
+        drawn = drawn + _numbers(there, values, scale)
     if panels is not None:
         assert isinstance(drawn, alt.Chart)
         header = alt.Header(labelExpr=lookup(panels, "datum.value"), title=None)
@@ -130,5 +147,5 @@ def _numbers(cells: alt.Chart, values: Tensor, scale: alt.Scale) -> alt.Chart:
     domain = scale.to_dict()["domain"]
     ink = ink_on(f"abs(datum.data) / {max(abs(domain[0]), abs(domain[-1]))}")
     return cells.mark_text(fontSize=10, tooltip=False).encode(
-        text=alt.Text("data:Q", format=".2f" if values.abs().max() < 100 else ".3~g"), color=ink
+        text=alt.Text("data:Q", format=".2f" if limit(values) < 100 else ".3~g"), color=ink
     )

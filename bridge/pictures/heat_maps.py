@@ -73,7 +73,8 @@ def patching(
     """What patching brings back: results of `bridge.patching`, or of any other patching with these axes.
 
     Args:
-        results: what it returned.
+        results: what it returned. Where all values of a layer are NaN, as a sweep says of one that has no such part (a
+            layer of a hybrid without attention), the cells stay blank, and say so where the mouse points.
         axes: its axes by name: ``"layer pos"``, ``"layer head"``, ``"layer pos head"``,
             ``"layer head dest_pos src_pos"``. One axis more in front is named by `panels`.
         tokens: the text of each position, where positions are an axis: ``bridge.to_str_tokens(prompt)``.
@@ -84,7 +85,8 @@ def patching(
         title: over the picture.
 
     Raises:
-        ValueError: unknown axes, or axes and names that do not fit the results; only one of `clean` and `corrupted`, or
+        ValueError: unknown axes, or axes and names that do not fit the results; a value that is not finite, in a layer
+            that has others, or in all layers; only one of `clean` and `corrupted`, or
             two that are equal.
 
     Example:
@@ -94,11 +96,11 @@ def patching(
         >>> pictures.patching(results, "layer pos", ["<bos>", " Mary"], clean=3.0, corrupted=0.0)
         Picture('Activation patching')
     """
-    values = checked(results, "the results")
     names = axes.split()
     unknown = [name for name in names if name not in _AXES]
     if unknown or len(names) < 2 or len(set(names)) < len(names):
         raise ValueError(f"axes is {axes!r}; it must name two or more different ones of {', '.join(_AXES)}")
+    values = checked(results, "the results", absent=_absent_layers(results, names))
     if values.ndim != len(names) + (panels is not None):
         more = " and one more for the panels" if panels is not None else ""
         raise ValueError(f"{axes!r} are {len(names)} axes{more}; the results have shape {list(values.shape)}")
@@ -133,7 +135,18 @@ def patching(
         measure or ("restored" if clean is not None else "metric"),
         title,
         together if groups else None,
+        blank="no such part",
     )
+
+
+def _absent_layers(results: Tensor, names: Sequence[str]) -> Tensor | None:
+    """Where results are NaN in all of a layer, but not in all layers; of each panel apart."""
+    if not isinstance(results, Tensor) or "layer" not in names or results.ndim < len(names):
+        return None
+    layer = results.ndim - len(names) + names.index("layer")
+    others = [axis for axis in range(results.ndim - len(names), results.ndim) if axis != layer]
+    nan = results.detach().to("cpu").isnan().all(dim=others, keepdim=True)
+    return (nan & ~nan.all(dim=layer, keepdim=True)).expand(results.shape)
 
 
 def _sides(names: Sequence[str]) -> tuple[str, str]:
@@ -268,6 +281,7 @@ def _map(
     measure: str,
     title: str,
     panels: list[str] | None = None,
+    blank: str | None = None,
 ) -> Picture:
     n_rows, n_columns = table.shape[-2:]
     few = panels is None and n_columns <= 20 and n_rows <= 40
@@ -283,6 +297,7 @@ def _map(
         panels=panels,
         panels_wide=max(1, int(1050 // (wide * n_columns + 20))),
         numbers=few and high >= 14,
+        blank=None if bool(table.isfinite().all()) else blank,
     )
 
 

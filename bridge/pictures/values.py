@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 
-def checked(values: Tensor, what: str, masked: bool = False) -> Tensor:
+def checked(values: Tensor, what: str, masked: bool = False, absent: Tensor | None = None) -> Tensor:
     """The values as float64 on the CPU, outside of autograd.
 
     Args:
         values: any tensor of numbers.
         what: what they are, for errors.
         masked: minus infinity may stand where there is nothing.
+        absent: of the shape of the values, where a NaN says that there is nothing; None: nowhere.
 
     Raises:
         TypeError: no tensor, or one of truth values or complex numbers.
@@ -37,6 +38,8 @@ def checked(values: Tensor, what: str, masked: bool = False) -> Tensor:
     bad = ~values.isfinite()
     if masked:
         bad &= values != -math.inf
+    if absent is not None:
+        bad &= ~absent
     if bad.any():
         place = bad.nonzero()[0].tolist()
         raise ValueError(

@@ -1,1 +1,10 @@
 """A run with its hooks, lowered once into a plain module that can be compiled, exported and served."""
+
+from typing import TYPE_CHECKING
+
+from adapters.imports.lazily import lazily
+
+if TYPE_CHECKING:
+    from bridge.programs import program as program
+
+__getattr__, __dir__ = lazily(__name__, "program")

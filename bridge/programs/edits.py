@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.views import Args, Kwargs
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, checked
+from bridge.hooks.listener import Listener
+from bridge.hooks.results import checked
 from bridge.programs.functions import Function
 from bridge.programs.one_pass import AnyFunction, OnePass
-from bridge.programs.steps import Changes
 from bridge.trace.edit import BodyInStep, Edit, EditHook
 from bridge.trace.errors import PointPassedError
 
@@ -33,10 +33,10 @@ _RANDOM = {
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
 
 
-def edit_changes(
+def listeners_of(
     interventions: Sequence[tuple[HookPoint, AnyFunction]], declared: Collection[str]
-) -> Iterator[tuple[HookPoint, Changes]]:
-    """What interventions make of activations, with bodies of edits as bodies.
+) -> Iterator[tuple[HookPoint, Listener]]:
+    """Interventions as listeners of a program, with bodies of edits as bodies.
 
     Args:
         interventions: hook points and functions.
@@ -48,10 +48,9 @@ def edit_changes(
     bodies: dict[Edit, Body] = {}
     for hook, fn in interventions:
         if isinstance(fn, EditHook):
-            body = bodies.setdefault(fn.edit, Body(fn.edit))
-            yield hook, AtPoint(body, hook)
+            yield hook, Listener("fwd", bodies.setdefault(fn.edit, Body(fn.edit)))
         else:
-            yield hook, Function(fn, hook, declared)
+            yield hook, Listener("fwd", Function(fn, hook, declared))
 
 
 class Body:
@@ -64,42 +63,27 @@ class Body:
     def __init__(self, edit: Edit) -> None:
         self.edit = edit
 
-    def in_step(self, hook: HookPoint, act: Tensor, one_pass: OnePass) -> Tensor | None:
-        """What becomes of an activation, with the body paused in between."""
+    def __call__(self, given: Tensor, hook: HookPoint, one_pass: OnePass) -> Tensor | None:
+        """What becomes of an activation; None where the body leaves it, or changes it in place."""
+        return (self._anew if torch.compiler.is_compiling() else self._in_step)(given, hook, one_pass)
+
+    def _in_step(self, given: Tensor, hook: HookPoint, one_pass: OnePass) -> Tensor | None:
+        """With the body paused in between."""
         body = one_pass.bodies.get(self)
         if not isinstance(body, BodyInStep):
             body = one_pass.bodies[self] = BodyInStep(self.edit, None)
-        return body.come_to(hook, act)
+        return body.come_to(hook, given)
 
-    def anew(self, hook: HookPoint, act: Tensor, one_pass: OnePass) -> Tensor | None:
-        """What becomes of an activation, with the body run up to it once more."""
+    def _anew(self, given: Tensor, hook: HookPoint, one_pass: OnePass) -> Tensor | None:
+        """With the body run up to it once more."""
         seen = one_pass.bodies.get(self)
         if not isinstance(seen, Seen):
             seen = one_pass.bodies[self] = Seen()
-        seen.values[hook.name] = act
+        seen.values[hook.name] = given
         again = Again(self.edit, seen.values, hook)
         with _NothingRandom(self.edit), contextlib.suppress(_Later):
             self.edit.body(again)
         return again.result
-
-
-class AtPoint:
-    """What the body of an edit makes of the activation at one of its points."""
-
-    def __init__(self, body: Body, hook: HookPoint) -> None:
-        self._body, self._hook = body, hook
-
-    def __call__(self, act: Tensor, one_pass: OnePass) -> Tensor | None:
-        """What becomes of an activation; None where the body leaves it."""
-        one_pass.asking = True
-        try:
-            if torch.compiler.is_compiling():
-                return self._body.anew(self._hook, act.clone(), one_pass)
-            given = act.clone()
-            new = self._body.in_step(self._hook, given, one_pass)
-            return given if new is None else new
-        finally:
-            one_pass.asking = False
 
 
 class Seen:

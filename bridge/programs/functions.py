@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection
 
-import torch
 from torch import Tensor
 
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, changed_in_place, checked, version_of
 from bridge.hooks.names import suggestion
 from bridge.programs.one_pass import AnyFunction, OnePass
 
@@ -30,27 +28,12 @@ class Function:
     """
 
     def __init__(self, fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> None:
-        self.fn, self.hook = fn, hook
-        self.takes = _taken(fn, hook, declared)
-        self._listener = Listener("fwd", fn)
+        self.fn, self.takes = fn, _taken(fn, hook, declared)
+        self.__name__ = getattr(fn, "__name__", None) or repr(fn)
 
-    def __call__(self, act: Tensor, one_pass: OnePass) -> Tensor | None:
-        """What becomes of an activation; None when nothing came of it.
-
-        The function gets a copy of its own, so that nothing that holds the activation can change under it.
-        """
-        given = act.clone()
-        # torch.compile knows nothing of inference mode.
-        version = given._version if torch.compiler.is_compiling() else version_of(given)
-        one_pass.asking = True
-        try:
-            new = self.fn(given, hook=self.hook, **{name: one_pass.inputs[name] for name in self.takes})
-        finally:
-            one_pass.asking = False
-        if new is not None:
-            return checked(new, act, self._listener, self.hook)
-        # Where writing back would compute something anew, only if the function changed what it was given.
-        return given if not self.hook.view.contextual or changed_in_place(given, version) else None
+    def __call__(self, given: Tensor, hook: HookPoint, one_pass: OnePass) -> object:
+        """What the function returns."""
+        return self.fn(given, hook=hook, **{name: one_pass.inputs[name] for name in self.takes})
 
 
 def _taken(fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> tuple[str, ...]:

@@ -13,14 +13,15 @@ from adapters.points import Site
 from adapters.views import Kwargs
 from bridge.hooks.followers import TakeOver
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, wants_gradients
-from bridge.programs.edits import edit_changes
+from bridge.hooks.listener import Listener
+from bridge.hooks.results import wants_gradients
+from bridge.programs.edits import listeners_of
 from bridge.programs.functions import Function
 from bridge.programs.mixtures import LoweredExperts
 from bridge.programs.one_pass import AnyFunction, OnePass
 from bridge.programs.shells import shell_of, written
 from bridge.programs.sites import LoweredSite
-from bridge.programs.steps import Changes, Step, TakesOver
+from bridge.programs.steps import Step
 from bridge.programs.taps import LoweredAttention, LoweredRouter, LoweredTap
 from bridge.run.protocol import Runs
 from bridge.taps.kernels import implementation_of, is_looked_up, is_opaque
@@ -54,8 +55,8 @@ class Lowered:
     @property
     def taken(self) -> set[str]:
         """The declared inputs that functions take."""
-        changes = [change for step in self.steps for change in step.changes]
-        return {name for change in changes if isinstance(change, Function) for name in change.takes}
+        functions = [listener.fn for step in self.steps for listener in step.changes]
+        return {name for fn in functions if isinstance(fn, Function) for name in fn.takes}
 
     def take_embeddings(self, one_pass: OnePass, arguments: Kwargs) -> None:
         """Notes what the model is given in place of the output of its token embeddings, if it is."""
@@ -88,13 +89,13 @@ def lower(
     model = shell_of(original)
     here = threading.local()
     added = [(hook, listener.fn) for hook in bridge.wiring.points.values() for listener in _heard(hook)]
-    changes: dict[HookPoint, list[Changes]] = {}
-    for hook, change in edit_changes([*added, *interventions], declared):
-        changes.setdefault(hook, []).append(change)
+    changes: dict[HookPoint, list[Listener]] = {}
+    for hook, listener in listeners_of([*added, *interventions], declared):
+        changes.setdefault(hook, []).append(listener)
     for hook in list(changes):
         for follower in hook.point.followers:
             other = bridge.wiring.points[follower.name]
-            changes.setdefault(other, []).insert(0, TakesOver(hook.name, follower.convert))
+            changes.setdefault(other, []).insert(0, Listener("leader", TakeOver(hook.name, follower)))
     chosen = sorted({*changes, *capture}, key=lambda hook: hook.order)
     steps = tuple([Step(hook, changes.get(hook, ()), hook in capture) for hook in chosen])
     by_site: dict[Site, list[Step]] = {}
@@ -140,7 +141,7 @@ def _heard(hook: HookPoint) -> Iterable[Listener]:
             f"{hook.name} has a hook that is given gradients, which a program has no place for: remove it "
             "(reset_hooks), or use tensor.register_hook on what the program returns"
         )
-    if any(listener.kind == "follow" and not isinstance(listener.fn, TakeOver) for listener in heard):
+    if any(listener.kind == "follow" for listener in heard):
         raise ValueError(
             f"{hook.name} has a module in its place, which a program has no place for: take it away, and give a "
             "function that calls it as an intervention"

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from adapters.points import Site
+from bridge.hooks.context import Named, Remembered, SourceSite
+from bridge.hooks.listener import Listener
 
 #: A function of which nothing more is known.
 AnyFunction = Callable[..., Any]
 
 
-class EndsWithThePass(Protocol):
-    """Something that lasts as long as a pass."""
+class OnePass(Remembered):
+    """A pass of a program, as hook points meet it: what `RunContext` is in a run.
 
-    def end(self) -> None:
-        """The pass is over."""
-
-
-class OnePass:
-    """What one pass remembers.
+    A run finds its pass in a context variable, which torch.compile cannot trace: this one is found in thread-local
+    storage (see `current`).
 
     Args:
         inputs: the program's declared inputs.
@@ -30,20 +28,38 @@ class OnePass:
     Attributes:
         kept: the captured activations, by canonical name.
         sources: what passed the sites that views elsewhere need: the module called there, the tensor.
-        written: what was written at points that others follow, by name.
         asking: a user's function is being called: what it computes is not the model's.
-        bodies: of edits.
     """
 
-    __slots__ = ("asking", "bodies", "inputs", "kept", "sources", "written")
+    __slots__ = ("asking", "inputs", "kept", "sources")
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        super().__init__()
         self.inputs = inputs
         self.kept: dict[str, Tensor] = {}
         self.sources: dict[Site, tuple[nn.Module, Tensor]] = {}
-        self.written: dict[str, Tensor] = {}
         self.asking = False
-        self.bodies: dict[object, EndsWithThePass] = {}
+
+    @property
+    def run(self) -> OnePass:
+        """What it remembers."""
+        return self
+
+    def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
+        """What passed a site: the module called there, and the tensor; None where nothing did."""
+        return self.sources.get(source.site)
+
+    def show(self, listener: Listener, act: Tensor, point: Named) -> None:
+        """Captures an activation."""
+        self.kept[point.name] = act.clone()  # so that nothing which is written into it later is seen
+
+    def ask(self, listener: Listener, given: Tensor, point: Named) -> Any:
+        """What a function of the program returns for a copy of an activation."""
+        self.asking = True
+        try:
+            return listener.fn(given, point, self)
+        finally:
+            self.asking = False
 
     def end(self) -> None:
         """The pass is over."""

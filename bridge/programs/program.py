@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.exporters import ExportedModel
 
+from adapters.imports import versions
 from adapters.inputs.arguments import accepted_arguments, takes
 from adapters.paths import core_path
 from adapters.views import Kwargs
-from bridge.export.export import export_for_generation, export_program
+from bridge import export as exporting
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.programs.generation import Run, generating, with_row_counts
 from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
 from bridge.programs.one_pass import AnyFunction, OnePass
-from bridge.programs.taps import AttentionWatch
 from bridge.run.model_inputs import places_among_tokens, places_of
 from bridge.run.protocol import Runs
+from bridge.taps.attention import AttentionWatch
 
 
 class Program(nn.Module):
@@ -298,7 +298,7 @@ class Program(nn.Module):
         dynamic: bool = True,
         path: str | Path | None = None,
         **options: Any,
-    ) -> ExportedModel:
+    ) -> versions.ExportedModel:
         """This program for another runtime, through transformers' exporters.
 
         Args:
@@ -314,6 +314,7 @@ class Program(nn.Module):
             what the program returns. `ExportedModel.from_pretrained(path)` reads it back.
 
         Raises:
+            VersionError: transformers is older than 5.23.
             ImportError: the format needs something that is not installed; the error names the command.
             TypeError, ValueError: a format that does not exist, an example that does not fit, an option that nobody
                 knows.
@@ -326,7 +327,7 @@ class Program(nn.Module):
             Traceback (most recent call last):
             ValueError: format is 'tensorrt'; it must be one of 'dynamo', 'onnx', 'executorch', 'openvino'
         """
-        return export_program(self, example, format, dynamic, path, options)
+        return exporting.export.export_program(self, example, format, dynamic, path, options)
 
     def export_for_generation(
         self,
@@ -338,7 +339,7 @@ class Program(nn.Module):
         generation_config: GenerationConfig | None = None,
         multi_token_decode: bool = False,
         **options: Any,
-    ) -> ExportedModel:
+    ) -> versions.ExportedModel:
         """This program for another runtime, in two parts: one for a prompt, one for a token more.
 
         Args:
@@ -349,7 +350,7 @@ class Program(nn.Module):
         Returns:
             transformers' `ExportedModel`, with the components ``prefill`` and ``decode``.
         """
-        return export_for_generation(
+        return exporting.export.export_for_generation(
             self, example, format, dynamic, path, generation_config, multi_token_decode, options
         )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adapters.inputs.arguments import takes
+from adapters.inputs.arguments import gives_cache, takes
 from adapters.paths import learns_prompt, token_embedding
-from bridge.hooks.context import ForwardPass, Scope, forward_pass
+from bridge.hooks.context import ForwardPass, forward_pass
+from bridge.hooks.listener import Scope
 from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
 from bridge.run import layer_range
@@ -20,6 +22,7 @@ from bridge.run.hooked import check_hooks_run
 from bridge.run.loss import check_counted, lm_loss
 from bridge.run.model_inputs import Inputs, check_arguments, prepare
 from bridge.run.protocol import Input, Runs
+from bridge.run.request import Request
 from bridge.wiring.compiled import as_written
 
 RETURN_TYPES = ("logits", "loss", "both", "predictions", "logits_and_cache", None)
@@ -30,29 +33,24 @@ _OURS = (
 )  # fmt: skip
 
 
-def run_model(
-    bridge: Runs,
-    input: Input,
-    return_type: str | None,
-    loss_per_token: bool,
-    prepend_bos: bool | None,
-    padding_side: str | None,
-    attention_mask: Tensor | None,
-    start_at_layer: int | None,
-    stop_at_layer: int | None,
-    model_kwargs: dict[str, Any],
-) -> Any:
+def run_model(bridge: Runs, asked: Request, return_type: str | None, loss_per_token: bool) -> Any:
     """One forward pass: see `TransformerBridge.forward`."""
+    model_kwargs = asked.model_kwargs
     check_arguments(bridge.core, model_kwargs, _OURS)
     if return_type not in RETURN_TYPES:
         raise ValueError(f"return_type is {return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
     if return_type == "logits_and_cache":
+        if not gives_cache(bridge.core):
+            raise ValueError(
+                f"{type(bridge.core).__name__} returns no past_key_values, so there is no 'logits_and_cache'; "
+                "return_type='logits' gives its logits"
+            )
         model_kwargs.setdefault("use_cache", True)
-    start, stop = checked_layers(bridge, start_at_layer, stop_at_layer)
+    start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
     if stop is None:
         check_whole_logits(return_type, model_kwargs)
-        _check_result(bridge, return_type, loss_per_token, start is not None, input, model_kwargs)
-    with ReadyPass(bridge, input, prepend_bos, padding_side, attention_mask, start, stop, model_kwargs) as pass_:
+        _check_result(bridge, return_type, loss_per_token, start is not None, asked.input, model_kwargs)
+    with ReadyPass(bridge, asked, start, stop) as pass_:
         if stop is None and return_type in ("loss", "both") and "labels" not in model_kwargs:
             _check_loss(bridge, pass_.inputs)
         output = pass_.run_model()
@@ -83,7 +81,7 @@ class ReadyPass:
     """One forward pass: all around the call of the model, for a ``with`` statement. (A generator would take longer.)
 
     Args:
-        bridge, input, prepend_bos, padding_side, attention_mask, model_kwargs: as for `run_model`.
+        bridge, asked: as for `run_model`.
         start, stop: of `checked_layers`.
         traced: somebody may begin to listen while the model runs.
         scope: what this pass alone sees.
@@ -100,24 +98,18 @@ class ReadyPass:
     def __init__(
         self,
         bridge: Runs,
-        input: Input,
-        prepend_bos: bool | None,
-        padding_side: str | None,
-        attention_mask: Tensor | None,
+        asked: Request,
         start: int | None,
         stop: int | None,
-        model_kwargs: dict[str, Any],
         traced: bool = False,
         scope: Scope | None = None,
     ) -> None:
         self.bridge, self.stop = bridge, stop
-        self._given = input, prepend_bos, padding_side, attention_mask
-        self._start, self._model_kwargs, self._traced, self._scope = start, model_kwargs, traced, scope
+        self._asked, self._start, self._traced, self._scope = asked, start, traced, scope
         self._around: ExitStack | None = None
 
     def __enter__(self) -> ReadyPass:
-        bridge, start = self.bridge, self._start
-        input, prepend_bos, padding_side, mask = self._given
+        bridge, start, asked = self.bridge, self._start, self._asked
         listening = self._listening = self._traced or bridge.wiring.listening
         if listening:
             bridge.wiring.check_in_place()
@@ -127,9 +119,11 @@ class ReadyPass:
             if listening and bridge.wiring.calls.modules:
                 self._until_the_end().enter_context(bridge.wiring.calls.counted())
             if start is not None:
-                input = self._until_the_end().enter_context(_starting(bridge, run, input, start))
-                self._model_kwargs.setdefault("use_cache", False)
-            self.inputs = prepare(bridge, input, prepend_bos, padding_side, mask, self._model_kwargs)
+                stands_in = self._until_the_end().enter_context(_starting(bridge, run, asked.input, start))
+                asked = replace(asked, input=stands_in)
+                if asked.model_kwargs.get("past_key_values") is None:  # Whisper's decoder leaves it out with False
+                    asked.model_kwargs.setdefault("use_cache", False)
+            self.inputs = prepare(bridge, asked)
             if "inputs_embeds" in self.inputs.kwargs:
                 run.take_embeddings(bridge.core, self.inputs.kwargs)
         except BaseException:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bridge.hooks.context import CURRENT, RunContext, Scope
+from bridge.hooks.context import CURRENT, RunContext
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import HookFunction, Kind, Listener
+from bridge.hooks.listener import HookFunction, Kind, Listener, Scope
 from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.run.layer_range import check_layers
 from bridge.run.protocol import HookSpec, Runs

@@ -49,7 +49,8 @@ class _Bypass:
             hidden = args[0] if args else kwargs[first_parameter(type(self.block).forward)]
         if self.key is None:
             return hidden
-        return tuple(hidden if i == self.key else None for i in range(self.length))
+        rest = [kwargs.get("state"), None]  # RWKV hands a list of every block's state from one to the next
+        return tuple(hidden if i == self.key else rest[i > 1] for i in range(self.length))
 
 
 @contextmanager

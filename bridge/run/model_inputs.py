@@ -17,7 +17,8 @@ from adapters.paths import learns_prompt, module_at, module_path
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import suggestion
 from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
-from bridge.run.protocol import Input, Runs
+from bridge.run.protocol import Runs
+from bridge.run.request import Request
 
 
 @dataclass
@@ -54,84 +55,100 @@ def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]
             )
 
 
-def prepare(
-    bridge: Runs,
-    input: Input,
-    prepend_bos: bool | None,
-    padding_side: str | None,
-    attention_mask: Tensor | None,
-    extra: dict[str, Any],
-) -> Inputs:
-    """The model's arguments for one input.
+def prepare(bridge: Runs, asked: Request) -> Inputs:
+    """The model's arguments for what a user asks.
 
     Args:
         bridge: the bridge.
-        input: text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``; for a model
-            whose first blocks read images or sound, these, or the decoder's tokens.
-        prepend_bos, padding_side: for text.
-        attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
-        extra: further arguments of the model.
+        asked: what the user asks.
 
     Raises:
-        TypeError: the input is none of these.
+        TypeError: the input is none of what a run takes.
         ValueError: it is too long, or empty, or its mask does not fit; or something that the model needs is missing.
     """
-    device = input_device(bridge.wiring.model)
-    kwargs = dict(extra)
+    kwargs = dict(asked.model_kwargs)
     taken = takes(bridge.core)
     if taken.needed:
         _check_needed(bridge.core, taken, kwargs)
     run = CURRENT.get().run
-    if taken.main is not None and (run is None or run.start_at is None):
-        return _images_or_sound(bridge, taken, input, prepend_bos, padding_side, attention_mask, kwargs)
-    tokens: Tensor | None = None
-    mask = attention_mask
-    texts = texts_in(input)
-    if texts is not None:
-        if "position_ids" in extra:
-            raise ValueError("position_ids are worked out for text; give tokens to set them yourself")
-        batch = bridge.batch_of(texts, prepend_bos, padding_side)
-        check_ids(bridge.wiring.embedding, bridge.cfg, batch.tokens)
-        tokens = batch.tokens.to(device)
-        mask = batch.mask if mask is None else mask
-    elif isinstance(input, Tensor) and input.is_floating_point():
-        if run is None or run.start_at is None:  # else it stands in for the residual stream, which was checked
-            check_embeddings(bridge.core, input)
-        kwargs["inputs_embeds"] = input if input.ndim == 3 else input.unsqueeze(0)
-    else:
-        tokens = as_tokens(input)
-        check_ids(bridge.wiring.embedding, bridge.cfg, tokens)
-        tokens = tokens if tokens.device == device else tokens.to(device)
-    if tokens is not None:
-        kwargs["input_ids"] = tokens
-    if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():
-        check_ids(bridge.wiring.embedding, bridge.cfg, decoder, "decoder_input_ids")
+    starts = run is not None and run.start_at is not None
+    if taken.main is not None and not starts:
+        return _images_or_sound(bridge, taken, asked, kwargs)
+    tokens, mask = _taken_in(bridge, asked, kwargs, starts)
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
-    _check_length(bridge, length, kwargs.get("past_key_values"))
-    if kwargs.get("decoder_attention_mask") is not None:
-        check_zero_or_one("decoder_attention_mask", kwargs["decoder_attention_mask"])
+    _check_further(bridge, kwargs, length)
     if mask is not None:
         mask = _checked_mask(mask, kwargs, length)
-        if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
-            kwargs["attention_mask"] = mask.to(device)
-            return Inputs(kwargs, tokens, None)
-        wanted = bridge.cfg.positions_from_mask and "position_ids" not in kwargs and not _places(bridge, kwargs.keys())
         # A model that needs an image hands what it does not know to that image's own model, too.
-        if wanted and not taken.needed and "position_ids" in accepted_arguments(type(bridge.core).forward):
-            positions = _positions(mask, bridge)
-            if positions is not None:
-                if learns_prompt(bridge.original_model):
-                    raise ValueError(
-                        "padding before a token cannot be had with a learned prompt: PEFT does not pass position_ids "
-                        'on; use padding_side="right"'
-                    )
-                kwargs["position_ids"] = positions[:, -length:].to(device)
-        mask = kwargs["attention_mask"] = mask.to(device)
-        mask = mask[:, -length:]
+        if mask.ndim == 2 and not taken.needed:
+            _place(bridge, mask, length, kwargs)
+        kwargs["attention_mask"] = mask.to(input_device(bridge.wiring.model))
+        if mask.ndim == 4:  # the model's own business: what is padding cannot be told from it
+            return Inputs(kwargs, tokens, None)
+        mask = kwargs["attention_mask"][:, -length:]
     two = "decoder_input_ids" in accepted_arguments(type(bridge.core).forward)  # a configuration takes longer to ask
     if two and bridge.core.config.is_encoder_decoder:
         return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))
     return Inputs(kwargs, tokens, mask)
+
+
+def _taken_in(
+    bridge: Runs, asked: Request, kwargs: dict[str, Any], starts: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The tokens, and the mask, of text, tokens or embeddings, which are among the model's arguments then.
+
+    Args:
+        bridge, asked: as for `prepare`.
+        kwargs: the model's arguments.
+        starts: embeddings stand in for the residual stream, which was checked.
+    """
+    input, mask, texts = asked.input, asked.attention_mask, texts_in(asked.input)
+    if texts is None and isinstance(input, Tensor) and input.is_floating_point():
+        if not starts:
+            check_embeddings(bridge.core, input)
+        kwargs["inputs_embeds"] = input if input.ndim == 3 else input.unsqueeze(0)
+        return None, mask
+    if texts is None:
+        tokens = as_tokens(input)
+    else:
+        if "position_ids" in kwargs:
+            raise ValueError("position_ids are worked out for text; give tokens to set them yourself")
+        batch = bridge.batch_of(texts, asked.prepend_bos, asked.padding_side)
+        tokens, mask = batch.tokens, batch.mask if mask is None else mask
+    check_ids(bridge.wiring.embedding, bridge.cfg, tokens)
+    device = input_device(bridge.wiring.model)
+    kwargs["input_ids"] = tokens = tokens if tokens.device == device else tokens.to(device)
+    return tokens, mask
+
+
+def _check_further(bridge: Runs, kwargs: dict[str, Any], length: int) -> None:
+    """Refuses arguments beside the input that do not fit."""
+    if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():
+        check_ids(bridge.wiring.embedding, bridge.cfg, decoder, "decoder_input_ids")
+    _check_length(bridge, length, kwargs.get("past_key_values"))
+    if kwargs.get("decoder_attention_mask") is not None:
+        check_zero_or_one("decoder_attention_mask", kwargs["decoder_attention_mask"])
+
+
+def _place(bridge: Runs, mask: Tensor, length: int, kwargs: dict[str, Any]) -> None:
+    """Says at which positions tokens are that stand behind padding, where the model does not count so itself.
+
+    Raises:
+        ValueError: PEFT would not pass it on.
+    """
+    if "position_ids" in kwargs or not bridge.cfg.positions_from_mask or _places(bridge, kwargs.keys()):
+        return
+    if "position_ids" not in accepted_arguments(type(bridge.core).forward):
+        return
+    positions = _positions(mask, bridge)
+    if positions is None:
+        return
+    if learns_prompt(bridge.original_model):
+        raise ValueError(
+            "padding before a token cannot be had with a learned prompt: PEFT does not pass position_ids "
+            'on; use padding_side="right"'
+        )
+    kwargs["position_ids"] = positions[:, -length:].to(input_device(bridge.wiring.model))
 
 
 def _check_needed(core: nn.Module, taken: Takes, given: Collection[str]) -> None:
@@ -148,10 +165,7 @@ def _check_needed(core: nn.Module, taken: Takes, given: Collection[str]) -> None
 def _images_or_sound(
     bridge: Runs,
     taken: Takes,
-    input: Input,
-    prepend_bos: bool | None,
-    padding_side: str | None,
-    attention_mask: Tensor | None,
+    asked: Request,
     kwargs: dict[str, Any],
 ) -> Inputs:
     """The arguments of a model whose first blocks read images or sound: tokens, where there are any, are its decoder's.
@@ -162,8 +176,9 @@ def _images_or_sound(
     """
     device, name, main = input_device(bridge.wiring.model), type(bridge.core).__name__, taken.main
     assert main is not None
-    if attention_mask is not None:
-        kwargs["attention_mask"] = attention_mask.to(device)  # of frames or patches: the model's own business
+    input = asked.input
+    if asked.attention_mask is not None:
+        kwargs["attention_mask"] = asked.attention_mask.to(device)  # of frames or patches: the model's own business
     if isinstance(input, Tensor) and input.is_floating_point():
         if main in kwargs:
             raise ValueError(f"{main} is given twice: as the input, and by its name")
@@ -175,7 +190,7 @@ def _images_or_sound(
     else:
         texts = texts_in(input)
         if texts is not None:
-            batch = bridge.batch_of(texts, prepend_bos, padding_side)
+            batch = bridge.batch_of(texts, asked.prepend_bos, asked.padding_side)
             tokens = batch.tokens
             if batch.mask is not None:
                 kwargs.setdefault("decoder_attention_mask", batch.mask.to(device))

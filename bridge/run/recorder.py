@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.views import Args, Call, Deferred, Kwargs
-from bridge.hooks.context import Scope, of_the_next_run
+from bridge.hooks.context import of_the_next_run
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.shapes import BatchAxisError
 from bridge.run.positions import PosSlice, check_pos_slice, picked_positions
 from bridge.wiring.wiring import Wiring
@@ -72,8 +72,7 @@ class Recorder:
             if not self.gradients:
                 yield
                 return
-            scope.members.extend((point, Listener("edge", self._edge, scope)) for point in self.points)
-            wiring.attach_scope(scope)
+            wiring.attach_members([(point, Listener("edge", self._edge, scope)) for point in self.points], scope)
             try:
                 yield
             finally:
@@ -248,7 +247,7 @@ def caching_functions(
         cache[hook.name + suffix] = value
 
     def forward(activation: Tensor, hook: HookPoint) -> None:
-        keep(activation, hook, "")
+        keep(activation.clone() if hook.one_tensor else activation, hook, "")
 
     def backward(gradient: Tensor, hook: HookPoint) -> None:
         keep(gradient.clone(), hook, "_grad")

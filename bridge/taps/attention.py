@@ -8,8 +8,8 @@ Kernels that are no torch functions are reached through transformers' `Attention
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
-from bridge.taps.tap import FLAT_PRODUCT, PRODUCTS, SOFTMAXES, Tap, Watch
+from bridge.taps.tap import FLAT_PRODUCT, PRODUCTS, SOFTMAXES, RunCall, Tap, TappedCall, Watch
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
@@ -37,13 +37,13 @@ class AttentionTap(Tap):
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
-        watch = _AttentionWatch(self, Call(self.module, args, kwargs))
+        watch = AttentionWatch(_CallInRun(self, Call(self.module, args, kwargs)))
         implementation = implementation_of(self.module)
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
             self._kernel.stand(implementation)
             try:
-                with watched_kernel(self.module, watch, watch.kernel):
+                with watched_kernel(self.module, watch, watch.before_opaque):
                     output = self.original(*args, **kwargs)
             finally:
                 self._leave_kernel()  # the last hook may have been removed meanwhile
@@ -62,41 +62,48 @@ class AttentionTap(Tap):
             self._kernel.leave()
 
 
-class _AttentionWatch(Watch):
-    """Shows what one call of an attention module computes.
+class AttentionCallShown(TappedCall, Protocol):
+    """One call of an attention module, in a run or in a program."""
+
+    def is_only_looked_at(self, attention: AttentionCall) -> bool:
+        """Whether nobody changes scores or pattern; then they have been shown, or what will compute them."""
+
+
+class AttentionWatch(Watch):
+    """Shows what one call of an attention module computes. Its channels are ``q``, ``k``, ``scores`` and ``pattern``.
 
     Args:
-        tap: whose hook points it is shown to.
-        call: the call.
+        shown: the call.
+        kernel_alone: only the kernel is looked at: a softmax or a product elsewhere in the module is another one.
     """
 
-    def __init__(self, tap: AttentionTap, call: Call) -> None:
-        super().__init__()
-        self._tap, self._call = tap, call
-        self._seen: set[str] = set()  # the products, the inside, which are seen once
-        # A trace may ask for something while the module runs: then it is asked anew who listens.
-        self._asks = bool(tap.opened)
-        self._heard: dict[tuple[str, ...], list[HookPoint]] = {
-            channels: tap.heard(channels) for channels in (_PRODUCT, _INSIDE)
-        }
+    shown: AttentionCallShown
 
-    def _heard_now(self, channels: tuple[str, ...]) -> list[HookPoint]:
-        return self._tap.heard(channels) if self._asks else self._heard[channels]
+    def __init__(self, shown: AttentionCallShown, kernel_alone: bool = False) -> None:
+        super().__init__(shown)
+        self._kernel_alone = kernel_alone
+        self._products_seen = self._inside_seen = False
+        self._went_by = False  # a kernel, or a softmax, while nobody listened
 
     @property
     def _products(self) -> bool:
         """Somebody waits for queries and keys."""
-        return "products" not in self._seen and bool(self._heard_now(_PRODUCT))
+        return not self._products_seen and bool(self.shown.heard(_PRODUCT))
 
     @property
     def _inside(self) -> bool:
         """Somebody waits for scores or pattern."""
-        return "inside" not in self._seen and bool(self._heard_now(_INSIDE))
+        return not self._inside_seen and bool(self.shown.heard(_INSIDE))
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows what it is given and what it makes."""
+        if (func is scaled_dot_product_attention or func in SOFTMAXES) and not (self._inside or self._products):
+            self._went_by = True
+            return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
-            return self._scaled_dot_product(KernelArguments(*args, **kwargs))
+            return self.scaled_dot_product(func, KernelArguments(*args, **kwargs))
+        if self._kernel_alone:
+            return func(*args, **kwargs)
         if func in SOFTMAXES and self._inside:
             return self._softmax(func, args, kwargs)
         if func in PRODUCTS and _are_heads(args) and self._products:
@@ -116,28 +123,38 @@ class _AttentionWatch(Watch):
             RuntimeError: it was not.
         """
         missed = [*(_PRODUCT if self._products else ()), *(_INSIDE if self._inside else ())]
-        if missed:
-            names = ", ".join(point.name for point in self._tap.heard(missed))
-            config = getattr(self._tap.module, "config", None)
+        heard = self.shown.heard(missed)
+        if self._went_by and all(x.kind == "follow" for point in heard for x in point.heard_by()):
+            return  # a trace that asked too late, which says so itself
+        if heard:
+            module = self.shown.module
+            names = ", ".join(point.name for point in heard)
             raise RuntimeError(
-                f"{type(self._tap.module).__name__} computed no scores that could be seen with "
-                f"attn_implementation={getattr(config, '_attn_implementation', None)!r}, so there is nothing to show "
-                f'at {names}; load the model with attn_implementation="sdpa" or "eager"'
+                f"{type(module).__name__} computed no scores that could be seen with attn_implementation="
+                f"{implementation_of(module)!r}, so there is nothing to show at {names}; load the model with "
+                'attn_implementation="sdpa" or "eager"'
             )
 
     def _softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
-        self._seen.add("inside")
+        self._inside_seen = True
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
-        new = self._tap.show("scores", scores, self._call)
-        return self._tap.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)), self._call)
+        new = self.shown.show("scores", scores)
+        return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
 
-    def _scaled_dot_product(self, given: KernelArguments) -> Tensor:
+    def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
+        """Stands before `scaled_dot_product_attention`.
+
+        Args:
+            kernel: what is called in the end.
+            given: what it was called with.
+        """
         if self._products:
             given = given.with_products(*self._rotated(given.query, given.key))
-        attention = AttentionCall.of_torch(given, self._n_heads(given.query))
-        return self._attend(attention, lambda: scaled_dot_product_attention(**given._asdict()))
+        if not self._inside:
+            return given.of(kernel)
+        return self._attend(AttentionCall.of_torch(given, self._n_heads(given.query)), lambda: given.of(kernel))
 
-    def kernel(self, attention: AttentionCall, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def before_opaque(self, attention: AttentionCall, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Stands before a kernel that is no torch function.
 
         Args:
@@ -152,52 +169,70 @@ class _AttentionWatch(Watch):
     def _n_heads(self, query: Tensor) -> int:
         """How many query heads there are: a point says so, since a kernel may be given them packed."""
         for channel in ("scores", "pattern", "q"):
-            for point in self._tap.points.get(channel, ()):
+            for point in self.shown.points(channel):
                 if point.point.n_heads is not None:
                     return point.point.n_heads
         return query.shape[1]
 
     def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shows queries and keys, and returns what is made of them, with the heads as they were given."""
-        self._seen.add("products")
+        self._products_seen = True
         return self._with_heads("q", query), self._with_heads("k", key)
 
     def _with_heads(self, channel: str, x: Tensor) -> Tensor:
-        points = self._tap.points.get(channel, ())
+        points = self.shown.points(channel)
         if not points:
             return x
-        return with_heads(x, points[0].point.n_heads, lambda shown: self._tap.show(channel, shown, self._call))
+        return with_heads(x, points[0].point.n_heads, lambda shown: self.shown.show(channel, shown))
 
     def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
         """Runs the kernel, or computes what it would in full where somebody may change scores or pattern."""
         if not self._inside:
             return run()
-        self._seen.add("inside")
-        if self._only_look():
-            self._show_later(attention)
+        self._inside_seen = True
+        if self.shown.is_only_looked_at(attention):
             return run()
-        scores = attention.scores()
-        new = self._tap.show("scores", scores, self._call)
-        pattern = self._tap.show("pattern", softmax_of(new, scores, attention.pattern), self._call)
-        return attention.result(pattern)
+        return attention.result(shown_in_full(self.shown, attention))
 
-    def _only_look(self) -> bool:
-        return all(
-            listener.kind == "read" and not point.sources
-            for point in self._heard_now(_INSIDE)
-            for listener in point.heard_by()
-        )
 
-    def _show_later(self, attention: AttentionCall) -> None:
-        """Gives those who only look what will compute scores and pattern, or these where it cannot wait."""
+def shown_in_full(shown: TappedCall, attention: AttentionCall) -> Tensor:
+    """Shows scores and pattern, and returns the pattern that is made of them."""
+    scores = attention.scores()
+    new = shown.show("scores", scores)
+    return shown.show("pattern", softmax_of(new, scores, attention.pattern))
+
+
+class _CallInRun(RunCall):
+    """One call of an attention module in a run."""
+
+    tap: AttentionTap
+
+    def __init__(self, tap: AttentionTap, call: Call) -> None:
+        super().__init__(tap, call)
+        # A trace may ask for something while the module runs: then it is asked anew who listens.
+        self._heard = {} if tap.opened else {channels: tap.heard(channels) for channels in (_PRODUCT, _INSIDE)}
+
+    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+        """The hook points on these channels to which the present code listens."""
+        known = self._heard.get(channels) if isinstance(channels, tuple) else None
+        return self.tap.heard(channels) if known is None else known
+
+    def is_only_looked_at(self, attention: AttentionCall) -> bool:
+        """Whether nobody changes scores or pattern; those who look are then given what will compute them, or these
+        where it cannot wait.
+        """
+        points = self.heard(_INSIDE)
+        for point in points:
+            if point.sources or any(listener.kind != "read" for listener in point.heard_by()):
+                return False
         # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
         # queries are a past: they take more room than the scores, and later runs may write into them.
-        given = (*self._call.args, *self._call.kwargs.values())
+        given = (*self.call.args, *self.call.kwargs.values())
         fixed = any(isinstance(x, Cache) and x.is_compileable for x in given)  # its keys are written over
         waits = not (attention.has_a_past or fixed or autocasts(attention.query.device.type))
-        attention, call = attention.kept(), self._call.without_graph()
+        attention, call = attention.kept(), self.call.without_graph()
         scores: Tensor | None = None
-        for point in self._heard_now(_INSIDE):
+        for point in points:
             channel = str(point.point.site.key)
             for listener in point.heard_by():
                 if waits and listener.deferrable:
@@ -206,7 +241,8 @@ class _AttentionWatch(Watch):
                 with torch.no_grad():
                     scores = attention.scores() if scores is None else scores
                     shown = scores if channel == "scores" else attention.pattern(scores)
-                    listener.fn(point.view.get(shown, self._call), hook=point)
+                    listener.fn(point.view.get(shown, self.call), hook=point)
+        return True
 
 
 def _are_heads(args: Args) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.views import Call, Kwargs
-from bridge.taps.tap import LINEAR_PRODUCTS, Tap, Watch
+from bridge.taps.tap import LINEAR_PRODUCTS, RunCall, Tap, Watch
 
 
 class ExpertsTap(Tap):
@@ -55,7 +55,7 @@ class _ExpertsWatch(Watch):
     """Shows what enters and leaves each expert's projections while it is active."""
 
     def __init__(self, tap: ExpertsTap, call: Call) -> None:
-        super().__init__()
+        super().__init__(RunCall(tap, call))
         self._tap, self._call = tap, call
         self._ran: set[int] = set()
         self._first, self._stacked = first_projection(tap.module), stacked(tap.module)
@@ -145,7 +145,7 @@ class _BatchesWatch(Watch):
     """Shows what enters and leaves the two products of all experts while it is active."""
 
     def __init__(self, tap: BatchedExpertsTap, call: Call) -> None:
-        super().__init__()
+        super().__init__(RunCall(tap, call))
         self._tap, self._call = tap, call
 
     def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:

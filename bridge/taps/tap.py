@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.paths import call_number
 from adapters.views import Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass, Scope
+from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Scope
 
 
 class Tap:
@@ -144,22 +145,79 @@ class Tap:
         raise NotImplementedError
 
 
-class Watch(TorchFunctionMode):
-    """Sees the torch functions that a module calls while it runs, and not those of a user's hook inside it."""
+class TappedCall(Protocol):
+    """One call of a tapped module, in a run or in a program."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @property
+    def asking(self) -> bool:
+        """Whether a user's function is being called: what it computes is not the model's."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+
+    def points(self, channel: str) -> Sequence[HookPoint]:
+        """The hook points of a channel."""
+
+    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+        """The hook points on these channels to which somebody listens."""
+
+    def show(self, channel: str, x: Tensor) -> Tensor:
+        """Shows a tensor to the hook points of a channel, and returns what they make of it."""
+
+
+class RunCall:
+    """One call of a tapped module in a run.
+
+    Args:
+        tap: the tap.
+        call: the call.
+    """
+
+    def __init__(self, tap: Tap, call: Call) -> None:
+        self.tap, self.call, self.module = tap, call, tap.module
         self._run: ForwardPass | None = CURRENT.get().run
+
+    @property
+    def asking(self) -> bool:
+        """Whether a user's function is being called, which runs in no pass or in one of its own."""
+        return CURRENT.get().run is not self._run
+
+    def points(self, channel: str) -> Sequence[HookPoint]:
+        """The hook points of a channel."""
+        return self.tap.points.get(channel, ())
+
+    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+        """The hook points on these channels to which the present code listens."""
+        return self.tap.heard(channels)
+
+    def show(self, channel: str, x: Tensor) -> Tensor:
+        """Shows a tensor to the hook points of a channel, and returns what they make of it."""
+        return self.tap.show(channel, x, self.call)
+
+
+class Watch(TorchFunctionMode):
+    """Sees the torch functions that a module calls while it runs, and not those of a user's hook inside it.
+
+    Args:
+        shown: the call of the module.
+    """
+
+    def __init__(self, shown: TappedCall) -> None:
+        super().__init__()
+        self.shown = shown
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if CURRENT.get().run is not self._run:
+        if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
+            return cast(Tensor, args[0]).unflatten(*args[1:], **kwargs)
+        if self.shown.asking:
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 
-    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Calls a function of the module's, or does something else in its place."""
         raise NotImplementedError
 

@@ -1,1 +1,14 @@
 """Tracing: a forward pass that pauses where ordinary Python asks for an activation."""
+
+from typing import TYPE_CHECKING
+
+from adapters.imports.lazily import lazily
+
+if TYPE_CHECKING:
+    from bridge.trace import edit as edit
+    from bridge.trace import generation as generation
+    from bridge.trace import places as places
+    from bridge.trace import shapes as shapes
+    from bridge.trace import trace as trace
+
+__getattr__, __dir__ = lazily(__name__, "edit", "generation", "places", "shapes", "trace")

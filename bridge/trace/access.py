@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from adapters.paths import base_path, join, module_at
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, checked
+from bridge.hooks.listener import Listener
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import UnknownHookError, suggestion
+from bridge.hooks.results import checked
 from bridge.trace.protocol import Traced
 from bridge.trace.stops import Stop, Stops
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
-from bridge.hooks.listener import changed_in_place, version_of
+from bridge.hooks.results import changed_in_place, version_of
 from bridge.trace.errors import LateEditError
 
 

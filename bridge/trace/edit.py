@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, checked, in_its_place, version_of
+from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names
+from bridge.hooks.results import checked, takes_its_place, version_of
 from bridge.trace.copies import GoneOnWith
 from bridge.trace.errors import PointPassedError
 from bridge.trace.turns import Turns
@@ -148,10 +149,10 @@ class BodyInStep:
             self._gone_on_with.check()
             if self._value is given:
                 self._gone_on_with.add(given, hook.name)
-                new = in_its_place(given, version, act, hook.view)
+                changed = takes_its_place(given, version, act, hook.view, held=True)
             else:
-                new = self._value
-            new = None if new is None else new.clone()
+                changed = True
+            new = self._value.clone() if changed else None
             self._here = self._value = None
         self._passed.add(hook)
         return new

@@ -15,7 +15,7 @@ from bridge.generation.criteria import Steps
 from bridge.generation.generate import generating, run_generate
 from bridge.generation.options import Options, prepared
 from bridge.generation.prompt import aligned, rows_of, texts_of
-from bridge.hooks.context import CURRENT, Generation, Scope, of_the_next_run
+from bridge.hooks.context import CURRENT, Generation, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.run.protocol import Input
@@ -48,9 +48,8 @@ class GenerationTrace(InStep):
         self._options = Options.of({"verbose": False, **arguments})
         self._prompt, self._arguments = prepared(bridge, input, self._options)
         self._generation = Generation()
-        self._scope = Scope(of_one_run=True)
-        super().__init__(Stops(bridge.wiring, self._scope, places))
-        self._edits: dict[HookPoint, tuple[list[Operation], Listener]] = {}
+        super().__init__(bridge, places)
+        self._edits: dict[HookPoint, list[Operation]] = {}
         self._steps = Steps(tqdm(disable=True), self._generation)
         self._wanted: int | None = None
         self._current = 0
@@ -64,6 +63,7 @@ class GenerationTrace(InStep):
     def _begin(self, turns: Turns) -> None:
         begins = self.bridge.core.register_forward_pre_hook(self._pass_begins, prepend=True)
         self._until_the_end().callback(begins.remove)
+        self._until_the_end().callback(self._edits.clear)
         self._show(self.bridge.names, _Parts(self))
 
     def _work(self) -> None:
@@ -72,25 +72,17 @@ class GenerationTrace(InStep):
         self._arguments["stopping_criteria"].insert(0, _StepEnds(self.stops))
         self._arguments["stopping_criteria"].append(self._steps)
         model = self.bridge.original_model
-        with of_the_next_run(self._scope), generating(self.bridge, self._generation, self._prompt), uncompiled(model):
+        with of_the_next_run(self.scope), generating(self.bridge, self._generation, self._prompt), uncompiled(model):
             made = run_generate(self.bridge, self._prompt, self._arguments)
         self._sequences = made["sequences"] if isinstance(made, ModelOutput) else made
 
     def _pass_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A forward hook: a forward pass begins."""
         step = self._generation.step
-        if self._scope in CURRENT.get().visible and self._wanted is not None and step >= self._wanted:
+        if self.scope in CURRENT.get().visible and self._wanted is not None and step >= self._wanted:
             self._wanted, self._current = None, step
             assert self.stops.turns is not None
             self.stops.turns.pause()
-
-    def _end(self) -> None:
-        try:
-            super()._end()
-        finally:
-            for hook, (_, listener) in self._edits.items():
-                self.bridge.wiring.remove(hook, (listener,))
-            self._edits.clear()
 
     # The steps.
 
@@ -140,8 +132,7 @@ class GenerationTrace(InStep):
         return texts_of(self.bridge, rows, self._prompt)
 
     def _made(self) -> Tensor:
-        if self._state == "open":
-            self._run_to_the_end()
+        self._run_to_the_end()
         if self._sequences is None:
             raise RuntimeError("nothing was generated: the block was left by an error, or has not begun")
         return self._sequences
@@ -172,10 +163,11 @@ class GenerationTrace(InStep):
             def edit(act: Tensor, hook: HookPoint) -> None:
                 apply(operations, act, hook.name, generation.step)
 
-            listener = Listener("fwd", edit, self._scope)
+            listener = Listener("fwd", edit, self.scope)
             self.bridge.wiring.add(hook, listener)
-            self._edits[hook] = (operations, listener)
-        self._edits[hook][0].append(operation)
+            self._until_the_end().callback(self.bridge.wiring.remove, hook, (listener,))
+            self._edits[hook] = operations
+        self._edits[hook].append(operation)
 
     def reach_in(self, index: int, asked: HookPoint | tuple[str, str]) -> Stop:
         """Lets the model go on to something in a step.

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
 
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Scope
 from bridge.hooks.tracing import OpenTrace, closed, opened
 from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
+from bridge.trace.places import Places
+from bridge.trace.protocol import Traced
 from bridge.trace.stops import Stops
 from bridge.trace.turns import Turns
 
 
 class InStep:
-    """What a traced run and a traced generation share: they begin, wait for each other, and end.
+    """What a traced run and a traced generation share: model and body begin, wait for each other, and end.
 
     Args:
-        stops: where the work waits.
+        bridge: the bridge.
+        places: the order of its hook points.
+        captured: hook points that are kept whenever they come.
 
     Attributes:
-        stops: likewise.
+        scope: what its runs alone see.
+        stops: where the work waits.
     """
 
     #: Why it cannot be entered twice.
     once: str
 
-    def __init__(self, stops: Stops) -> None:
-        self.stops = stops
+    def __init__(self, bridge: Traced, places: Places, captured: Sequence[HookPoint] = ()) -> None:
+        self.scope = Scope(of_one_run=True)
+        self.stops = Stops(bridge.wiring, self.scope, places, captured)
         self._stack: ExitStack | None = None
         self._shown: OpenTrace | None = None
         self._state: Literal["new", "open", "ran", "stopped"] = "new"
@@ -75,6 +84,9 @@ class InStep:
         return self._stack
 
     def _run_to_the_end(self) -> None:
+        """Lets the work end, where the block is still open."""
+        if self._state != "open":
+            return
         assert self.stops.turns is not None
         while not self.stops.turns.finished:
             self.stops.go_on()

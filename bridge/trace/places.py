@@ -39,7 +39,9 @@ class Places:
     def __init__(self, points: dict[str, HookPoint]) -> None:
         self.total = len(points)
         self._points = points
-        self._of = {hook: place_of(hook) for hook in points.values()}
+        self._of = {
+            hook: Place(name, group_of(hook), number) for number, (name, hook) in enumerate(_as_computed(points))
+        }
         self._ends: dict[Group, HookPoint | None] = {}
         self._by_path: dict[str, Place] = {}
         self._blocks: dict[int, Place] = {}
@@ -87,9 +89,31 @@ def group_of(hook: HookPoint) -> Group:
     return hook.point.stack, hook.point.depth
 
 
-def place_of(hook: HookPoint) -> Place:
-    """The place of a hook point."""
-    return Place(hook.name, group_of(hook), hook.order)
+def _as_computed(points: dict[str, HookPoint]) -> list[tuple[str, HookPoint]]:
+    """Hook points in the order of the computation, where that of their declaration is another.
+
+    Norms of queries and keys stand behind what they read, and what goes into a mixer before the rest of it.
+    """
+    last: dict[str, int] = {}
+    first: dict[str, int] = {}
+    for number, name in enumerate(points):
+        part, _, end = name.rpartition(".")
+        last[name] = number
+        first.setdefault(part, number)
+        if end == "hook_in":  # of a projection: declared behind what it makes
+            last[f"{part.rpartition('.')[0]}.hook_{part.rpartition('.')[2]}"] = number
+
+    def key(item: tuple[int, tuple[str, HookPoint]]) -> tuple[float, int]:
+        number, (name, _) = item
+        part, _, end = name.rpartition(".")
+        above, _, norm = part.rpartition(".")
+        if norm in ("q_norm", "k_norm"):
+            return last.get(f"{above}.hook_{norm[0]}", number) + 0.5, number
+        if part.endswith(".mixer") and end.startswith("hook_in_proj"):
+            return first[part] - 0.5, number
+        return number, number
+
+    return [item for _, item in sorted(enumerate(points.items()), key=key)]
 
 
 def has_passed(wanted: Place, here: Place) -> bool:

@@ -26,6 +26,7 @@ from bridge.run.hooked import points_that_run
 from bridge.run.model_inputs import check_arguments
 from bridge.run.protocol import Input
 from bridge.run.recorder import watching
+from bridge.run.request import Request
 from bridge.trace.protocol import Traced
 
 
@@ -72,10 +73,11 @@ class Shapes(Mapping[str, PointShape]):
 def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
     """See `TransformerBridge.shapes`."""
     kwargs = dict(forward_kwargs)
-    ours = {name: kwargs.pop(name, None) for name in ("prepend_bos", "padding_side", "attention_mask")}
     layers = {name: kwargs.pop(name, None) for name in ("start_at_layer", "stop_at_layer")}
+    ours = {name: kwargs.pop(name, None) for name in ("prepend_bos", "padding_side", "attention_mask")}
+    asked = Request(input, **ours, **layers, model_kwargs=kwargs)
     check_arguments(bridge.core, kwargs, (*ours, *layers))
-    start, stop = checked_layers(bridge, layers["start_at_layer"], layers["stop_at_layer"])
+    start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
     points = points_that_run(bridge, list(bridge.wiring.points.values()), layers)
     experts = [hook for hook in points if hook.point.site.kind == "experts"]
     paths = dict.fromkeys(hook.point.site.path for hook in experts)
@@ -87,19 +89,18 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     watched = [hook for hook in points if hook not in experts]
     # The user's hooks see nothing of it: they would be given fake tensors.
-    with torch.no_grad(), without_hooks(), watching(bridge.wiring, watched, note):
-        given = (ours["prepend_bos"], ours["padding_side"], ours["attention_mask"])
-        with ReadyPass(bridge, input, *given, start, stop, kwargs, traced=True) as pass_:
-            with FakeCopyMode(mode):  # of a cache of keys and values too, into which the model would write fake ones
-                pass_.inputs.kwargs = copy.deepcopy(pass_.inputs.kwargs)
-            try:
-                with mode, _experts_in_batches([module_at(bridge.original_model, path) for path in paths]):
-                    pass_.run_model()
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise RuntimeError(
-                    f"{type(bridge.core).__name__} asks for a value on its way ({error}), so its shapes cannot be had "
-                    "without computing; run_with_callback shows them in a run"
-                ) from error
+    ready = ReadyPass(bridge, asked, start, stop, traced=True)
+    with torch.no_grad(), without_hooks(), watching(bridge.wiring, watched, note), ready as pass_:
+        with FakeCopyMode(mode):  # of a cache of keys and values too, into which the model would write fake ones
+            pass_.inputs.kwargs = copy.deepcopy(pass_.inputs.kwargs)
+        try:
+            with mode, _experts_in_batches([module_at(bridge.original_model, path) for path in paths]):
+                pass_.run_model()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise RuntimeError(
+                f"{type(bridge.core).__name__} asks for a value on its way ({error}), so its shapes cannot be had "
+                "without computing; run_with_callback shows them in a run"
+            ) from error
     for hook in experts:
         module = module_at(bridge.original_model, hook.point.site.path)
         whole = str(hook.point.site.key).endswith((".in", ".out"))

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adapters.paths import module_at
-from bridge.hooks.context import CURRENT, Scope
+from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener, checked, in_its_place, version_of
+from bridge.hooks.listener import Listener, Scope
+from bridge.hooks.results import checked, takes_its_place, version_of
 from bridge.trace.copies import Copied, GoneOnWith, leaves, mapped
 from bridge.trace.errors import Line, PointNeverCameError, PointPassedError, asking_line
 from bridge.trace.places import Place, Places, has_passed
@@ -241,7 +242,7 @@ class Stops:
             self.kept[hook] = new
         if new.requires_grad:
             self._keep_gradient(new, hook.name)
-        if not (replaced or new.requires_grad) and in_its_place(given, version, act, hook.view) is None:
+        if not (replaced or takes_its_place(given, version, act, hook.view, held=True)):
             return None
         return new.clone()
 

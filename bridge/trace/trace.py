@@ -10,18 +10,18 @@ from torch import Tensor
 
 from adapters.inputs.arguments import takes
 from adapters.paths import module_at
-from bridge.hooks.context import CURRENT, Scope
+from bridge.hooks.context import CURRENT
 from bridge.run.forward import ReadyPass, checked_layers
 from bridge.run.hooked import points_that_run, refuse_silent
 from bridge.run.layer_range import bypassing
 from bridge.run.model_inputs import Inputs, check_arguments
-from bridge.run.protocol import Input
+from bridge.run.request import Request
 from bridge.trace.access import Access
 from bridge.trace.in_step import InStep
 from bridge.trace.places import Places
 from bridge.trace.protocol import Traced
 from bridge.trace.rows import Rows
-from bridge.trace.stops import Stop, Stops
+from bridge.trace.stops import Stop
 from bridge.trace.turns import Turns
 
 _ALL = (None, None)
@@ -34,8 +34,7 @@ class Trace(InStep, Access):
     Args:
         bridge: the bridge.
         places: the order of its hook points.
-        input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer, model_kwargs: as for
-            `TransformerBridge.forward`.
+        asked: what is asked of the run.
         capture: hook points whose activations can be read in any order, and after the block.
     """
 
@@ -43,30 +42,19 @@ class Trace(InStep, Access):
         self,
         bridge: Traced,
         places: Places,
-        input: Input,
+        asked: Request,
         capture: Sequence[str] = (),
-        prepend_bos: bool | None = None,
-        padding_side: str | None = None,
-        attention_mask: Tensor | None = None,
-        start_at_layer: int | None = None,
-        stop_at_layer: int | None = None,
-        model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        kwargs = {} if model_kwargs is None else model_kwargs
-        check_arguments(bridge.core, kwargs, _OURS)
-        self._layers = checked_layers(bridge, start_at_layer, stop_at_layer)
+        check_arguments(bridge.core, asked.model_kwargs, _OURS)
+        self._layers = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
         if isinstance(capture, str):
             raise TypeError(f"capture is {capture!r}; it must be a list of names")
         kept = [bridge.names.find(name) for name in capture]
-        scope = Scope(of_one_run=True)
-        stops = Stops(bridge.wiring, scope, places, kept)
-        InStep.__init__(self, stops)
-        Access.__init__(self, bridge, stops)
+        InStep.__init__(self, bridge, places, kept)
+        Access.__init__(self, bridge, self.stops)
         for hook in kept if self._layers != _ALL else ():
             self._check_runs(hook.name)
-        self._pass: ReadyPass | None = ReadyPass(
-            bridge, input, prepend_bos, padding_side, attention_mask, *self._layers, kwargs, True, scope
-        )
+        self._pass: ReadyPass | None = ReadyPass(bridge, asked, *self._layers, True, self.scope)
         self._is_ready = False
         self._output: Any = None
         self._inputs: Inputs | None = None
@@ -130,8 +118,7 @@ class Trace(InStep, Access):
         Raises:
             RuntimeError: the run was stopped.
         """
-        if self._state == "open":
-            self._run_to_the_end()
+        self._run_to_the_end()
         if self._state != "ran":
             raise RuntimeError(
                 "this run has no output: " + ("it was stopped" if self._state == "stopped" else "it has not begun")

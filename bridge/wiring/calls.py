@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from adapters.paths import call_number, module_path
+from adapters.paths import call_number, core_path, module_path
 from bridge.hooks.context import CURRENT
 from bridge.hooks.modules import Finder
 
@@ -24,6 +24,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.modules: dict[str, Finder] = {}
+        self._core: Finder | None = None
         self._handles: list[RemovableHandle] = []
         self._users = 0
 
@@ -38,6 +39,7 @@ class Calls:
         """Takes in the modules at paths that mean one of a module's calls."""
         for path in paths:
             if call_number(path) is not None:
+                self._core = Finder(root, core_path(root))
                 self.modules[module_path(path)] = Finder(root, path)
 
     def change(self, by: int) -> None:
@@ -46,6 +48,8 @@ class Calls:
             return
         before, self._users = self._users, self._users + by
         if not before and self._users:
+            assert self._core is not None
+            self._handles.append(self._core.module.register_forward_pre_hook(self.restart, prepend=True))
             for finder in self.modules.values():
                 self._handles.append(finder.module.register_forward_pre_hook(self.count, prepend=True))
         elif before and not self._users:
@@ -60,6 +64,12 @@ class Calls:
             yield
         finally:
             self.change(-1)
+
+    def restart(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """The forward pre-hook of the model, which a generation calls for each of its steps."""
+        run = CURRENT.get().run
+        if run is not None and self._handles:
+            run.calls.clear()
 
     def count(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """The forward pre-hook: before those of all others."""

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from bridge.hooks.context import CURRENT, ForwardPass, RunContext, Scope, SourceSite
+from bridge.hooks.context import CURRENT, ForwardPass, RunContext, SourceSite
+from bridge.hooks.listener import Scope
 from bridge.hooks.modules import Finder
 from bridge.hooks.recomputed import with_its_hooks
 

@@ -24,7 +24,7 @@ def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Ite
     """
     clash: Callable[[HookPoint], bool]
     if point.point.branches and listener.kind in ("bwd", "edge"):
-        clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow"})
+        clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow", "leader"})
     elif _own_inputs(point):
         clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
     else:
@@ -32,7 +32,7 @@ def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Ite
     context = CURRENT.get()
     for other in in_block():
         if clash(other) and any(
-            x.kind in kinds and (x.scope is listener.scope or x.visible(context)) for x in other.listeners
+            x.kind in kinds and (x.scope is listener.scope or x.scope in context.visible) for x in other.listeners
         ):
             raise ValueError(
                 f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from bridge.hooks.context import Scope
+from bridge.hooks.listener import Scope
 from bridge.taps.tap import Tap
 from bridge.taps.taps import tap_on
 from bridge.wiring.boundary import only_there

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from adapters.paths import call_number, gone
 from adapters.views import Args, Kwargs
-from bridge.hooks.context import CURRENT, Scope
+from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Scope
 from bridge.hooks.modules import argument
 from bridge.wiring.site import SiteHook
 from bridge.wiring.torch_hooks import put_before, put_behind, take_away

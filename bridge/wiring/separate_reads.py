@@ -37,7 +37,7 @@ def separate_readers(points: Iterable[HookPoint]) -> tuple[str, ...]:
     for point in points:
         if point.point.branches:
             for listener in point.listeners:
-                if listener.kind in ("bwd", "edge") and listener.visible(context):
+                if listener.kind in ("bwd", "edge") and listener.scope in context.visible:
                     return point.point.branches
     return ()
 

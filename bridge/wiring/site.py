@@ -21,7 +21,50 @@ from bridge.wiring.torch_hooks import put_before, put_behind, take_away
 _NO_CALL = Call(nn.Identity(), (), {})
 
 
-class SiteHook:
+class AtSite:
+    """What stands at a module's input or output, in a run or in a program.
+
+    Attributes:
+        site: the site.
+    """
+
+    __slots__ = ()
+
+    site: Site
+
+    def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
+        """What becomes of the tensor that passes."""
+        raise NotImplementedError
+
+    def is_meant(self, module: nn.Module) -> bool:
+        """Whether this call of the module is the one that is meant."""
+        return True
+
+    # `kwargs` may be missing: another thread may be registering this very hook while a forward pass runs.
+    def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> Any:
+        """The forward pre-hook."""
+        if not self.is_meant(module):
+            return None
+        kwargs = {} if kwargs is None else kwargs
+        plain = self.site.key is None
+        x, place = (args[0], 0) if plain and args else argument(module, args, kwargs, self.site.key)
+        new = self.see(x, module, args, kwargs)
+        return None if new is x else with_argument(args, kwargs, place, new)
+
+    def on_output(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """The forward hook."""
+        if not self.is_meant(module):
+            return None
+        if isinstance(output, Tensor):
+            new = self.see(output, module, args, {})
+            return None if new is output else new
+        index = int(self.site.key or 0)
+        x = output[index]
+        new = self.see(x, module, args, {})
+        return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
+
+
+class SiteHook(AtSite):
     """The torch hook on one site: there while somebody needs it.
 
     Args:
@@ -145,7 +188,7 @@ class SiteHook:
                     continue  # somebody else's, who may have come after this run had passed the sources
                 if call is _NO_CALL:
                     call = Call(module, args, kwargs)
-                call.sources = point.sources_seen()
+                call.sources = point.sources_in(run)
             elif call is _NO_CALL and point.view.contextual:
                 call = Call(module, args, kwargs)
             x = point.apply(x, call, index < self._last_writer)
@@ -169,15 +212,15 @@ class SiteHook:
                     "activation_checkpointing_enable()"
                 )
 
-    def _is_other_call(self, module: nn.Module) -> bool:
-        """Whether the module runs several times, and this is not the call that is meant.
+    def is_meant(self, module: nn.Module) -> bool:
+        """Whether this is the call that is meant, where the module runs several times.
 
         Raises:
             RuntimeError: it runs again for backward, out of the order in which calls are counted.
         """
         number = None if self._find is None else self._find.call
         if number is None:
-            return False
+            return True
         run = CURRENT.get().run
         if run is None or not run.calls:
             for point in self.points:
@@ -187,28 +230,5 @@ class SiteHook:
                         "and here nothing counts them (activation checkpointing runs it again, out of order): switch "
                         "checkpointing off"
                     )
-            return True
-        return not run.is_call(module, number)
-
-    # `kwargs` may be missing: another thread may be registering this very hook while a forward pass runs.
-    def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> Any:
-        """The forward pre-hook."""
-        if self._find is not None and self._find.call is not None and self._is_other_call(module):
-            return None
-        kwargs = {} if kwargs is None else kwargs
-        plain = self.site.key is None
-        x, place = (args[0], 0) if plain and args else argument(module, args, kwargs, self.site.key)
-        new = self.see(x, module, args, kwargs)
-        return None if new is x else with_argument(args, kwargs, place, new)
-
-    def on_output(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """The forward hook."""
-        if self._find is not None and self._find.call is not None and self._is_other_call(module):
-            return None
-        if isinstance(output, Tensor):
-            new = self.see(output, module, args, {})
-            return None if new is output else new
-        index = int(self.site.key or 0)
-        x = output[index]
-        new = self.see(x, module, args, {})
-        return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
+            return False
+        return run.is_call(module, number)

@@ -12,10 +12,10 @@ from torch import nn
 
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
-from bridge.hooks.context import Scope, open_scope
-from bridge.hooks.followers import Following, TakeOver
-from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.listener import Listener
+from bridge.hooks.context import open_scope
+from bridge.hooks.followers import TakeOver
+from bridge.hooks.hook_point import Attachment, HookPoint
+from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.taps.tap import Tap
 from bridge.taps.taps import TAPS, tap_on
@@ -58,7 +58,7 @@ class Wiring:
         self._attached: dict[SiteHook, None] = {}
         self._homes: dict[HookPoint, SiteHook | None] = {}
         self._taps: dict[HookPoint, Tap] = {}
-        self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | Following]] = {}
+        self._following: dict[tuple[HookPoint, Scope | None], list[SeparateReading | Attachment]] = {}
         self._siblings: dict[tuple[str, str], tuple[SiteHook, ...]] = {}
         self._finders: dict[str, Finder] = {}
         self._sources: dict[tuple[str, int], tuple[SiteHook, ...]] = {}
@@ -203,13 +203,17 @@ class Wiring:
             scope: what the listeners belong to.
         """
         refuse_inside_compiled()
-        scope.members.extend(members)
-        self.attach_scope(scope)
+        self.attach_members(members, scope)
         try:
             with open_scope(scope):
                 yield
         finally:
             self.detach_scope(scope)
+
+    def attach_members(self, members: Iterable[tuple[HookPoint, Listener]], scope: Scope) -> None:
+        """Attaches listeners that belong to a scope."""
+        scope.members.extend(Attachment(point, listener, self) for point, listener in members)
+        self.attach_scope(scope)
 
     def attach_scope(self, scope: Scope) -> None:
         """Attaches the hooks of a scope, if they are not attached already."""
@@ -218,9 +222,8 @@ class Wiring:
             if scope.users > 1:
                 return
             try:
-                for point, listener in scope.members:
-                    if listener not in point.listeners:
-                        self.add(point, listener)
+                for member in scope.members:
+                    member.attach()
             except BaseException:
                 self.detach_scope(scope)
                 raise
@@ -230,8 +233,8 @@ class Wiring:
         with self.lock:
             scope.users -= 1
             if not scope.users:
-                for point, listener in scope.members:
-                    self.remove(point, (listener,))
+                for member in scope.members:
+                    member.remove()
                 if not scope.recomputed:
                     scope.members.clear()  # each holds the scope: the user's functions would live until a collection
 
@@ -369,12 +372,12 @@ class Wiring:
         key = (point, listener.scope)
         if not (point.point.followers or branches) or key in self._following:
             return
-        following: list[SeparateReading | Following] = []
+        following: list[SeparateReading | Attachment] = []
         for follower in point.point.followers:
-            takes_over = Listener("follow", TakeOver(point, follower), listener.scope)
+            takes_over = Listener("leader", TakeOver(point.name, follower), listener.scope)
             other = self.points[follower.name]
             self.add(other, takes_over, prepend=True)
-            following.append(Following(self, other, takes_over))
+            following.append(Attachment(other, takes_over, self))
         sites = [self.points[name].point.site for name in branches]
         fused = len(set(sites)) < len(sites)
         for name, site in zip(branches, sites, strict=True):
@@ -383,7 +386,7 @@ class Wiring:
         self._following[key] = following
 
     def _disconnect_followers(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
-        kinds = ("bwd", "edge") if point.point.branches else ("fwd", "bwd", "edge", "follow")
+        kinds = ("bwd", "edge") if point.point.branches else ("fwd", "bwd", "edge", "follow", "leader")
         needed = {listener.scope for listener in left if listener.kind in kinds}
         for key in [key for key in self._following if key[0] is point and key[1] not in needed]:
             for following in self._following.pop(key):

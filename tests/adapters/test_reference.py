@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from tests.reference import DATA, FAMILIES, reference, wrong_effects, wrong_gradients, wrong_logits, wrong_values
+from tests.reference import (
+    FAMILIES,
+    reference,
+    reference_model,
+    wrong_effects,
+    wrong_gradients,
+    wrong_logits,
+    wrong_values,
+)
 
 
 @cache
 def bridge_of(family: str) -> TransformerBridge:
-    return TransformerBridge.boot_transformers(str(DATA / family)).eval()
+    return reference_model(family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from adapters import UnsupportedModelError, map_model, register, registry, supported
+from adapters import UnsupportedModelError, families, map_model, register, registry, supported
 from adapters.families.llama import llama
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
@@ -100,3 +101,48 @@ def test_a_subclass_and_a_newly_registered_class_are_found() -> None:
     assert "MyLlama" not in supported()
     assert register("MyLlama")(llama) is llama
     assert "MyLlama" in supported() and map_model(model).block_paths == ["model.layers.0", "model.layers.1"]
+
+
+def test_the_list_of_classes_is_what_the_files_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = sorted(path.stem for path in Path(families.__path__[0]).glob("*.py") if path.stem != "__init__")
+    assert sorted(families.CLASSES) == files
+    modules = {file: importlib.import_module(f"adapters.families.{file}") for file in files}
+    registered: dict[str, registry.Declare] = {}
+    monkeypatch.setattr(registry, "_REGISTRY", registered)
+    for file, names in families.CLASSES.items():
+        registered.clear()
+        importlib.reload(modules[file])
+        assert set(registered) == set(names)
+
+
+FIRST = """
+from adapters import map_model, register
+from transformers import Qwen3Config, Qwen3Model, Qwen2Config, Qwen2Model
+
+sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+             num_key_value_heads=2, max_position_embeddings=8, head_dim=4)
+
+@register("Qwen3PreTrainedModel")
+def mine(config):
+    raise SystemExit("mine")
+
+map_model(Qwen2Model(Qwen2Config(**sizes)))  # whose family's file declares the other, too
+map_model(Qwen3Model(Qwen3Config(**sizes)))
+"""
+
+
+def test_what_is_registered_before_a_family_is_imported_stays() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert done.stderr.strip() == "mine"
+
+
+def test_importing_the_class_loads_no_family_and_no_proof() -> None:
+    code = "import sys; from bridge import TransformerBridge; print(*sys.modules)"
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert "bridge.run.forward" in loaded
+    rooms = ("adapters.families.", "adapters.automatic.", "bridge.trace.", "bridge.programs.", "bridge.generation.")
+    rooms += ("bridge.lens.", "bridge.loading.", "bridge.patching", "bridge.legacy", "bridge.pictures", "bridge.export")
+    rooms += ("adapters.verification", "beartype")
+    assert not [name for name in loaded if name.startswith(rooms)]

@@ -22,6 +22,32 @@ def test_verified(name, implementation, dtype):
     assert report.passed, str(report)
 
 
+MODES = {
+    "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("automatic", [True, "always"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_wherever_it_is_asked_for(mode, dtype, automatic):
+    """With the same proofs, of a model made outside of the mode, inside of it, and of tokens made there."""
+    outside = TransformerBridge(tiny("llama", dtype=dtype), automatic=automatic)
+    right = [check.name for check in verify(outside).checks]
+    with MODES[mode]():
+        inside = TransformerBridge(tiny("llama", dtype=dtype), automatic=automatic)
+        tokens = torch.randint(3, 60, (2, 9))
+        for report in (verify(outside), verify(outside, tokens), verify(inside, tokens)):
+            assert report.passed, str(report)
+            assert [name for name in right if name != "proved on"] == [
+                check.name for check in report.checks if check.name != "proved on"
+            ]
+        assert verify(inside, level="quick").passed
+    assert verify(inside).passed
+    assert list(inside.hook_dict) == list(outside.hook_dict)
+
+
 def failing(bridge):
     return [check.name for check in verify(bridge).checks if not check.passed]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge import ActivationCache, TransformerBridge
-from tests.reference import DATA, FAMILIES, entries, reference
+from bridge import ActivationCache
+from tests.reference import DATA, FAMILIES, entries, reference, reference_model
 
 FAMILIES = [family for family in FAMILIES if family != "bert"]  # HookedEncoder's cache has no methods that work
 #: Both modes run in every test of this file.
@@ -39,7 +39,7 @@ METHODS: dict[str, Any] = {
 
 @cache
 def run(family: str, mode: str) -> ActivationCache:
-    bridge = TransformerBridge.boot_transformers(str(DATA / family)).eval()
+    bridge = reference_model(family)
     if mode == "processed":
         bridge.enable_compatibility_mode()
     return bridge.run_with_cache(reference(family)["tokens"])[1]

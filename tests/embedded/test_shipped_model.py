@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.embedded import MODEL_DIR, prompts
 from bridge.embedded.grammar import english
-from bridge.embedded.measure import accuracy, head_scores, repeat_accuracy, repeated_lists
 from bridge.embedded.prompts import KINDS
-from bridge.embedded.train import build_model, build_tokenizer, save, train
 from bridge.embedded.vocabulary import SPECIALS, vocabulary
+from tools.embedded.measure import accuracy, head_scores, repeat_accuracy, repeated_lists
+from tools.embedded.train import build_model, build_tokenizer, save, train
 
 SEED = 2024
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}

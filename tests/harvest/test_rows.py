@@ -242,9 +242,57 @@ def test_float16_that_cannot_hold_a_value_is_an_error(embedded, tmp_path):
         return x * 1e6
 
     kw = {"hook_points": [RESID], "context_size": 16, "interventions": [("blocks.0.hook_resid_pre", huge)]}
-    with pytest.raises(HarvestError, match="float16 cannot hold"):
+    with pytest.raises(HarvestError, match=r"float16 cannot hold .* dtype='float32'"):
         harvest(embedded, TEXTS[:2], out=tmp_path / "a", **kw)
     assert harvest(embedded, TEXTS[:2], out=tmp_path / "b", dtype="float32", **kw).rows
+
+
+@pytest.mark.parametrize(
+    ("computed", "stored", "factor", "says"),
+    [
+        ("float64", "float32", 1e300, "float32 cannot hold .* dtype='float64'"),
+        ("float64", "float16", 1e30, "float16 cannot hold .* dtype='float32'"),
+        ("float64", "float16", 1e300, "float16 cannot hold .* dtype='float64'"),
+        ("bfloat16", "float16", 1e30, "float16 cannot hold .* dtype='float32'"),
+    ],
+)
+@pytest.mark.parametrize("rows", ["all", "mean"])
+@pytest.mark.parametrize("reduce", [None, Project(torch.eye(32)), TopK(2)])
+def test_every_narrowing_that_cannot_hold_a_value_is_an_error(tmp_path, computed, stored, factor, says, rows, reduce):
+    bridge = TransformerBridge(tiny("llama", dtype=getattr(torch, computed)))
+    point = "blocks.0.hook_resid_post"
+    kw = {
+        "hook_points": [point], "context_size": 8, "prepend_bos": False, "rows": rows, "dtype": stored,
+        "reduce": {point: reduce} if reduce else None,
+    }  # fmt: skip
+    # The largest negative number, too: an upper end alone would not see it.
+    larger = [(point, lambda x, hook: -x.abs() * factor)] if reduce is None else [(point, lambda x, hook: x * factor)]
+    with pytest.raises(HarvestError, match=says):
+        harvest(bridge, [[5, 6, 7]], out=tmp_path / "a", interventions=larger, **kw)
+    harvest(bridge, [[5, 6, 7]], out=tmp_path / "b", **kw)
+    wide = kw | {"dtype": says.split("'")[1]}
+    harvest(bridge, [[5, 6, 7]], out=tmp_path / "c", interventions=larger, **wide)
+    for column in read(tmp_path / "c").column_names:
+        assert np.isfinite(numbers(read(tmp_path / "c"), column)).all()
+
+
+def test_a_mean_is_computed_in_float64(tmp_path):
+    """A sum beyond float32 whose mean is not, and digits that float32 has not."""
+    bridge = TransformerBridge(tiny("llama", dtype=torch.float64))
+    point = "blocks.0.hook_resid_post"
+    large = [(point, lambda x, hook: torch.full_like(x, 3e38) + torch.arange(3, dtype=x.dtype)[:, None] * 1e30)]
+    kw = {"hook_points": [point], "context_size": 8, "prepend_bos": False, "rows": "mean", "interventions": large}
+    harvest(bridge, [[5, 6, 7]], out=tmp_path / "a", dtype="float64", **kw)
+    np.testing.assert_allclose(numbers(read(tmp_path / "a"), point), np.full((1, 32), 3e38 + 1e30), rtol=1e-14)
+    harvest(bridge, [[5, 6, 7]], out=tmp_path / "b", dtype="float32", **kw)
+    assert np.isfinite(numbers(read(tmp_path / "b"), point)).all()
+
+
+def test_a_projection_keeps_the_digits_of_its_matrix():
+    rows = torch.tensor([[1.0, -1.0]], dtype=torch.bfloat16)
+    matrix = torch.tensor([[1.0001], [1.0]])
+    made = Project(matrix).columns("x", rows)["x"]
+    torch.testing.assert_close(made, torch.tensor([[1e-4]]), rtol=1e-2, atol=0.0)
 
 
 def test_the_batch_is_halved_when_memory_runs_out(embedded, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from torch import nn
 from bridge.legacy import HookedTransformer, HookedTransformerConfig, components
 from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from tests.reference import DATA, entries, reference, wrong_effects, wrong_values
+from tests.tiny_models import tiny_model
 
 TOKENS = reference("gpt2")["tokens"]
 
@@ -570,3 +571,15 @@ def test_mod_dict(wrapped):
     assert wrapped.mod_dict["blocks.0.mlp.hook_sae"] is wrapped.hook_dict["blocks.0.mlp.hook_sae"]
     assert wrapped.mod_dict["blocks.1.attn"].module is wrapped.original_model.transformer.h[1].attn
     assert list(wrapped.hook_points()) == list(wrapped.hook_dict.values())
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "granite", "minicpm3"])
+def test_the_unembedding_makes_logits_where_the_model_multiplies_them(model_type, tmp_path):
+    tiny_model(model_type).save_pretrained(tmp_path)
+    hooked = HookedTransformer.from_pretrained_no_processing(str(tmp_path), device="cpu")
+    tokens = torch.arange(3, 21).reshape(2, 9)
+    with torch.no_grad():
+        logits, cache = hooked.run_with_cache(tokens)
+        normed = hooked.ln_final(cache["resid_post", -1])
+    assert torch.allclose(hooked.unembed(normed), logits, atol=1e-5)
+    assert torch.allclose(normed @ hooked.W_U + hooked.b_U, logits, atol=1e-5)

@@ -69,6 +69,34 @@ def test_the_logit_lens_shows_the_likeliest_tokens():
 
 
 @pytest.mark.parametrize(
+    ("shape", "axes", "panels"),
+    [((3, 4), "layer pos", None), ((3, 3), "layer head", None), ((2, 3, 4), "layer pos", ["resid_pre", "attn_out"]),
+     ((3, 4, 3), "layer pos head", None), ((3, 3, 4, 4), "layer head dest_pos src_pos", None)],
+)  # fmt: skip
+@pytest.mark.parametrize("ends", [{}, {"clean": 3.0, "corrupted": 1.0}])
+def test_a_layer_without_the_part_is_blank_and_says_so(shape, axes, panels, ends):
+    """A sweep over a hybrid gives NaN there; a NaN anywhere else is a mistake."""
+    results = torch.randn(shape, generator=torch.Generator().manual_seed(0)).add(5)
+    layers = results[-1] if panels else results
+    layers[1] = float("nan")
+    picture = pictures.patching(results, axes, TOKENS, panels=panels, **ends)
+    drawn = [mark for mark in marks(picture) if "shade" in mark]  # not the numbers that are written into cells
+    measure = "restored" if ends else "metric"
+    said = [mark for mark in drawn if mark[measure] == "no such part"]
+    others = [number(mark[measure]) for mark in drawn if mark[measure] != "no such part"]
+    assert len(said) == layers[1].numel()
+    right = results[results.isfinite()]
+    right = ((right - 1) / 2 if ends else right).sort().values
+    assert torch.allclose(torch.tensor(others).sort().values, right, rtol=5e-3)
+    assert "1e+300" not in picture.svg() and "NaN" not in picture.svg()
+    layers[1].flatten()[0] = 1.0
+    with pytest.raises(ValueError, match="no finite numbers, the first of them nan"):
+        pictures.patching(results, axes, TOKENS, panels=panels, **ends)
+    with pytest.raises(ValueError, match="no finite numbers"):
+        pictures.patching(torch.full(shape, float("nan")), axes, TOKENS, panels=panels, **ends)
+
+
+@pytest.mark.parametrize(
     ("shape", "axes", "place"),
     [
         ((2, 4), "layer pos", lambda m: (m["layer"], m["c"])),

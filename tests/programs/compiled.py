@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -182,3 +184,14 @@ def test_points_in_a_basis_compiled_and_exported(kind: str):
     wanted = program(tokens)
     assert_same(torch.compile(program, backend="aot_eager", fullgraph=True)(tokens), wanted)
     assert_same(program.export({"input_ids": tokens})(input_ids=tokens), wanted)
+
+
+def test_why_a_program_finds_its_pass_otherwise_than_a_run():
+    """torch.compile cannot trace a context variable, which is where a run's pass is: a graph would end there."""
+    here: ContextVar[Tensor] = ContextVar("here")
+    here.set(torch.ones(2))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ContextVar"):
+        torch.compile(lambda x: x + here.get(), fullgraph=True, backend="eager")(torch.ones(2))
+    local = threading.local()
+    local.here = torch.ones(2)
+    assert torch.compile(lambda x: x + local.here, fullgraph=True, backend="eager")(torch.ones(2)).tolist() == [2, 2]

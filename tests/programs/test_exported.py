@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional
 
 from bridge import TransformerBridge
 from bridge.export import formats
+from bridge.export.attention import attention_as_called
 from bridge.export.example import example_of
 from bridge.export.executorch import ForExecutorch
 from tests.adapters.test_verify_all import tiny
@@ -91,3 +94,29 @@ def test_executorch_does_not_get_what_it_would_move_or_cannot_count():
         formats.check_can_take(formats.FORMATS["executorch"], bridge.core, False, {"backend": "cuda"})
     with pytest.raises(ValueError, match="points inside experts"):
         formats.check_can_take(formats.FORMATS["executorch"], bridge.core, True, {})
+
+
+def test_other_threads_call_attention_as_it_was_while_a_program_is_traced():
+    tracing, called = threading.Event(), threading.Event()
+    x, asked = torch.randn(1, 2, 3, 4), []
+
+    def under_way() -> None:
+        asked.append(threading.current_thread())
+
+    def elsewhere() -> Tensor:
+        tracing.wait(60)
+        try:
+            return functional.scaled_dot_product_attention(x, x, x)
+        finally:
+            called.set()
+
+    before = functional.scaled_dot_product_attention
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(elsewhere)
+        with attention_as_called(under_way):
+            tracing.set()
+            assert called.wait(60) and not asked  # what sees the program's attention was not asked there
+            functional.scaled_dot_product_attention(x, x, x)
+        assert asked == [threading.current_thread()]
+        assert torch.equal(other.result(), before(x, x, x))
+    assert functional.scaled_dot_product_attention is before

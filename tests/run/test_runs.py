@@ -37,9 +37,10 @@ def test_inputs(bridge, hf, tokens):
         (torch.zeros(2, dtype=torch.bool), TypeError),
     ):
         from bridge.run.model_inputs import prepare
+        from bridge.run.request import Request
 
         with pytest.raises(error):
-            prepare(bridge, wrong, None, None, None, {})
+            prepare(bridge, Request(wrong))
     with pytest.raises(ValueError, match="no tokens"):
         bridge(torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="has no tokenizer"):

@@ -12,7 +12,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
-from bridge.hooks.context import Scope
+from bridge.hooks.listener import Scope
 from bridge.taps.attention import AttentionTap
 from bridge.taps.router import RouterTap
 from bridge.taps.stand_ins import StandIn

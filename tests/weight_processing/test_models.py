@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.processing import extra_memory
+from benchmarks.processing import Memory, extra_memory
 from bridge import TransformerBridge
 from tests.weight_processing.models import CASES, copies, log_probs, processed, same, tiny, tokens
 from weight_processing.check import ProcessingError
+from weight_processing.limits import is_as_left
 from weight_processing.parts import Parts
+from weight_processing.saving import SavedBiases
+from weight_processing.steps import STEPS
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -111,6 +115,32 @@ def test_half_precision(case: str, dtype: torch.dtype) -> None:
     ours, right = bridge.tl_parameters(), exact.tl_parameters()
     for name, value in right.items():
         torch.testing.assert_close(ours[name].float(), value, atol=0.02, rtol=0.02, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [32_000, 128_256, 262_144])
+def test_a_mean_over_a_large_vocabulary_that_rounding_keeps_in_part(vocabulary: int, dtype: torch.dtype) -> None:
+    """The weights are as centring leaves them, and as it left them in whatever type they are converted to."""
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=vocabulary
+    )
+    torch.manual_seed(0)
+    bridge = TransformerBridge(LlamaForCausalLM(config).to(dtype).eval())
+    raw = bridge.W_U.detach().clone()
+    assert not is_as_left(Parts(bridge.weights), "center_unembed")
+    bridge.process_weights(check=False)
+    # The mean that is left is no more than half a step of each number.
+    assert bridge.W_U.double().mean(-1).abs().max() <= raw.double().abs().mean(-1).max() * torch.finfo(dtype).eps
+    done = {name for name, state in bridge.cfg.processed.items() if state == "done"}
+    assert done == {"fold_ln", "center_unembed", "fold_value_biases"}
+    for converted in (torch.float32, torch.float16, dtype):
+        bridge.to(converted)
+        assert bridge.cfg.processed["center_unembed"] == "done", converted
+    with torch.no_grad():
+        bridge.W_U.copy_(raw)
+    assert bridge.cfg.processed == {}
+    bridge.to(torch.float32)
+    assert bridge.cfg.processed == {}
 
 
 def test_one_plus_the_weight_is_not_rounded() -> None:
@@ -237,6 +267,28 @@ def test_memory() -> None:
     extra, untied = extra_memory(model)
     assert extra < 0.15
     assert 0.2 < untied < 0.5
+
+
+def test_few_tensors_are_held_at_a_time() -> None:
+    """Small ones that are kept between large ones that are freed would keep the heap from being used again."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=5000, n_positions=16))
+    bridge = TransformerBridge(model)
+    parts, most = Parts(bridge.weights), 0
+
+    class Counted(Memory):
+        def __torch_dispatch__(self, *args, **kwargs):
+            nonlocal most
+            result = super().__torch_dispatch__(*args, **kwargs)
+            most = max(most, len(self.alive))
+            return result
+
+    assert bridge.W_U.numel() / parts.piece > 50  # pieces that are worked on in turn
+    with torch.no_grad(), Counted(model):
+        for step in ("fold_ln", "center_writing_weights", "center_unembed"):
+            STEPS[step](parts, SavedBiases(model))
+    assert most < 12
 
 
 def test_a_difference_is_an_error_that_names_the_transform(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from bridge import TransformerBridge
 from tests.reference import (
-    DATA,
     FAMILIES,
     entries,
     reference,
+    reference_model,
     wrong_effects,
     wrong_gradients,
     wrong_logits,
@@ -24,7 +24,7 @@ FAMILIES = [family for family in FAMILIES if family != "bert"]  # HookedEncoder 
 
 @cache
 def bridge_of(family: str) -> TransformerBridge:
-    bridge = TransformerBridge.boot_transformers(str(DATA / family)).eval()
+    bridge = reference_model(family)
     bridge.enable_compatibility_mode()
     return bridge
 

@@ -70,13 +70,14 @@ class Activations:
         self.manifest = manifest
         self.columns = [*ID_COLUMNS, *manifest.shards[0].columns]
         self._ends = np.cumsum([record.rows for record in manifest.shards])
-        with self._open(0) as shard:
+        rows = np.array([record.rows for record in manifest.shards])
+        largest = int(rows.argmax())
+        with self._open(largest) as shard:
             first = shard.piece(0, self.columns)
         self._shapes = {name: (array.dtype, array.shape[1:]) for name, array in first.items()}
-        # All pieces have as many rows as the first, but for the last one of each shard.
+        # All pieces have as many rows as the first one of the largest shard, but for the last one of each shard.
         self._piece = len(first["token"])
-        self._pieces = np.array([-(-record.rows // self._piece) for record in manifest.shards])
-        self._piece_ends = np.cumsum(self._pieces)
+        self._piece_ends = np.cumsum(-(-rows // self._piece))
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {list(self._shapes[name][1])}" for name in self.columns if name not in ID_COLUMNS)
@@ -148,7 +149,7 @@ class Activations:
                 pieces = within[here] // self._piece
                 for piece in np.unique(pieces):
                     places = here[pieces == piece]
-                    data = shard.piece(int(piece), names)
+                    data = self._piece_of(shard, int(number), int(piece), names)
                     for name in names:
                         found[name][places] = data[name][within[places] % self._piece]
         return _tensors(found, device)
@@ -157,7 +158,22 @@ class Activations:
         number = int(np.searchsorted(self._piece_ends, piece, side="right"))
         before = int(self._piece_ends[number - 1]) if number else 0
         with self._open(number) as shard:
-            return shard.piece(piece - before, names)
+            return self._piece_of(shard, number, piece - before, names)
+
+    def _piece_of(
+        self, shard: ShardFile, number: int, piece: int, names: list[str]
+    ) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+        """One piece of a shard, which has the rows that its place among the pieces promises."""
+        rows = min(self._piece, self.manifest.shards[number].rows - piece * self._piece)
+        data = shard.piece(piece, names) if piece < shard.pieces else {}
+        for name in names:
+            if name not in data or len(data[name]) != rows:
+                got = len(data[name]) if name in data else "none"
+                raise HarvestError(
+                    f"piece {piece} of {shard.path} should have {rows} rows and has {got}: it was not written by "
+                    "`harvest`, or is damaged (bridge.harvest.check says)"
+                )
+        return data
 
     def batches(
         self,

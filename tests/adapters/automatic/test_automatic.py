@@ -25,7 +25,14 @@ def test_it_is_said_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
         bridge(TOKENS)
     (said,) = [record.getMessage() for record in caplog.records if record.name == "bridge"]
     assert said == bridge.offered().summary
-    assert said.startswith("DiffLlamaForCausalLM has no adapter. One was inferred and proved on it, with")
+    assert said.startswith("DiffLlamaForCausalLM has no adapter. One was inferred from a run, with")
+
+
+@pytest.mark.parametrize("model_type", ["ctrl", "cpmant", "diffllama"])
+def test_nothing_is_called_proved_that_is_not(model_type: str) -> None:
+    """Not all that is offered of the first two can be proved, and a wrap proves no name of any."""
+    offered = TransformerBridge(tiny_model(model_type)).offered()
+    assert offered.inferred and "proved" not in offered.summary
 
 
 def test_what_is_not_offered_is_listed_with_the_reason() -> None:

@@ -93,6 +93,36 @@ def test_patterns_of_deberta_are_those_of_hugging_face() -> None:
         torch.testing.assert_close(cache["pattern", layer], expected[layer])
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"pos_att_type": ["p2c"]},
+        {"relative_attention": False},
+        {"share_att_key": True, "norm_rel_ebd": "layer_norm"},
+    ],
+)
+@pytest.mark.parametrize("model_type", ["deberta", "deberta-v2"])
+def test_queries_and_keys_of_deberta_are_what_their_weights_say(model_type: str, more: dict[str, object]) -> None:
+    """By its own layers, taken apart by hand; some of these run once more, for the relative places."""
+    bridge = TransformerBridge(tiny_model(model_type, "masked", **more))
+    mask = torch.ones_like(TOKENS)
+    mask[1, -3:] = 0
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(TOKENS, attention_mask=mask)
+    for i, layer in enumerate(bridge.original_model.deberta.encoder.layer):
+        attn, read, heads = layer.attention.self, cache["resid_pre", i], bridge.cfg.n_heads
+        if model_type == "deberta":
+            both = torch.einsum("bpm,htdm->tbphd", read, attn.in_proj.weight.view(heads, 3, -1, read.shape[-1]))
+            query, key = both[0] + attn.q_bias.view(heads, -1), both[1]
+        else:
+            query, key = (made(read).unflatten(-1, (heads, -1)) for made in (attn.query_proj, attn.key_proj))
+        for letter, right in (("q", query), ("k", key)):
+            W, b = (getattr(bridge.blocks[i].attn, f"{name}_{letter.upper()}") for name in "Wb")
+            torch.testing.assert_close(cache[letter, i], right)
+            torch.testing.assert_close(torch.einsum("bpm,hmd->bphd", read, W) + b, right)
+
+
 def test_the_stream_between_blocks_that_are_no_modules() -> None:
     """Where no module stands around a block, an edit of the stream reaches the sum, too."""
     bridge = TransformerBridge(tiny_model("xlm", "masked"))

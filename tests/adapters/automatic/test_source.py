@@ -41,4 +41,4 @@ def test_the_command_prints_it_with_its_verification(tmp_path: Path, capsys: pyt
     assert main(["declare", str(tmp_path / "model")]) == 0
     said = capsys.readouterr().out
     assert '@register("OlmoPreTrainedModel")\ndef olmo(config: PreTrainedConfig) -> Architecture:' in said
-    assert "One was inferred and proved on it" in said and ": verified\n#   ok " in said
+    assert "One was inferred from a run" in said and ": verified\n#   ok " in said

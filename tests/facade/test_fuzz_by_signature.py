@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.conftest import torch_hooks
-from tests.robustness.calls import COUNTS, Call, calls
-from tests.robustness.test_fuzz import WRONG, complaint, described
+from tests.facade.calls import COUNTS, Call, calls
+from tests.facade.test_fuzz import WRONG, complaint, described
 
 PARTS = 3
 

@@ -1,4 +1,4 @@
-"""Train the shipped model from nothing and save it: `python -m bridge.embedded.train --out DIR`.
+"""Train the shipped model from nothing and save it: `python -m tools.embedded.train --out DIR`.
 
 The text comes from `bridge.embedded.grammar`; nothing is downloaded. At the end the weights are rounded to float16
 for storage, loaded back, and measured on prompts that were not in the text.
@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from bridge.embedded import grammar
-from bridge.embedded.measure import figures
 from bridge.embedded.vocabulary import PIECE, vocabulary
+from tools.embedded.measure import figures
 
 CONTEXT = 128
 """The most tokens the model reads."""
@@ -44,7 +44,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the word-level tokenizer, whose words carry the space before them; it adds no special tokens by itself.
 
     Example:
-        >>> from bridge.embedded.train import build_tokenizer
+        >>> from tools.embedded.train import build_tokenizer
         >>> tokenizer = build_tokenizer()
         >>> tokenizer.tokenize("Mary gave")
         ['Mary', ' gave']
@@ -71,7 +71,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
         tokenizer: the tokenizer, for its size and special tokens.
 
     Example:
-        >>> from bridge.embedded.train import build_model, build_tokenizer
+        >>> from tools.embedded.train import build_model, build_tokenizer
         >>> build_model(build_tokenizer()).config.num_hidden_layers
         4
     """
@@ -110,7 +110,7 @@ def batches(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[list[tupl
         seed: which text.
 
     Example:
-        >>> from bridge.embedded.train import batches, build_tokenizer
+        >>> from tools.embedded.train import batches, build_tokenizer
         >>> len(next(batches(build_tokenizer(), 0)))
         4
     """
@@ -144,7 +144,7 @@ def loss_of(model: LlamaForCausalLM, block: torch.Tensor, weights: torch.Tensor)
         weights: how much each token counts as a target.
 
     Example:
-        >>> from bridge.embedded.train import batches, build_model, build_tokenizer, loss_of
+        >>> from tools.embedded.train import batches, build_model, build_tokenizer, loss_of
         >>> tokenizer = build_tokenizer()
         >>> loss, weight = loss_of(build_model(tokenizer), *next(batches(tokenizer, 0))[0])
     """
@@ -173,7 +173,7 @@ def train(
         ValueError: `steps` or `minutes` is not above 0.
 
     Example:
-        >>> from bridge.embedded.train import build_model, build_tokenizer, train
+        >>> from tools.embedded.train import build_model, build_tokenizer, train
         >>> tokenizer = build_tokenizer()
         >>> train(build_model(tokenizer), tokenizer, seed=0, steps=1, minutes=1.0, rate=2e-3)
         1
@@ -224,7 +224,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     Example:
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
-        >>> from bridge.embedded.train import build_model, build_tokenizer, save
+        >>> from tools.embedded.train import build_model, build_tokenizer, save
         >>> tokenizer = build_tokenizer()
         >>> with TemporaryDirectory() as folder:
         ...     save(build_model(tokenizer), tokenizer, Path(folder))
@@ -242,7 +242,7 @@ def main() -> None:
     """Read the command line, train, save, measure the saved model, and print the figures.
 
     Example:
-        >>> from bridge.embedded.train import main  # python -m bridge.embedded.train --out DIR
+        >>> from tools.embedded.train import main  # python -m tools.embedded.train --out DIR
     """
     parser = argparse.ArgumentParser(description="Train the shipped model and save it.")
     parser.add_argument("--out", type=Path, required=True, help="folder to save to")

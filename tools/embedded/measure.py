@@ -24,7 +24,7 @@ def load(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     Example:
         >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.embedded.measure import load
+        >>> from tools.embedded.measure import load
         >>> model, tokenizer = load(MODEL_DIR)
     """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -48,7 +48,7 @@ def accuracy(
 
     Example:
         >>> from bridge.embedded import MODEL_DIR, prompts
-        >>> from bridge.embedded.measure import accuracy, load
+        >>> from tools.embedded.measure import accuracy, load
         >>> accuracy(*load(MODEL_DIR), prompts("fact", 20)) > 0.9
         True
     """
@@ -79,7 +79,7 @@ def repeated_lists(tokenizer: PreTrainedTokenizerBase, n: int, length: int, seed
 
     Example:
         >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.embedded.measure import load, repeated_lists
+        >>> from tools.embedded.measure import load, repeated_lists
         >>> repeated_lists(load(MODEL_DIR)[1], 2, 10).shape
         torch.Size([2, 21])
     """
@@ -102,7 +102,7 @@ def repeat_accuracy(model: PreTrainedModel, ids: torch.Tensor) -> float:
 
     Example:
         >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.embedded.measure import load, repeat_accuracy, repeated_lists
+        >>> from tools.embedded.measure import load, repeat_accuracy, repeated_lists
         >>> model, tokenizer = load(MODEL_DIR)
         >>> repeat_accuracy(model, repeated_lists(tokenizer, 10, 10)) > 0.9
         True
@@ -126,7 +126,7 @@ def head_scores(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor
 
     Example:
         >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.embedded.measure import head_scores, load, repeated_lists
+        >>> from tools.embedded.measure import head_scores, load, repeated_lists
         >>> model, tokenizer = load(MODEL_DIR)
         >>> induction, previous = head_scores(model, repeated_lists(tokenizer, 10, 20))
         >>> induction.shape
@@ -153,7 +153,7 @@ def figures(folder: str | Path, n: int = 1000, seed: int = 12345) -> dict[str, o
 
     Example:
         >>> from bridge.embedded import MODEL_DIR
-        >>> from bridge.embedded.measure import figures
+        >>> from tools.embedded.measure import figures
         >>> figures(MODEL_DIR, n=20)["ioi"] > 0.9
         True
     """

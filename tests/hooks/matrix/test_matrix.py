@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tests.conftest import torch_hooks
-from tests.matrix.places import PLACES, keys_of, name_of, place_of, same
-from tests.matrix.surroundings import GENERATES, NO_GENERATION, SKIPPED, SURROUNDINGS, Setting
+from tests.hooks.matrix.places import PLACES, keys_of, name_of, place_of, same
+from tests.hooks.matrix.surroundings import GENERATES, NO_GENERATION, SKIPPED, SURROUNDINGS, Setting
 
 #: One in so many of the cases is run by default.
 SHARE = 1 if os.environ.get("MATRIX") == "all" else 12

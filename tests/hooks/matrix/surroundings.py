@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from adapters.inputs.arguments import accepted_arguments
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
-from tests.matrix.places import PLACES
+from tests.hooks.matrix.places import PLACES
 
 TOKENS = torch.randint(3, 61, (2, 6), generator=torch.Generator().manual_seed(3))
 DECODER = torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(4))

@@ -1,0 +1,124 @@
+"""What differs between the versions of transformers, each difference with the version and what needs it.
+
+Nothing else asks for a version. What the installed one does not have is refused by name when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from transformers.exporters import ExportedModel as ExportedModel
+    from transformers.exporters import HfExporter as HfExporter
+    from transformers.exporters.auto import get_exporter_class as get_exporter_class
+    from transformers.exporters.utils import decompose_for_generation as decompose_for_generation
+
+#: What exports are made of. 5.15 has other exporters, which return no `ExportedModel`.
+_EXPORT = ("5.23", "exporting a program")
+#: Names that only some versions have: the module, the first version, and what needs it.
+_SINCE = {
+    "ExportedModel": ("transformers.exporters", *_EXPORT),
+    "HfExporter": ("transformers.exporters", *_EXPORT),
+    "get_exporter_class": ("transformers.exporters.auto", *_EXPORT),
+    "decompose_for_generation": ("transformers.exporters.utils", *_EXPORT),
+}
+
+
+class VersionError(ImportError):
+    """The installed version of a library does not have what this needs; the message names the version that does."""
+
+
+def has_transformers(version: str) -> bool:
+    """Whether the installed transformers is this version or a later one.
+
+    Args:
+        version: such as ``"5.13"``.
+
+    Example:
+        >>> from adapters.imports.versions import has_transformers
+        >>> has_transformers("5.9"), has_transformers("99")
+        (True, False)
+    """
+    return Version(Version(transformers.__version__).base_version) >= Version(version)
+
+
+def registered_conversions() -> set[str]:
+    """The names for which a user registered how weights are converted, as transformers keeps them.
+
+    It does since 5.13, where what is registered takes part in saving as well. Before, there is nothing to keep.
+    """
+    if not has_transformers("5.13"):
+        return set()
+    found: set[str] = importlib.import_module("transformers.conversion_mapping").USER_REGISTERED_MAPPINGS
+    return found
+
+
+def rotation_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a configuration says of rotary embeddings: one set, or one for each kind of layer.
+
+    Until 5.15 an empty `rope_theta` stands among those for each kind of layer (Gemma 3).
+
+    Args:
+        config: a Hugging Face configuration.
+    """
+    found = dict(getattr(config, "rope_parameters", None) or {})
+    if found.get("rope_theta", 0) is None:
+        del found["rope_theta"]
+    return found
+
+
+def clamp_of(config: PreTrainedConfig) -> tuple[float, float]:
+    """The limit and the slope of gpt-oss's activation function: until 5.18 they are constants of its source.
+
+    Args:
+        config: a Hugging Face configuration of a model with that function.
+    """
+    if not has_transformers("5.19") and config.model_type == "gpt_oss":
+        return 7.0, 1.702
+    return config.swiglu_limit, config.swiglu_alpha
+
+
+def unembedding_of_gpt_neox() -> str:
+    """Where GPT-NeoX's output layer is: since 5.14 it has the name that all others have."""
+    return "lm_head" if has_transformers("5.14") else "embed_out"
+
+
+def outputs_of_t5_encoder() -> int:
+    """How many values a block of T5's encoder returns: since 5.15 as many as one of its decoder."""
+    return 3 if has_transformers("5.15") else 2
+
+
+def known_error(model: nn.Module) -> str:
+    """What this version of transformers is known to compute wrongly in a model; "" where nothing is known.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    config = getattr(model, "config", None)
+    capped = getattr(config, "model_type", "") in ("gemma2", "vaultgemma") and getattr(
+        config, "attn_logit_softcapping", None
+    )
+    if capped and getattr(config, "_attn_implementation", "") == "sdpa" and not has_transformers("5.21"):
+        return (
+            f"transformers {transformers.__version__} leaves this model's soft cap of the scores out of its sdpa "
+            "attention (from 5.21 on it has none for such models): load the model with attn_implementation='eager'"
+        )
+    return ""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _SINCE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, version, use = _SINCE[name]
+    if not has_transformers(version):
+        raise VersionError(
+            f"{use} needs transformers {version} or later, and {transformers.__version__} is installed: "
+            f"pip install 'transformers>={version}'"
+        )
+    return getattr(importlib.import_module(module), name)

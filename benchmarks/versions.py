@@ -1,0 +1,261 @@
+"""`make matrix`: the library in other versions of transformers, torch and Python, and docs/versions.md.
+
+Each cell of the table is an environment of its own in `.matrix/`. In it run the declared families and one use of
+every room (`tests/versions`), HookedTransformer's numbers, and a part of the suite. What could not be installed
+here is in the table by name, as not measured.
+
+    python benchmarks/versions.py [--only oldest,newest] [--pythons /path/to/python3.12 ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = ROOT / ".matrix"
+PAGE = ROOT / "docs" / "versions.md"
+#: The build for CPUs alone, which is small, and whose environment all cells with its Python start from.
+SMALL = "2.13.0"
+PYTHON = "3.11"
+#: How many processes run the tests of a cell.
+JOBS = os.environ.get("JOBS", "2")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of versions."""
+
+    transformers: str
+    torch: str = SMALL
+    python: str = PYTHON
+
+    @property
+    def name(self) -> str:
+        return f"transformers-{self.transformers}-torch-{self.torch}-python-{self.python}"
+
+    @property
+    def is_small(self) -> bool:
+        return (self.torch, self.python) == (SMALL, PYTHON)
+
+
+NEWEST = "5.23.0"
+CELLS = (
+    *map(Cell, ("5.9.0", "5.10.4", "5.12.1", "5.15.1", "5.18.0", "5.20.2", "5.21.1", "5.22.2", NEWEST)),
+    Cell("5.9.0", "2.6.0", "3.12"),
+    Cell(NEWEST, "2.6.0", "3.12"),
+    Cell(NEWEST, "2.14.1", "3.11"),
+    Cell(NEWEST, "2.15.0", "3.13"),
+    Cell(NEWEST, "2.15.0", "3.14"),
+)
+NAMED = {"oldest": CELLS[0], "newest": Cell(NEWEST)}
+
+#: The parts of a cell: what the column is called, and the tests.
+PARTS = {
+    "families": ["tests/versions/test_families.py"],
+    "rooms": ["tests/versions/test_rooms.py"],
+    "reference numbers": [f"tests/{room}/test_reference.py" for room in ("adapters", "analysis", "weight_processing")],
+    "part of the suite": ["tests/lens/test_lens.py", "tests/cache/test_pickled.py", "tests/hooks/test_removal.py"],
+}
+#: What the tests need beside the library's own dependencies, without what is said to need torch.
+TOOLS = [
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    "psutil>=6",
+    "scikit-learn",
+    "pyarrow>=18",
+    "xxhash>=3.4",
+]
+#: What says that it needs torch, which is there: pip would look for all that this torch says it needs.
+NEED_TORCH = ["accelerate>=1.10", "peft>=0.18"]
+
+
+class NotMeasured(Exception):
+    """Why a cell could not be made here."""
+
+
+def run(*command: str | Path, **options: str) -> str:
+    """Runs a command; what it printed."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, env=os.environ | options)
+    if done.returncode:
+        raise NotMeasured(f"{Path(str(command[0])).name} failed: {(done.stderr or done.stdout).strip()[-300:]}")
+    return done.stdout
+
+
+def python_of(version: str, pythons: list[str]) -> str:
+    """An interpreter of that version: one that was named, this one, or one on the path."""
+    for path in (*pythons, sys.executable, shutil.which(f"python{version}") or ""):
+        asked = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        if shutil.which(path) and subprocess.run(asked, capture_output=True, text=True).stdout.strip() == version:
+            return path
+    raise NotMeasured(f"there is no Python {version} here; name one with PYTHONS=/path/to/python{version}")
+
+
+def environment(cell: Cell, pythons: list[str]) -> Path:
+    """The interpreter of a cell's environment, which is made where it is not there."""
+    folder = HERE / cell.name
+    python = folder / "bin" / "python"
+    if (folder / ".made").exists():
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    run(python_of(cell.python, pythons), "-m", "venv", folder)
+    pip = (python, "-m", "pip", "install", "--quiet")
+    if cell.is_small:  # beside the packages of this environment
+        ours = run(sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+        Path(site, "ours.pth").write_text(ours)
+        listed = folder / "ours.txt"
+        kept = "transformers|huggingface.hub|tokenizers|transformer.bridge"
+        frozen = run(sys.executable, "-m", "pip", "freeze", "--exclude-editable").splitlines()
+        listed.write_text("\n".join(line for line in frozen if not re.match(kept, line) and "@" not in line))
+        run(*pip, "-c", listed, f"transformers=={cell.transformers}")
+    else:
+        run(*pip, "--no-deps", f"torch=={cell.torch}")
+        asked = run(python, "-c", "import importlib.metadata as m; print(*m.requires('torch'), sep='\\n')").splitlines()
+        needs = [need for need in asked if "extra ==" not in need and not re.match("nvidia|cuda|triton", need)]
+        runtime = [need for need in asked if need.startswith("nvidia-cuda-runtime")] or ["nvidia-cuda-runtime<14"]
+        run(*pip, *needs)
+        run(*pip, "--no-deps", runtime[0].split(";")[0])
+        run(sys.executable, "benchmarks/without_cuda.py", python.parent.parent)
+        own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        run(*pip, f"transformers=={cell.transformers}", *(need for need in own if not need.startswith("tor")), *TOOLS)
+        run(*pip, "--no-deps", *NEED_TORCH)
+    (folder / ".made").touch()
+    return python
+
+
+def measured(cell: Cell, pythons: list[str]) -> dict[str, Any]:
+    """What a cell's tests came to, by part."""
+    python = environment(cell, pythons)
+    libraries = "transformers.__version__, torch.__version__, platform.python_version()"
+    printed = run(python, "-c", f"import platform, torch, transformers; print({libraries})").split()
+    found: dict[str, Any] = dict(zip(("transformers", "torch", "python"), printed, strict=True))
+    written = HERE / f"{cell.name}.xml"
+    written.unlink(missing_ok=True)
+    tests = [test for part in PARTS.values() for test in part]
+    command = [python, "-m", "pytest", "-q", "-n", JOBS, "-p", "no:cacheprovider", f"--junitxml={written}", *tests]
+    options = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "UNCHECKED": "1"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, env=os.environ | options)
+    if not written.exists():
+        raise NotMeasured(f"pytest did not run: {(done.stderr or done.stdout).strip()[-300:]}")
+    cases = list(ET.parse(written).iter("testcase"))
+    for part, files in PARTS.items():
+        modules = {file.removesuffix(".py").replace("/", ".") for file in files}
+        found[part] = counted([case for case in cases if case.get("classname") in modules])
+        if not found[part]["passed"]:
+            raise NotMeasured(f"no test of {part} passed: {done.stdout.strip()[-300:]}")
+    return found
+
+
+def counted(cases: list[ET.Element]) -> dict[str, Any]:
+    """How many tests passed, which failed, and what was skipped or expected to fail, with the reasons."""
+    passed = 0
+    failed: list[str] = []
+    told: dict[str, str] = {}
+    for case in cases:
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+        elif (skipped := case.find("skipped")) is not None:
+            told[name] = str(skipped.get("message"))
+        else:
+            passed += 1
+    return {"passed": passed, "failed": failed, "told": told}
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """docs/versions.md."""
+    rows: list[str] = []
+    notes: list[str] = []
+    for cell in CELLS:
+        found = results.get(cell.name)
+        asked = f"| {cell.transformers} | {cell.torch} | {cell.python} |"
+        if found is None:
+            continue
+        if "not measured" in found:
+            rows.append(f"{asked} not measured here | | | |")
+            notes.append(f"- Python {cell.python}, torch {cell.torch}: {found['not measured']}.")
+            continue
+        cells = [short(found[part]) for part in PARTS]
+        rows.append(f"| {found['transformers']} | {found['torch']} | {found['python']} | {' | '.join(cells)} |")
+        for part in PARTS:
+            notes += said(cell, part, found[part])
+    return "\n".join([HEAD, *rows, "", "What the table does not say:", "", *dict.fromkeys(notes), "", TAIL])
+
+
+def short(found: dict[str, Any]) -> str:
+    total = found["passed"] + len(found["failed"]) + len(found["told"])
+    return f"{found['passed']} of {total}"
+
+
+def said(cell: Cell, part: str, found: dict[str, Any]) -> list[str]:
+    """What is to be said of tests that did not pass."""
+    lines = [
+        f"- {cell.transformers} with torch {cell.torch}: fails: `{name.split('.')[-1]}`." for name in found["failed"]
+    ]
+    for name, reason in found["told"].items():
+        lines.append(f"- {cell.transformers}: `{name.split('::')[-1]}`: {reason.split(chr(10))[0]}.")
+    return lines
+
+
+HEAD = """# Versions
+
+What was measured, by `make matrix`: each row is an environment of its own, and each number is of tests that passed.
+The families are tiny and random: logits equal to Hugging Face's bit by bit, the cache, the pattern against the model's
+own, an edit against a plain torch hook, generated tokens, `verify`. The rooms are one use of each part of the library.
+The reference numbers are HookedTransformer's.
+
+| transformers | torch | Python | families | rooms | reference numbers | part of the suite |
+|---|---|---|---|---|---|---|"""
+TAIL = """Of torch, `2.13.0+cpu` is the build for CPUs. The others are the builds for CUDA, run on a CPU without CUDA's
+libraries: empty ones stand in their place (`benchmarks/without_cuda.py`).
+
+What differs between versions is in `adapters/imports/versions.py`, each difference with the version and the reason.
+What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23. What a version
+computes wrongly itself, `adapters.verify` says.
+
+The lower bounds in `pyproject.toml` are the lowest versions of the rows in which all reference numbers are right. What
+is between two rows was not measured.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="cells: oldest, newest, or parts of their names, with commas")
+    parser.add_argument("--pythons", nargs="*", default=[], help="interpreters")
+    parser.add_argument("--check", action="store_true", help="fail where a test fails, and leave the page as it is")
+    given = parser.parse_args()
+    chosen = [cell for cell in CELLS if not given.only or any(
+        NAMED.get(word) == cell or (word not in NAMED and word in cell.name) for word in given.only.split(",")
+    )]  # fmt: skip
+    HERE.mkdir(exist_ok=True)
+    failed = []
+    for cell in chosen:
+        try:
+            found = measured(cell, given.pythons)
+            failed += [name for part in PARTS for name in found[part]["failed"]]
+        except NotMeasured as why:
+            found = {"not measured": str(why)}
+            failed += [f"{cell.name}: {why}"] if given.check else []
+        (HERE / f"{cell.name}.json").write_text(json.dumps(found, indent=1))
+        cells = [short(found[part]) for part in PARTS] if "not measured" not in found else [found["not measured"]]
+        print(cell.name, *cells, sep="  ", flush=True)
+    if not given.check:
+        PAGE.write_text(page({path.stem: json.loads(path.read_text()) for path in HERE.glob("*.json")}))
+    if given.check and failed:
+        sys.exit("\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()

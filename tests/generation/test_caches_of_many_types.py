@@ -1,0 +1,45 @@
+"""What a generation leaves is what a run on the finished text leaves, or it is refused."""
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from tests.tiny_models import tiny_model
+
+OPTIONS = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False, "return_type": "tokens"}
+
+
+def prompt():
+    return torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "nanochat"])
+def test_modules_that_run_several_times_in_each_step(kind):
+    bridge = TransformerBridge(tiny_model(kind))
+    out, cache = bridge.generate(prompt(), return_cache=True, **OPTIONS)
+    with torch.no_grad():
+        _, right = bridge.run_with_cache(out[:, :-1])
+    several = [name for name in cache if "@" in bridge.hook_dict[name].point.site.path]
+    assert several
+    for name in several:
+        torch.testing.assert_close(cache[name], right[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_a_hook_at_one_of_several_calls_is_called_in_each_step():
+    bridge = TransformerBridge(tiny_model("nanochat"))
+    name = next(name for name, hook in bridge.hook_dict.items() if "@" in hook.point.site.path)
+    seen = []
+    with bridge.hooks(fwd_hooks=[(name, lambda act, hook: seen.append(act.shape[1]))]):
+        bridge.generate(prompt(), **OPTIONS)
+    assert seen == [5, 1, 1]
+
+
+def test_a_model_that_reads_in_both_directions_is_refused_or_reads_all_anew():
+    bridge = TransformerBridge(tiny_model("bert-generation"))
+    with pytest.raises(ValueError, match="reads in both directions"):
+        bridge.generate(prompt(), return_cache=True, **OPTIONS)
+    out, cache = bridge.generate(prompt(), return_cache=True, use_past_kv_cache=False, **OPTIONS)
+    with torch.no_grad():
+        _, right = bridge.run_with_cache(out[:, :-1])
+    for name in cache:
+        torch.testing.assert_close(cache[name], right[name], atol=1e-5, rtol=1e-4, msg=name)

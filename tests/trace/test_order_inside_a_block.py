@@ -1,0 +1,64 @@
+"""What a trace says about points of one block that are asked for in another order than the model's."""
+
+import re
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.trace.errors import PointPassedError
+from tests.tiny_models import tiny_model
+
+TOKENS = torch.tensor([[3, 4, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "late"),
+    [
+        ("llama", "attn.hook_z", "attn.hook_pattern"),
+        ("llama", "attn.hook_z", "attn.hook_attn_scores"),
+        ("llama", "attn.hook_z", "attn.hook_rot_k"),
+        ("gpt2", "attn.hook_z", "attn.hook_pattern"),
+        ("qwen3", "attn.hook_z", "attn.q_norm.hook_scale"),
+        ("qwen3", "attn.hook_rot_q", "attn.k_norm.hook_normalized"),
+        ("qwen3_next", "mixer.hook_conv", "mixer.hook_in_proj_ba"),
+        ("mamba", "mixer.hook_out_proj", "mixer.hook_in_proj"),
+    ],
+)
+def test_too_late_is_an_error_of_order_with_the_models_positions(kind, first, late):
+    bridge = TransformerBridge(tiny_model(kind))
+    first, late = f"blocks.0.{first}", f"blocks.0.{late}"
+    with pytest.raises(PointPassedError) as error, bridge.trace(TOKENS) as run:
+        run[first]
+        run[late]
+    passed, here = (int(number) for number in re.findall(r"\((\d+) of \d+ points\)", str(error.value)))
+    assert passed < here
+    with bridge.trace(TOKENS) as run:  # and in the order that it tells
+        run[late]
+        run[first]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in bridge.original_model.modules())
+
+
+def test_scores_that_cannot_be_seen_are_still_told_so():
+    bridge = TransformerBridge(tiny_model("llama"))
+    attention = bridge.original_model.model.layers[0].self_attn
+    o_proj = attention.o_proj
+
+    def forward(hidden_states, *args, **kwargs):
+        return o_proj(hidden_states), None
+
+    attention.forward = forward
+    with pytest.raises(RuntimeError, match="computed no scores that could be seen"), bridge.trace(TOKENS) as run:
+        run["blocks.0.attn.hook_pattern"]
+
+
+def test_rwkv_goes_past_blocks_that_are_left_out():
+    bridge = TransformerBridge(tiny_model("rwkv"))
+    with torch.no_grad():
+        with bridge.trace(TOKENS) as run:
+            run.skip(0)
+            entered = run["blocks.1.hook_resid_pre"]
+            logits = run.logits
+        _, cache = bridge.run_with_cache(TOKENS, names_filter="blocks.0.hook_resid_pre")
+        assert torch.equal(entered, cache["resid_pre", 0])
+        torch.testing.assert_close(logits, bridge(cache["resid_pre", 0], start_at_layer=1))

@@ -1,0 +1,1 @@
+"""How the library is made and measured, and no part of it."""

@@ -1,0 +1,1 @@
+"""How the shipped model was trained, and what of it is measured."""
