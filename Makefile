@@ -84,6 +84,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/circuits.py time
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/programs.py
+	$(BIN)/python benchmarks/bases.py
 	$(BIN)/python benchmarks/imports.py
 
 # Tries every text architecture of transformers, and writes docs/models.md: some minutes.

@@ -177,6 +177,22 @@ class NormNormalized(_NormView):
         return self.kind.gated(module, new if weight is None else (new * weight).to(x.dtype))
 
 
+@dataclass(frozen=True, repr=False)
+class NormalizedOutput(View):
+    """What `NormNormalized` shows, from the norm's output alone: for those who look at it from elsewhere.
+
+    Attributes:
+        kind: what the norm computes.
+    """
+
+    kind: NormKind
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        weight = None if self.kind.centered else self.kind.weight(call.module)
+        return x if weight is None else (at_least_float32(x) / weight).to(x.dtype)
+
+
 def normalized(kind: NormKind, x: Tensor) -> Tensor:
     """What a norm without weight and bias makes of a stream.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bridge.facade.analysis import AnalysisMethods
+from bridge.facade.bases import BasisMethods
 from bridge.facade.lens import LensMethods
 from bridge.facade.loading import LoadingMethods
 from bridge.facade.programs import ProgramMethods
 from bridge.facade.trace import TraceMethods
 
 
-class TransformerBridge(LensMethods, TraceMethods, ProgramMethods, AnalysisMethods, LoadingMethods):
+class TransformerBridge(BasisMethods, LensMethods, TraceMethods, ProgramMethods, AnalysisMethods, LoadingMethods):
     """Wraps a Hugging Face model without changing it.
 
     Its parameters, state dict, mode and device are the model's own. Hook points cost nothing until someone listens.

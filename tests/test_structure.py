@@ -38,11 +38,12 @@ MAY_USE = {
     "bridge.native": {"bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"adapters", "bridge.native", "bridge.hooks"},
+    "bridge.bases": {"adapters", "bridge.hooks"},
     "bridge.lens": {"adapters", "bridge.hooks", "bridge.analysis", "bridge.run"},
     "bridge.facade": {
         "adapters", "weight_processing", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.weights",
         "bridge.analysis", "bridge.cache", "bridge.generation", "bridge.trace", "bridge.programs", "bridge.native",
-        "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.version", "bridge.interventions",
+        "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.version", "bridge.bases", "bridge.interventions",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
     "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.run"},
@@ -52,7 +53,7 @@ MAY_USE = {
 #: What stands on top, and may use every room but these.
 ON_TOP = (
     "bridge.cli", "bridge.legacy", "bridge.harvest", "bridge.pictures",
-    "bridge.circuits", "bridge.tasks",
+    "bridge.circuits", "bridge.tasks", "bridge.features",
 )  # fmt: skip
 
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.

@@ -95,7 +95,7 @@ class RunMethods(HookMethods, TokenMethods):
         *,
         return_cache_object: bool = True,
         remove_batch_dim: bool = False,
-        names_filter: NamesFilter = None,
+        names_filter: NamesFilter | HookPoint = None,
         incl_bwd: bool = False,
         pos_slice: PosSlice = None,
         device: torch.device | str | None = None,
@@ -158,7 +158,7 @@ class RunMethods(HookMethods, TokenMethods):
         self,
         input: Input,
         callback: Callable[[Tensor, HookPoint], None],
-        names_filter: NamesFilter = None,
+        names_filter: NamesFilter | HookPoint = None,
         **forward_kwargs: Any,
     ) -> Any:
         """Runs the model and gives each activation to a function as it comes, in place of a cache.

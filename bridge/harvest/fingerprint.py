@@ -16,8 +16,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from adapters.views.basis import InBasis
+from bridge.bases.placing import modules_of
 from bridge.bridge import TransformerBridge
 from bridge.harvest.errors import HarvestError
+from bridge.hooks.hook_point import HookPoint
 from bridge.interventions import Operation
 
 
@@ -80,8 +83,10 @@ def of_model(bridge: TransformerBridge) -> dict[str, str]:
     config = bridge.core.config.to_dict()
     for varying in ("_name_or_path", "transformers_version", "architectures"):
         config.pop(varying, None)
-    declared = [hook.point for hook in bridge.hook_dict.values()]
+    placed = bridge.bases
+    declared = [hook.point for hook in bridge.hook_dict.values() if hook not in placed]
     return {
+        **({"bases": digest(*(_of_basis(hook) for hook in placed))} if placed else {}),
         "class": type(bridge.core).__name__,
         "config": digest(json.dumps(config, sort_keys=True, default=str)),
         "weights": of_module(bridge.original_model),
@@ -89,6 +94,28 @@ def of_model(bridge: TransformerBridge) -> dict[str, str]:
             *(f"{point.name} {point.site} {point.axes} {type(point.view).__name__}" for point in declared)
         ),
     }
+
+
+def _of_basis(hook: HookPoint) -> str:
+    """What tells a basis from another of the same name.
+
+    Raises:
+        ValueError: it is made of functions.
+    """
+    assert isinstance(hook.view, InBasis)
+    modules, error = modules_of(hook.view.basis), hook.view.error
+    if not modules:
+        raise ValueError(
+            f"{hook.name} is made of functions, which nobody can tell from others when the harvest goes on: give "
+            "add_basis a torch module, or remove_basis it"
+        )
+    what = f"{hook.name} {type(hook.view.basis).__name__} {hook.view.reads and hook.view.reads[0]}"
+    total = xxhash.xxh3_128(what.encode())
+    if isinstance(error, Tensor):
+        add_tensor(total, error)
+    else:
+        total.update(error.encode())
+    return total.hexdigest() + "".join(map(of_module, modules))
 
 
 def of_tokenizer(tokenizer: Any) -> str:

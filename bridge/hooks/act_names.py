@@ -46,9 +46,10 @@ def act_name(
         name, layer, layer_type = together.groups()
     name = _SHORT.get(name, name)
     part = _PARTS.get(layer_type or "", layer_type or "")
-    if not part and name in _IN_ATTENTION:
+    stem = name.partition(".")[0]  # behind the dot, a basis
+    if not part and stem in _IN_ATTENTION:
         part = "attn"
-    if not part and name in _IN_MLP:
+    if not part and stem in _IN_MLP:
         part = "mlp"
     if name in ("scale", "normalized") and not part and layer is None:
         part = "ln_final"

@@ -355,6 +355,8 @@ class HookPoint:
     def _seen(x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
         """The activation, as a copy where the site's tensor is about to be written to."""
         act = x if view.identity else view.get(x, call)
+        if act.is_sparse:
+            return act.to_dense()
         return act.clone() if copy or view.writes_through else act
 
     def _asked(self, mine: Sequence[Listener], act: Tensor, now: Pass, view: View) -> tuple[Tensor, bool]:

@@ -30,9 +30,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
-def named_one_by_one(names: NamesFilter) -> bool:
+def named_one_by_one(names: NamesFilter | HookPoint) -> bool:
     """Whether a filter names hook points, so that each of them has to run."""
-    return names is not None and not callable(names)
+    return names is not None and (isinstance(names, HookPoint) or not callable(names))
 
 
 class Names:

@@ -14,10 +14,12 @@ from bridge.patching.generic import (
 )
 from bridge.patching.setters import (
     PatchSetter,
+    layer_feature_patch_setter,
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
     layer_head_vector_patch_setter,
+    layer_pos_feature_patch_setter,
     layer_pos_head_vector_patch_setter,
     layer_pos_patch_setter,
 )
@@ -67,10 +69,12 @@ __all__ = [
     "get_act_patch_mlp_out",
     "get_act_patch_resid_mid",
     "get_act_patch_resid_pre",
+    "layer_feature_patch_setter",
     "layer_head_dest_src_pos_pattern_patch_setter",
     "layer_head_pattern_patch_setter",
     "layer_head_pos_pattern_patch_setter",
     "layer_head_vector_patch_setter",
+    "layer_pos_feature_patch_setter",
     "layer_pos_head_vector_patch_setter",
     "layer_pos_patch_setter",
     "make_df_from_ranges",

@@ -26,7 +26,7 @@ from bridge.run.checks import as_tokens
 #: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number.
 Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]
 
-AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos")
+AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos", "feature")
 
 
 @refuse_wrong_types
@@ -62,9 +62,10 @@ def generic_activation_patch(
         patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
         patch_setter: called as ``setter(corrupted_activation, index, clean_activation)``; those of
             `bridge.patching.setters`, or one of your own.
-        activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``.
+        activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``; of a point
+            in a basis ``"resid_pre.NAME"``.
         index_axis_names: what to go through, the layer first: all combinations of ``"layer"``, ``"pos"``, ``"head"``
-            (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``.
+            (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``, and of a point in a basis ``"feature"``.
         index_df: instead, a pandas data frame with an index in each row, the layer first.
         return_index_df: also return the data frame of indices. This needs pandas.
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
@@ -110,7 +111,7 @@ def generic_activation_patch(
         if index_axis_names is None:
             raise ValueError("give index_axis_names, or a data frame of indices as index_df")
         there = _layers(model, activation_name)
-        sizes = [_size(model, tokens, activation_name, axis, there) for axis in index_axis_names]
+        sizes = [_size(model, tokens, activation_name, axis, there, clean_cache) for axis in index_axis_names]
         rows = [list(row) for row in itertools.product(*map(range, sizes))]
         frame = make_df_from_ranges(sizes, index_axis_names) if return_index_df else None
     else:
@@ -152,11 +153,7 @@ def _steps(
     for row in rows:
         hook = model.names.find(act_name(activation_name, row[0]))
         if hook not in clean:
-            if hook.name not in clean_cache:
-                raise KeyError(
-                    f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it by default"
-                )
-            clean[hook] = clean_cache[hook.name]
+            clean[hook] = _clean(clean_cache, hook)
         steps.append(Step(hook, row, clean[hook], setter))
     return steps
 
@@ -174,7 +171,14 @@ def _layers(model: TransformerBridge, activation_name: str) -> list[int]:
     return found
 
 
-def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: str, there: Sequence[int]) -> int:
+def _size(
+    model: TransformerBridge,
+    tokens: Tensor,
+    activation_name: str,
+    axis: str,
+    there: Sequence[int],
+    clean_cache: Mapping[str, Tensor],
+) -> int:
     """How many values an index axis has."""
     if axis not in AXES:
         raise ValueError(f"there is no index axis {axis!r}; there are {', '.join(AXES)}.{suggestion(axis, AXES)}")
@@ -182,6 +186,11 @@ def _size(model: TransformerBridge, tokens: Tensor, activation_name: str, axis: 
         return model.cfg.n_layers
     if axis.endswith("pos"):
         return tokens.shape[1]
+    if axis == "feature":
+        hook = model.names.find(act_name(activation_name, there[0]))
+        if not hook.point.axes.endswith(" feature"):
+            raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]: only a point in a basis has features")
+        return _clean(clean_cache, hook).shape[-1]
     return max(_heads(model, activation_name, layer) for layer in there)
 
 
@@ -192,6 +201,23 @@ def _heads(model: TransformerBridge, activation_name: str, layer: int) -> int:
     if "n_key_value_heads" in axes:
         return (attn and attn.n_kv_heads) or model.cfg.n_kv_heads
     return (attn and attn.n_heads) or model.cfg.n_heads
+
+
+def _clean(clean_cache: Mapping[str, Tensor], hook: HookPoint) -> Tensor:
+    """The clean run's activation.
+
+    Raises:
+        KeyError: it was not cached.
+    """
+    if hook.name not in clean_cache:
+        raise KeyError(
+            f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it {_how(hook)}"
+        )
+    return clean_cache[hook.name]
+
+
+def _how(hook: HookPoint) -> str:
+    return "by default" if hook.point.group == "standard" else f"with names_filter={hook.name!r}"
 
 
 def _number(value: Any) -> float:

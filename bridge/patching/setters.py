@@ -180,6 +180,58 @@ def layer_head_dest_src_pos_pattern_patch_setter(
     return _patch(corrupted_activation, clean_activation, index, (_ALL, head, dest, src))
 
 
+@refuse_wrong_types
+def layer_feature_patch_setter(corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor) -> Tensor:
+    """Patches one feature at all positions, for points in a basis.
+
+    Args:
+        corrupted_activation: ``[batch, pos, feature]``.
+        index: ``[layer, feature]``.
+        clean_activation: ``[batch, pos, feature]``.
+
+    Returns:
+        The corrupted activation, changed.
+
+    Raises:
+        ValueError: the index has another length, or the two shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from bridge.patching import layer_feature_patch_setter
+        >>> layer_feature_patch_setter(torch.zeros(1, 2, 2), [0, 1], torch.ones(1, 2, 2)).flatten()
+        tensor([0., 1., 0., 1.])
+    """
+    _, feature = _named(index, "layer", "feature")
+    return _patch(corrupted_activation, clean_activation, index, (_ALL, _ALL, feature))
+
+
+@refuse_wrong_types
+def layer_pos_feature_patch_setter(
+    corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
+) -> Tensor:
+    """Patches one feature at one position, for points in a basis.
+
+    Args:
+        corrupted_activation: ``[batch, pos, feature]``.
+        index: ``[layer, pos, feature]``.
+        clean_activation: ``[batch, pos, feature]``.
+
+    Returns:
+        The corrupted activation, changed.
+
+    Raises:
+        ValueError: the index has another length, or the two shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from bridge.patching import layer_pos_feature_patch_setter
+        >>> layer_pos_feature_patch_setter(torch.zeros(1, 2, 2), [0, 0, 1], torch.ones(1, 2, 2)).flatten()
+        tensor([0., 1., 0., 0.])
+    """
+    _, pos, feature = _named(index, "layer", "pos", "feature")
+    return _patch(corrupted_activation, clean_activation, index, (_ALL, pos, feature))
+
+
 def _named(index: Sequence[int], *axes: str) -> Sequence[int]:
     if len(index) != len(axes):
         raise ValueError(f"the index is {list(index)}; this patch setter needs [{', '.join(axes)}]")

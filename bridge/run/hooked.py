@@ -9,7 +9,7 @@ from typing import Any
 from bridge.hooks.context import CURRENT, RunContext
 from bridge.hooks.hook_point import HookPoint, checked_function
 from bridge.hooks.listener import HookFunction, Kind, Listener, Scope
-from bridge.hooks.names import NamesFilter
+from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.run.layer_range import check_layers
 from bridge.run.protocol import HookSpec, Runs
 
@@ -41,7 +41,7 @@ def points_of_run(bridge: Runs, names: NamesFilter | HookPoint, forward_kwargs: 
     if len(running) == len(points):
         return points
     layers = ", ".join(f"{name}={forward_kwargs.get(name)}" for name in ("start_at_layer", "stop_at_layer"))
-    if names is not None and not callable(names):
+    if named_one_by_one(names):
         outside = next(hook for hook in points if hook not in running)
         raise ValueError(f"{outside.name} does not run with {layers}")
     if not running:
@@ -62,10 +62,10 @@ def hooked(
     check_specs("bwd_hooks", bwd_hooks)
     chosen: list[tuple[HookPoint, HookFunction, Kind, bool]] = []
     for names, fn in fwd_hooks:
-        named = not callable(names)
+        named = named_one_by_one(names)
         chosen += [(hook, checked_function(hook, fn), "fwd", named) for hook in bridge.select_hooks(names)]
     for names, fn in bwd_hooks:
-        named = not callable(names)
+        named = named_one_by_one(names)
         chosen += [(hook, checked_function(hook, fn), "bwd", named) for hook in bridge.select_hooks(names)]
     try:
         if reset_hooks_end:

@@ -24,6 +24,7 @@ from bridge.wiring.calls import Calls
 from bridge.wiring.checkpointing import CheckpointedBlocks
 from bridge.wiring.clashes import check_clash
 from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
+from bridge.wiring.in_order import put_behind_in_order
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
 from bridge.wiring.site import SiteHook
@@ -109,6 +110,21 @@ class Wiring:
         self._homes[hook] = SiteHook(hook.point.site)
         self._by_block.clear()
         self._plans.clear()
+
+    def insert(self, hook: HookPoint, behind: HookPoint) -> None:
+        """Takes in a hook point that comes right behind another one, and behind what stands on that already."""
+        with self.lock:
+            self.place(hook)
+            put_behind_in_order(self.points, hook, behind)
+
+    def take_out(self, hook: HookPoint) -> None:
+        """Takes a hook point out again, with the hooks on it."""
+        with self.lock:
+            self.remove(hook, hook.listeners)
+            del self.points[hook.name], self._homes[hook]
+            self._by_block.clear()
+            self._sources.clear()
+            self._plans.clear()
 
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.

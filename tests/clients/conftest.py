@@ -11,6 +11,7 @@ NEEDS = {
     "test_auto_circuit": "auto_circuit",
     "test_circuitsvis": "circuitsvis",
     "test_sae_lens": "sae_lens",
+    "test_sae_lens_bases": "sae_lens",
     "test_tuned_lens": "tuned_lens",
 }
 collect_ignore = [f"{name}.py" for name, package in NEEDS.items() if importlib.util.find_spec(package) is None]

@@ -8,7 +8,12 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NOTEBOOKS = {"first_hour": 4, "ioi_circuit": 6, "from_hooked_transformer": 2}  # how many pictures each shows
+NOTEBOOKS = {
+    "first_hour": 4,
+    "ioi_circuit": 6,
+    "from_hooked_transformer": 2,
+    "features": 2,
+}  # how many pictures each shows
 
 
 def test_all_of_them_are_known():

@@ -17,6 +17,8 @@ from torch._dynamo.utils import counters
 
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
+from tests.bases.common import KINDS
+from tests.bases.common import cases as basis_cases
 from tests.interventions.cases import LENGTH, NAMES, by_hand, cases
 from tests.programs.test_programs import batch
 
@@ -191,6 +193,18 @@ def test_a_compiled_program_generates_no_edit_of_some_tokens():
     program = bridge.program(interventions=[(point, operation)]).compile()
     with pytest.raises(ValueError, match="with generate, compiled, a program does not know"):
         bridge.generate(torch.tensor([[5, 6, 7]]), 3, program=program, do_sample=False, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:`treespec.children_specs` is deprecated:FutureWarning")  # torch's own, of export
+@pytest.mark.parametrize("kind", KINDS)
+def test_points_in_a_basis_compiled_and_exported(kind: str):
+    bridge = TransformerBridge(tiny("gpt2"))
+    tokens, _ = batch(bridge)
+    hook = basis_cases(bridge)[kind].place(bridge)
+    program = bridge.program(capture=[hook.name], interventions=[(hook, halve)])
+    wanted = program(tokens)
+    assert_same(torch.compile(program, backend="aot_eager", fullgraph=True)(tokens), wanted)
+    assert_same(program.export({"input_ids": tokens})(input_ids=tokens), wanted)
 
 
 def test_why_a_program_finds_its_pass_otherwise_than_a_run():

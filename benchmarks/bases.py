@@ -1,0 +1,104 @@
+"""What a hook point in a basis costs, as ratios to a plain forward pass, alternated in one process.
+
+python benchmarks/bases.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from bridge import TransformerBridge
+from bridge.patching import generic_activation_patch, layer_feature_patch_setter
+
+N = 4096
+
+
+class SAE(nn.Module):
+    """A sparse autoencoder with random weights, of which about every tenth feature is active."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.W_enc = nn.Parameter(torch.randn(d, N) / d**0.5, requires_grad=False)
+        self.W_dec = nn.Parameter(torch.randn(N, d) / N**0.5, requires_grad=False)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The features."""
+        return (nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5 @ self.W_enc - 1.3).relu()
+
+    def decode(self, features: Tensor) -> Tensor:
+        """What they explain."""
+        return features @ self.W_dec
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def ratio(one: Callable[[], object], other: Callable[[], object], rounds: int = 15) -> float:
+    """The median of the ratios of two times, taken in turn."""
+    return statistics.median(seconds(one) / seconds(other) for _ in range(rounds))
+
+
+@torch.no_grad()
+def main() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=256, n_head=4, vocab_size=2000)).eval()
+    bare, bridge = TransformerBridge(model), TransformerBridge(model)
+    clean, corrupted = torch.randint(0, 2000, (2, 1, 64))
+    sae = SAE(256)
+    point = bridge.add_basis("blocks.3.hook_resid_post", "sae", sae)
+    _, cache = bridge.run_with_cache(clean, names_filter=[point.name, "blocks.3.hook_resid_post"])
+    act = cache["blocks.3.hook_resid_post"]
+
+    def plain() -> Tensor:
+        return bare(clean)
+
+    def base() -> object:
+        return bare.run_with_cache(clean, names_filter="blocks.3.hook_resid_post")
+
+    def read() -> object:
+        return bridge.run_with_cache(clean, names_filter=point)
+
+    def encoded() -> object:
+        base()
+        return sae.encode(act)
+
+    for function in (plain, read, encoded):
+        function()
+    print(f"placed and not asked for      {ratio(lambda: bridge(clean), plain):.3f} of a forward pass without")
+    print(f"read                          {ratio(read, encoded):.3f} of reading the point, and encoding it by hand")
+    active = (cache[point.name][0] > 0).any(0).nonzero().flatten()[:200]
+    metric = lambda logits: logits[0, -1, 7]
+    rows = _Rows([(3, int(feature)) for feature in active])
+
+    def sweep() -> object:
+        return generic_activation_patch(
+            bridge, corrupted, cache, metric, layer_feature_patch_setter, "resid_post.sae", index_df=rows, verbose=False
+        )
+
+    sweep()
+    each = ratio(sweep, plain, 5) / len(active)
+    print(f"a sweep over {len(active)} features    {each:.3f} of a forward pass each")
+
+
+class _Rows:
+    """As much of a data frame as a sweep asks for."""
+
+    def __init__(self, rows: list[tuple[int, int]]) -> None:
+        self.rows = rows
+
+    def itertuples(self, index: bool, name: None) -> list[tuple[int, int]]:
+        """The rows."""
+        return self.rows
+
+
+if __name__ == "__main__":
+    main()

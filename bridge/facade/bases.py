@@ -1,0 +1,316 @@
+"""Hook points in a basis of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from adapters.views.basis import Basis, Error, InBasis
+from bridge.bases.placing import Functions, basis_point, modules_of
+from bridge.cache.activation_cache import ActivationCache
+from bridge.facade.runs import RunMethods
+from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.listener import Listener, Scope
+from bridge.run.protocol import Input
+
+
+class BasisMethods(RunMethods):
+    """The methods of a bridge that place hook points in a basis, and that hold parts of a run."""
+
+    @property
+    def bases(self) -> list[HookPoint]:
+        """The hook points that were placed by `add_basis`, in the order of the computation.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> TransformerBridge.boot_embedded().bases
+            []
+        """
+        return [hook for hook in self.hook_dict.values() if isinstance(hook.view, InBasis)]
+
+    def __repr__(self) -> str:
+        placed = ", ".join(hook.name for hook in self.bases)
+        return super().__repr__() + (f"\n  bases           {placed}" if placed else "")
+
+    def add_basis(
+        self,
+        point: str | HookPoint,
+        name: str,
+        basis: Basis | None = None,
+        *,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        reads: str | HookPoint | None = None,
+        skip: Callable[[Tensor], Tensor] | None = None,
+        error: Error = "keep",
+    ) -> HookPoint:
+        """Places a hook point that shows an activation in a basis: an SAE's features, directions, a rotation.
+
+        Its activation is ``encode(a)``. What is written back is ``a + decode(new) - decode(old)``, so that what the
+        basis does not explain stays, and the same features leave the same bits. The point is one like any other: its
+        name is found by filters, hooks, caches, traces, programs, harvests and patching, and it costs nothing until
+        someone listens. An unfiltered cache leaves it out. A copy of the bridge has none.
+
+        Args:
+            point: the hook point whose activation it shows. A basis's own point may be one.
+            name: its name is that of `point`, a dot, and this.
+            basis: anything with `encode` and `decode`, such as SAELens' objects. It is moved with the bridge (`to`).
+            encode, decode: in place of `basis`, two functions.
+            reads: the features are of this point's activation and not of `point`'s (a transcoder): an input or output
+                of a module that runs earlier.
+            skip: what a transcoder adds to what is decoded, as a function of what is read.
+            error: what becomes of what the basis does not explain. ``"keep"``: it stays. ``"drop"``: in every run
+                ``decode(features)`` goes on in place of the activation. A tensor: that and this (`basis_error` gives
+                the error of a run).
+
+        Returns:
+            The hook point.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: the name is taken or is no word; the activation has no axis of features; the basis's tensors are
+                on another device, or of another type; `reads` cannot be read from elsewhere, or does not come before.
+            TypeError: neither a basis nor both functions, or both ways.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> from bridge.bases import Directions
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> mary = bridge.tokens_to_residual_directions(" Mary")
+            >>> point = bridge.add_basis("blocks.2.hook_resid_post", "mary", Directions(mary))
+            >>> logits, cache = bridge.run_with_cache("Mary and John", names_filter=point)
+            >>> cache["blocks.2.hook_resid_post.mary"].shape
+            torch.Size([1, 4, 1])
+        """
+        hook = self._new_point(point, name, basis, encode, decode, reads, skip, error)
+        if not _leaves_alone(hook):
+            self.wiring.add(hook, Listener("fwd", as_they_are, None, permanent=True))
+        return hook
+
+    @contextmanager
+    def basis(
+        self,
+        point: str | HookPoint,
+        name: str,
+        basis: Basis | None = None,
+        *,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        reads: str | HookPoint | None = None,
+        skip: Callable[[Tensor], Tensor] | None = None,
+        error: Error = "keep",
+    ) -> Iterator[HookPoint]:
+        """As `add_basis`, inside a ``with`` statement; an error that is not kept is so for its runs alone.
+
+        Args:
+            point, name, basis, encode, decode, reads, skip, error: as for `add_basis`.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.bases import Rotation
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> with bridge.basis("blocks.1.hook_mlp_out", "turned", Rotation(128)) as point:
+            ...     point.name in bridge.hook_dict
+            True
+            >>> bridge.bases
+            []
+        """
+        hook = self._new_point(point, name, basis, encode, decode, reads, skip, error)
+        try:
+            if _leaves_alone(hook):
+                yield hook
+            else:
+                scope = Scope()
+                with self.wiring.scoped([(hook, Listener("fwd", as_they_are, scope))], scope):
+                    yield hook
+        finally:
+            if self.hook_dict.get(hook.name) is hook:
+                self.remove_basis(hook)
+
+    def remove_basis(self, point: str | HookPoint) -> None:
+        """Takes a hook point that `add_basis` placed out again, with the hooks on it and the bases on it.
+
+        Args:
+            point: the hook point, or its name.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+            ValueError: it is one of the model's own.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.bases import Neurons
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> point = bridge.add_basis("blocks.0.mlp.hook_post", "some", Neurons(512, [3, 5]))
+            >>> bridge.remove_basis(point)
+        """
+        hook, _ = self._basis_at(point)
+        for other in self.bases:
+            if other is hook or other.name.startswith(f"{hook.name}."):
+                self.wiring.take_out(other)
+        self._names_changed()
+
+    def basis_error(self, cache: Any, point: str | HookPoint) -> Tensor:
+        """What a basis did not explain in a run: the activation less what is decoded (and less a transcoder's skip).
+
+        Args:
+            cache: of a run; it holds the basis's own point, the point that it stands on, and for one that reads
+                elsewhere with a skip path, that point.
+            point: the hook point in the basis, or its name.
+
+        Returns:
+            ``[batch, pos, d]``.
+
+        Raises:
+            KeyError: the cache does not hold one of them.
+            ValueError: the point is no basis.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.bases import Rotation
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> point = bridge.add_basis("blocks.1.hook_mlp_out", "turned", Rotation(128))
+            >>> _, cache = bridge.run_with_cache("Mary and", names_filter=["blocks.1.hook_mlp_out", point.name])
+            >>> bool(bridge.basis_error(cache, point).abs().max() < 1e-4)
+            True
+        """
+        hook, view = self._basis_at(point)
+        read = None if view.reads is None or view.skip is None else cache[view.reads[0]]
+        return view.unexplained(cache[hook.name.rpartition(".")[0]], cache[hook.name], read)
+
+    @contextmanager
+    def linearised(
+        self,
+        input: Input,
+        freeze: Sequence[str] = ("pattern", "ln_scale"),
+        **forward_kwargs: Any,
+    ) -> Iterator[ActivationCache | dict[str, Tensor]]:
+        """Holds attention patterns and norm factors at their values in one run, for all runs in a ``with`` statement.
+
+        Between MLPs the model is then linear in its residual stream: what is added to it has an exact share in all that
+        comes behind. Gradients do not flow through what is held.
+
+        Args:
+            input: of the run whose values are held. Other runs have as many positions, and as many rows or this one's
+                single row.
+            freeze: what is held: ``"pattern"``, every attention pattern; ``"ln_scale"``, every norm's factor;
+                ``"mlp_out"``, what MLPs add; or names of hook points.
+            forward_kwargs: as for `forward`.
+
+        Returns:
+            The activations that are held, by name.
+
+        Raises:
+            UnknownHookError: a name that no hook point has.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> tokens = bridge.to_tokens("Mary and John")
+            >>> before = bridge(tokens)
+            >>> with bridge.linearised(tokens, freeze=("pattern", "ln_scale", "mlp_out")):
+            ...     again = bridge(tokens)
+            ...     twice = bridge.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda act, hook: act * 2)])
+            ...     thrice = bridge.run_with_hooks(tokens, fwd_hooks=[("hook_embed", lambda act, hook: act * 3)])
+            >>> bool((again - before).abs().max() < 1e-3), bool((thrice - 2 * twice + again).abs().max() < 1e-2)
+            (True, True)
+        """
+        points: list[HookPoint] = []
+        for what in freeze:
+            ending = _HELD.get(what)
+            points += self.select_hooks(what if ending is None else lambda name, end=ending: name.endswith(end))
+        with torch.no_grad():
+            _, cache = self.run_with_cache(input, names_filter=[hook.name for hook in points], **forward_kwargs)
+        with self.hooks(fwd_hooks=[(hook, _held(cache[hook.name])) for hook in points]):
+            yield cache
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Moves the model, and the bases that were placed on it.
+
+        Raises:
+            ValueError: a basis is made of functions, whose tensors nobody can move.
+        """
+        for hook in self.bases:
+            assert isinstance(hook.view, InBasis)
+            if not modules_of(hook.view.basis):
+                raise ValueError(
+                    f"{hook.name} is made of functions, whose tensors nobody can move: remove_basis it first"
+                )
+        for hook in self.bases:
+            assert isinstance(hook.view, InBasis)
+            for module in modules_of(hook.view.basis):
+                module.to(*args, **kwargs)
+            if isinstance(hook.view.error, Tensor):
+                hook.view.error = hook.view.error.to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+    def _new_point(
+        self,
+        point: str | HookPoint,
+        name: str,
+        basis: Basis | None,
+        encode: Callable[[Tensor], Tensor] | None,
+        decode: Callable[[Tensor], Tensor] | None,
+        reads: str | HookPoint | None,
+        skip: Callable[[Tensor], Tensor] | None,
+        error: Error,
+    ) -> HookPoint:
+        if (basis is None) != (encode is not None and decode is not None) or (encode is None) != (decode is None):
+            raise TypeError("give either a basis, with encode and decode, or both functions: encode=..., decode=...")
+        if basis is None:
+            assert encode is not None and decode is not None
+            basis = Functions(encode, decode)
+        (base,) = self.select_hooks(point)
+        source = None if reads is None else self.select_hooks(reads)[0]
+        if source is not None and source.order >= base.order:
+            raise ValueError(f"{source.name} does not come before {base.name}: features of it cannot be written there")
+        declared = basis_point(base, name, basis, source, skip, error, self.cfg, self.original_model)
+        if declared.name in self.hook_dict:
+            raise ValueError(f"{declared.name} is there already: give the basis another name, or remove_basis it")
+        hook = self.makes_points(declared, base.order, self.wiring)
+        self.wiring.insert(hook, base)
+        self._names_changed()
+        return hook
+
+    def _basis_at(self, point: str | HookPoint) -> tuple[HookPoint, InBasis]:
+        hook = self.select_hooks(point)[0]
+        view = hook.view
+        if isinstance(view, InBasis):
+            return hook, view
+        raise ValueError(f"{hook.name} is the model's own hook point, and no basis")
+
+    def _names_changed(self) -> None:
+        self.names.refresh()
+        self._tree.refresh()
+        self.__dict__.pop("_places", None)
+
+
+def as_they_are(features: Tensor, hook: HookPoint) -> Tensor:
+    """The features, so that what the basis makes of them goes on."""
+    return features
+
+
+#: What `linearised` can hold, and how the names of its hook points end.
+_HELD = {"pattern": ".hook_pattern", "ln_scale": ".hook_scale", "mlp_out": ".hook_mlp_out"}
+
+
+def _held(value: Tensor) -> Callable[..., Tensor]:
+    """A hook function that puts a value in an activation's place, in every row where it is of one row."""
+
+    def held(activation: Tensor, hook: HookPoint) -> Tensor:
+        one = value.shape[0] == 1 and value.shape[1:] == activation.shape[1:]
+        return value.expand_as(activation) if one else value
+
+    return held
+
+
+def _leaves_alone(hook: HookPoint) -> bool:
+    """Whether the model computes what it did while nobody listens."""
+    assert isinstance(hook.view, InBasis)
+    return isinstance(hook.view.error, str) and hook.view.error == "keep"

@@ -1,0 +1,22 @@
+"""What is found in a basis: attribution to features, their graph, interchange interventions, subspaces, directions."""
+
+from bridge.features.attribution import feature_attribution, feature_logit_attrs
+from bridge.features.directions import Direction, Steer, direction, write_into_weights, written_points
+from bridge.features.graph import AttributionGraph, Node, attribution_graph
+from bridge.features.interchange import RotationFit, fit_rotation, interchange
+
+__all__ = [
+    "AttributionGraph",
+    "Direction",
+    "Node",
+    "RotationFit",
+    "Steer",
+    "attribution_graph",
+    "direction",
+    "feature_attribution",
+    "feature_logit_attrs",
+    "fit_rotation",
+    "interchange",
+    "write_into_weights",
+    "written_points",
+]

@@ -1,0 +1,269 @@
+"""Directions: found between two sets of prompts, added, removed, capped, and written into the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.context import CURRENT, without_hooks
+from bridge.hooks.hook_point import HookPoint
+from weight_processing.parts import Parts, precise
+from weight_processing.saving import untie
+
+How = Literal["mean", "pca", "probe"]
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """A direction that was found.
+
+    Attributes:
+        vector: of length one, from the negatives to the positives, ``[d]``.
+        point: where it was found.
+        accuracy: on held-out prompts, how many lie on their side of the middle between the two sets.
+        shuffled: the same where the two sets' prompts are mixed before: what the search finds in noise.
+    """
+
+    vector: Float[Tensor, " d"]
+    point: str
+    accuracy: float
+    shuffled: float
+
+
+@refuse_wrong_types
+def direction(
+    bridge: TransformerBridge,
+    positives: Int[Tensor, "n pos"],
+    negatives: Int[Tensor, "m pos2"],
+    point: str | HookPoint,
+    how: How = "mean",
+    *,
+    position: int = -1,
+    held_out: float = 0.25,
+    seed: int = 0,
+) -> Direction:
+    """The direction in which two sets of prompts differ.
+
+    Args:
+        bridge: the bridge.
+        positives, negatives: the prompts, without padding.
+        point: the hook point, of ``[batch, pos, d]``.
+        how: ``"mean"``, the difference of the means (Marks and Tegmark 2023); ``"pca"``, the first principal component
+            of both together (Zou et al. 2023); ``"probe"``, the weights of a logistic regression (scikit-learn's).
+        position: where the activation is taken.
+        held_out: the share of each set that is not looked at, but for the accuracy.
+        seed: of the split, and of the control.
+
+    Returns:
+        The direction, with its accuracy and that of the control.
+
+    Raises:
+        ValueError: an unknown `how`; a set of fewer than four prompts; two sets without a difference.
+        ImportError: a probe is asked for and scikit-learn is not installed.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import direction
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> mary = bridge.to_tokens([f"{name} gave a drink to Mary" for name in ("John", "Tom", "James", "Dan")])
+        >>> anna = bridge.to_tokens([f"{name} gave a drink to Anna" for name in ("John", "Tom", "James", "Dan")])
+        >>> found = direction(bridge, mary, anna, "blocks.1.hook_resid_post")
+        >>> found.vector.shape, found.accuracy
+        (torch.Size([128]), 1.0)
+    """
+    if how not in ("mean", "pca", "probe"):
+        raise ValueError(f'how is {how!r}; it must be "mean", "pca" or "probe"')
+    if min(len(positives), len(negatives)) < 4:
+        raise ValueError(f"there are {len(positives)} positives and {len(negatives)} negatives: each set needs four")
+    (hook,) = bridge.select_hooks(point)
+    both = [_at(bridge, tokens, hook, position) for tokens in (positives, negatives)]
+    acts, labels = torch.cat(both), torch.cat([torch.ones(len(both[0])), torch.zeros(len(both[1]))]).bool()
+    generator = torch.Generator().manual_seed(seed)
+    vector, accuracy = _found(acts, labels, how, held_out, generator)
+    if not bool(vector.any()):
+        raise ValueError(f"the two sets have the same activations at {hook.name}: there is no direction between them")
+    _, shuffled = _found(acts, labels[torch.randperm(len(labels), generator=generator)], how, held_out, generator)
+    return Direction(vector.to(both[0].dtype), hook.name, accuracy, shuffled)
+
+
+@torch.no_grad()
+def _at(bridge: TransformerBridge, tokens: Tensor, hook: HookPoint, position: int) -> Tensor:
+    _, cache = bridge.run_with_cache(tokens, names_filter=hook)
+    act = cache[hook.name]
+    if act.ndim != 3:
+        raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a direction is of [batch, pos, d]")
+    return act[:, position]
+
+
+def _found(acts: Tensor, labels: Tensor, how: How, held_out: float, generator: torch.Generator) -> tuple[Tensor, float]:
+    """A direction of some of the rows, and the share of the others that lie on their side."""
+    train = torch.zeros(len(acts), dtype=torch.bool)
+    for label in (True, False):
+        rows = (labels == label).nonzero().flatten()
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        train[rows[max(1, round(len(rows) * held_out)) :]] = True
+    x, y = acts[train.to(acts.device)].double(), labels[train]
+    vector = _vector(x, y, how)
+    vector = vector / vector.norm().clamp(min=1e-30)
+    along = acts.double() @ vector
+    ends = [along[train.to(along.device)][(y == label).to(along.device)].mean() for label in (True, False)]
+    if ends[0] < ends[1]:
+        vector, along, ends = -vector, -along, [-end for end in ends]
+    right = (along > (ends[0] + ends[1]) / 2).cpu() == labels
+    return vector, float(right[~train].float().mean())
+
+
+def _vector(x: Tensor, positive: Tensor, how: How) -> Tensor:
+    if how == "pca":
+        return torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh[0]
+    if how == "mean":
+        chosen = positive.to(x.device)
+        return x[chosen].mean(0) - x[~chosen].mean(0)
+    try:
+        from sklearn.linear_model import LogisticRegression
+    except ImportError as error:
+        raise ImportError('how="probe" needs scikit-learn: pip install scikit-learn') from error
+    middle, width = x.mean(0), x.std(0).clamp(min=1e-6)
+    probe = LogisticRegression(max_iter=1000).fit(((x - middle) / width).cpu().numpy(), positive.numpy())
+    return torch.from_numpy(probe.coef_[0]).to(x) / width
+
+
+@dataclass(frozen=True, eq=False)
+class Steer:
+    """A change along a direction: a hook function for any point of ``[..., d]``.
+
+    Attributes:
+        vector: the direction, ``[d]``; where it is removed or capped its length does not matter.
+        add: how many times the vector is added.
+        remove: the part along the direction is taken out first.
+        cap: the coordinate along the direction (of length one) is at most this.
+        positions: at which positions, counted from the prompt's first; None: at all, those that are generated included.
+
+    Raises:
+        ValueError: a direction of no length, or a position that is counted from the end.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import Steer
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> anna = Steer(bridge.tokens_to_residual_directions(" Anna"), add=20.0)
+        >>> with bridge.hooks(fwd_hooks=[("blocks.3.hook_resid_post", anna)]):
+        ...     bridge("When Mary and John went to the store, John gave a drink to", return_type="predictions")
+        ' Anna'
+    """
+
+    vector: Float[Tensor, " d"]
+    add: float = 0.0
+    remove: bool = False
+    cap: float | None = None
+    positions: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if not bool(self.vector.any()):
+            raise ValueError("the direction has no length")
+        if self.positions is not None and min(self.positions, default=0) < 0:
+            raise ValueError(f"positions are {list(self.positions)}; they are counted from the prompt's first, 0")
+
+    def __call__(self, activation: Tensor, hook: HookPoint) -> Tensor | None:
+        """The activation, changed."""
+        vector = self.vector.to(activation)
+        unit = vector / vector.norm()
+        along = (activation @ unit).unsqueeze(-1)
+        new = activation
+        if self.remove:
+            new = new - along * unit
+        if self.cap is not None:
+            new = new - (along - self.cap).clamp(min=0) * unit
+        if self.add:
+            new = new + self.add * vector
+        if self.positions is None:
+            return new
+        generation = CURRENT.get().generation
+        if generation is not None and generation.step > 0 and activation.shape[1] == 1:
+            return None  # the prompt is in the model's cache already
+        at = torch.zeros(activation.shape[1], dtype=torch.bool, device=activation.device)
+        at[list(self.positions)] = True
+        return torch.where(at.view(1, -1, *[1] * (activation.ndim - 2)), new, activation)
+
+
+def written_points(bridge: TransformerBridge) -> list[str]:
+    """The hook points at which something is added to the residual stream.
+
+    Args:
+        bridge: the bridge.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import written_points
+        >>> written_points(TransformerBridge.boot_embedded())[:3]
+        ['hook_embed', 'blocks.0.hook_attn_out', 'blocks.0.hook_mlp_out']
+    """
+    endings = ("hook_embed", "hook_pos_embed", ".hook_attn_out", ".hook_mlp_out")
+    return [name for name in bridge.hook_dict if name.endswith(endings)]
+
+
+@torch.no_grad()
+def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_model"]) -> None:
+    """Makes the removal of a direction part of the weights: nothing writes along it any more (Arditi et al. 2024).
+
+    The model is changed in place, and computes what it did with ``Steer(vector, remove=True)`` at `written_points`;
+    that is tried, and where it is not so the weights stay as they were. Tied embeddings are untied.
+
+    Args:
+        bridge: the bridge.
+        vector: the direction.
+
+    Raises:
+        ValueError: something stands between the weights and the stream (a norm behind a part, or of the embeddings),
+            or what writes is not all known; or the trial fails.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import write_into_weights
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> vector = bridge.tokens_to_residual_directions(" Mary").clone()
+        >>> write_into_weights(bridge, vector)
+        >>> _, cache = bridge.run_with_cache("Mary and John", names_filter="blocks.2.hook_resid_post")
+        >>> bool((cache["blocks.2.hook_resid_post"] @ vector).abs().max() < 1e-4)
+        True
+    """
+    parts = Parts(bridge.weights)
+    steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
+    begin = bridge.architecture.embedding
+    if steps or begin.norm or begin.project or begin.adjust or begin.types or begin.more or begin.unknown:
+        what = steps[0] if steps else "the embeddings"
+        raise ValueError(
+            f"between the weights of {what} and the residual stream stands more than a sum: a direction cannot "
+            "be taken out of the weights there. Use Steer(vector, remove=True) as a hook"
+        )
+    unit = precise(vector / vector.norm())
+    tokens = torch.arange(min(8, bridge.cfg.d_vocab), device=bridge.cfg.device)[None]
+    steer = Steer(vector, remove=True)
+    hooks = [(name, steer) for name in written_points(bridge)]
+    with without_hooks():
+        before = bridge(tokens)
+    wanted = bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    untie(bridge.core, bridge.architecture)
+    parts = Parts(bridge.weights)
+    kept = {name: get().clone() for name, get in parts.writers.items()}
+    for get in parts.writers.values():
+        matrix = precise(get())
+        get().copy_(matrix - (matrix @ unit.to(matrix)).unsqueeze(-1) * unit.to(matrix))
+    found = bridge(tokens)
+    tolerance = 1e3 * torch.finfo(before.dtype).eps * float(before.abs().max())
+    if not torch.allclose(found, wanted, rtol=0, atol=tolerance):
+        for name, get in parts.writers.items():
+            get().copy_(kept[name])
+        far = float((found - wanted).abs().max())
+        raise ValueError(
+            f"with the direction out of the weights of {bridge.cfg.model_name} its logits are {far:.3g} from those "
+            "with the hook: something else writes to its stream. The weights are as they were"
+        )

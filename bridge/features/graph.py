@@ -1,0 +1,307 @@
+"""Attribution graphs: who sends how much to whom in a local replacement model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from adapters.views.basis import InBasis
+from bridge.bridge import TransformerBridge
+from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.hook_point import HookPoint
+
+#: What begins the residual stream.
+_BEGINNINGS = ("hook_embed", "hook_pos_embed")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of an attribution graph.
+
+    Attributes:
+        kind: ``feature``; ``error``, what an MLP adds and no basis explains; ``token``, what begins the stream;
+            ``logit``, less the mean of all logits.
+        point: the hook point that it stands on.
+        pos: its position.
+        index: the feature, or the token of a logit; 0 for other nodes.
+    """
+
+    kind: Literal["feature", "error", "token", "logit"]
+    point: str
+    pos: int
+    index: int = 0
+
+    def __str__(self) -> str:
+        place = self.point.removeprefix("blocks.").replace(".hook_", ".")
+        return f"{place}[{self.pos}]" + (f".{self.index}" if self.kind in ("feature", "logit") else "")
+
+
+@dataclass(frozen=True, repr=False)
+class AttributionGraph:
+    """What every node sends directly to every other one, in one run.
+
+    Attributes:
+        nodes: features, then errors, tokens and logits.
+        adjacency: ``[receiver, sender]``: how much of the receiver's value (a feature's before its bias, a logit less
+            the mean of all) comes straight from the sender, past no other node.
+        values: ``[node]``: features and logits as they are in the run; of errors and tokens the length of the vector.
+        probabilities: of the logits' tokens.
+    """
+
+    nodes: tuple[Node, ...]
+    adjacency: Float[Tensor, "node node"]
+    values: Float[Tensor, " node"]
+    probabilities: Float[Tensor, " logit"]
+    _at: dict[Node, int] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        self._at.update((node, at) for at, node in enumerate(self.nodes))
+
+    def __repr__(self) -> str:
+        kinds = [node.kind for node in self.nodes]
+        counted = ", ".join(f"{kinds.count(kind)} {kind}s" for kind in dict.fromkeys(kinds))
+        return f"AttributionGraph({counted})"
+
+    def __getitem__(self, edge: tuple[Node, Node]) -> float:
+        """What one node sends to another: ``graph[sender, receiver]``."""
+        sender, receiver = edge
+        return float(self.adjacency[self._at[receiver], self._at[sender]])
+
+    def influence(self) -> Float[Tensor, " node"]:
+        """How much of the logits goes through each node, directly or not.
+
+        Edges are taken as shares of the sizes of all that a node receives, and followed to the logits, which count by
+        their probabilities (Ameisen et al. 2025, "Circuit Tracing").
+
+        Example:
+            See `attribution_graph`.
+        """
+        sizes = self.adjacency.abs()
+        shares = (sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)).double()
+        weights = shares.new_zeros(len(self.nodes))
+        weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities.double()
+        # Edges go forward alone: w @ (shares + shares^2 + ...) ends.
+        whole = torch.linalg.solve(
+            torch.eye(len(weights), dtype=shares.dtype, device=shares.device) - shares.T, weights
+        )
+        return (whole - weights).to(self.adjacency.dtype)
+
+    def largest(self, n: int) -> list[tuple[str, str, float]]:
+        """The edges with the most influence, as `bridge.pictures.circuit` takes them.
+
+        Args:
+            n: how many.
+
+        Raises:
+            ValueError: no edge is asked for.
+        """
+        if n < 1:
+            raise ValueError(f"n is {n}; it must be 1 or more")
+        sizes = self.adjacency.abs()
+        shares = sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+        weights = self.influence()
+        weights[len(self.nodes) - len(self.probabilities) :] = self.probabilities
+        found = (shares * weights[:, None]).flatten().topk(min(n, int((sizes > 0).sum())))
+        pairs = [divmod(int(at), len(self.nodes)) for at in found.indices]
+        return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
+
+
+@refuse_wrong_types
+def attribution_graph(
+    bridge: TransformerBridge,
+    tokens: Int[Tensor, "1 pos"],
+    points: Sequence[str],
+    *,
+    logits: Int[Tensor, " logit"] | int = 3,
+    without_positions: Sequence[int] = (),
+    together: int = 64,
+) -> AttributionGraph:
+    """What features, errors, tokens and logits send each other, in the local replacement model of a prompt.
+
+    In that model attention patterns and norm factors are held at their values in this run, the layers that bases
+    explain are replaced by their features and what they leave unexplained, and other MLPs are all error. So everything
+    between two features is linear, and what a feature gets from its senders adds up (Ameisen et al. 2025, "Circuit
+    Tracing: Revealing Computational Graphs in Language Models"; the graph is that of circuit-tracer). The encoders' own
+    derivative is taken where the features are, so for ReLU, JumpReLU and top-k it is their weights.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        tokens: one prompt, ``[1, pos]``.
+        points: hook points in a basis, as `add_basis` returned them or by name: transcoders, or SAEs on what MLPs add.
+        logits: the tokens whose logits, at the last position, are nodes; or how many of the likeliest.
+        without_positions: positions at which features and errors are no nodes (the first, as a rule, where features
+            mean little). They still do what they did in the run.
+        together: how many rows are computed at once.
+
+    Returns:
+        The graph.
+
+    Raises:
+        ValueError: a point that is in no basis, or in one of something else than a whole part's output; training mode;
+            nothing to attribute.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import attribution_graph
+        >>> bridge, rows = TransformerBridge.boot_embedded(), torch.Generator().manual_seed(0)
+        >>> W = torch.randn(128, 6, generator=rows) / 11
+        >>> points = []
+        >>> for layer in range(4):
+        ...     read, write = f"blocks.{layer}.hook_resid_mid", f"blocks.{layer}.hook_mlp_out"
+        ...     encode, decode = lambda x: (x @ W).relu(), lambda f: f @ W.T
+        ...     points.append(bridge.add_basis(write, "tc", encode=encode, decode=decode, reads=read).name)
+        >>> graph = attribution_graph(bridge, bridge.to_tokens("Mary and John"), points, logits=1)
+        >>> {node.kind for node in graph.nodes} == {"feature", "error", "token", "logit"}
+        True
+        >>> graph.influence().shape == (len(graph.nodes),)
+        True
+    """
+    if bridge.training:
+        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+    hooks = [bridge.select_hooks(point)[0] for point in points]
+    bases = [hook for hook in hooks if isinstance(hook.view, InBasis)]
+    if not hooks or len(bases) < len(hooks):
+        named = ", ".join(hook.name for hook in hooks if hook not in bases) or "none"
+        raise ValueError(f"points are hook points that add_basis placed; these are not: {named}")
+    length = tokens.shape[1]
+    kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
+    kept[list(without_positions)] = False
+    with torch.no_grad():
+        plain = bridge(tokens)[0, -1].float()
+    shares = plain.softmax(-1)
+    chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
+    with bridge.linearised(tokens), torch.enable_grad():
+        return _Replaced(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
+
+
+@dataclass
+class _Source:
+    """What sends: a tensor that the run's later parts are functions of, and its entries that are nodes."""
+
+    nodes: list[Node]
+    leaf: Tensor
+    entries: Tensor  # for each node the indices of its entries, of features; of errors and tokens the positions
+
+
+class _Replaced:
+    """One run of the local replacement model, with its graph of derivatives.
+
+    Args:
+        bridge: the bridge; patterns and factors are held already.
+        tokens: ``[1, pos]``.
+        bases: the hook points in a basis.
+        kept: the positions at which features and errors are nodes.
+    """
+
+    def __init__(self, bridge: TransformerBridge, tokens: Tensor, bases: Sequence[HookPoint], kept: Tensor) -> None:
+        self.bridge, self.kept = bridge, kept
+        self.features: list[_Source] = []
+        self.errors: list[_Source] = []
+        self.tokens: list[_Source] = []
+        self.targets: list[Tensor] = []
+        self._read: dict[str, Tensor] = {}
+        by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
+        mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out")]
+        reads = [hook.view.reads[0] for hook in bases if isinstance(hook.view, InBasis) and hook.view.reads]
+        begin = [name for name in _BEGINNINGS if name in bridge.hook_dict]
+        hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in begin]
+        hooks += [(name, self._keep) for name in dict.fromkeys(reads)]
+        hooks += [(name, self._replace(by_point.get(name))) for name in dict.fromkeys([*by_point, *mlps])]
+        made = bridge.run_with_hooks(tokens, fwd_hooks=hooks)[0, -1].float()
+        cap = bridge.cfg.output_logits_soft_cap
+        if cap > 0:  # what entered the cap is linear
+            made = cap * (made / cap).atanh()
+        self.logits = made - made.mean()
+
+    def _begin(self, act: Tensor, hook: HookPoint) -> Tensor:
+        leaf = act.detach().requires_grad_()
+        positions = torch.arange(act.shape[1], device=act.device)
+        nodes = [Node("token", hook.name, int(pos)) for pos in positions]
+        self.tokens.append(_Source(nodes, leaf, positions))
+        return leaf
+
+    def _keep(self, act: Tensor, hook: HookPoint) -> None:
+        self._read[hook.name] = act
+
+    def _replace(self, basis: HookPoint | None) -> Callable[..., Tensor]:
+        """A hook that makes an MLP's output a function of features and errors alone."""
+
+        def replace(act: Tensor, hook: HookPoint) -> Tensor:
+            rest, explained, through = act.detach(), None, None
+            if basis is not None:
+                view = basis.view
+                assert isinstance(view, InBasis)
+                read = self._read[view.reads[0]] if view.reads else act
+                found = view.encode(read)
+                found = found.to_dense() if found.is_sparse else found
+                leaf = found.detach().requires_grad_()
+                entries = (leaf[0] * self.kept[:, None]).nonzero()
+                nodes = [Node("feature", basis.name, int(pos), int(index)) for pos, index in entries]
+                self.features.append(_Source(nodes, leaf, entries))
+                self.targets.append(found)
+                explained = view.decoded(leaf, act)
+                if view.skip is not None:
+                    through = view.skip(read)
+                    rest = rest - through.detach()
+                rest = rest - explained.detach()
+            error = rest.clone().requires_grad_()
+            positions = self.kept.nonzero().flatten()
+            nodes = [Node("error", hook.name, int(pos)) for pos in positions]
+            self.errors.append(_Source(nodes, error, positions))
+            made = error if explained is None else error + explained
+            return made if through is None else made + through
+
+        return replace
+
+    def graph(self, tokens: Tensor, probabilities: Tensor, together: int) -> AttributionGraph:
+        """The graph of the run.
+
+        Args:
+            tokens: whose logits are nodes.
+            probabilities: theirs.
+            together: how many rows at once.
+        """
+        sources = [*self.features, *self.errors, *self.tokens]
+        ends = [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in tokens]
+        nodes = [node for source in sources for node in source.nodes]
+        if not any(source.nodes for source in self.features):
+            raise ValueError("no feature is active at these positions: there is nothing to attribute")
+        values = [
+            found[0][source.entries[:, 0], source.entries[:, 1]]
+            for source, found in zip(self.features, self.targets, strict=True)
+        ]
+        adjacency = probabilities.new_zeros(len(nodes) + len(ends), len(nodes) + len(ends))
+        receivers = torch.cat([*values, self.logits[tokens]])
+        rows = [*range(sum(map(len, values))), *range(len(nodes), len(nodes) + len(ends))]
+        leaves = [source.leaf for source in sources]
+        for at in range(0, len(rows), together):
+            some = rows[at : at + together]
+            wanted = torch.zeros(len(some), len(rows), device=adjacency.device, dtype=receivers.dtype)
+            wanted[range(len(some)), range(at, at + len(some))] = 1
+            gradients = torch.autograd.grad(
+                receivers, leaves, wanted, retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+            adjacency[some, : len(nodes)] = torch.cat(
+                [_sent(source, gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)], 1
+            ).to(adjacency.dtype)
+        sizes = [
+            source.leaf.detach()[0][source.entries].norm(dim=-1) for source in (*self.errors, *self.tokens)
+        ]  # fmt: skip
+        whole = torch.cat([*(value.detach() for value in values), *sizes, self.logits[tokens].detach()])
+        return AttributionGraph((*nodes, *ends), adjacency, whole.to(adjacency.dtype), probabilities)
+
+
+def _sent(source: _Source, gradient: Tensor | None, rows: int) -> Tensor:
+    """What the nodes of a source send to each of the receivers whose gradients these are, ``[row, node]``."""
+    if gradient is None:
+        return source.leaf.new_zeros(rows, len(source.nodes))
+    parts = gradient[:, 0] * source.leaf.detach()[0]
+    if source.entries.ndim == 2:
+        return parts[:, source.entries[:, 0], source.entries[:, 1]]
+    return parts[:, source.entries].sum(-1)

@@ -1,0 +1,297 @@
+"""Interchange interventions: coordinates of one run in another, and the subspace that carries a variable."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrize import cached
+
+from bridge.bases.kinds import Rotation
+from bridge.bridge import TransformerBridge
+from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.hook_point import HookPoint
+
+
+@refuse_wrong_types
+def interchange(
+    bridge: TransformerBridge,
+    base: Int[Tensor, "batch pos"],
+    source: Int[Tensor, "rows source_pos"],
+    point: str | HookPoint,
+    *,
+    position: int | None = None,
+    source_position: int | None = None,
+    features: Int[Tensor, " n"] | None = None,
+) -> Float[Tensor, "batch pos d_vocab"]:
+    """The logits of prompts that run with coordinates of other prompts (Geiger et al. 2021, "Causal Abstractions").
+
+    Row i of `base` gets what row i of `source` has there, or all rows what the single row of `source` has; all of them
+    are one batch. With every feature of a basis of full rank this is activation patching.
+
+    Args:
+        bridge: the bridge.
+        base: the prompts that run.
+        source: the prompts whose coordinates they get.
+        point: the hook point, such as one in a basis.
+        position: where; None: at all positions, of which both have as many.
+        source_position: where in the source; None: at `position`.
+        features: which coordinates; None: all.
+
+    Returns:
+        ``[batch, pos, d_vocab]``.
+
+    Raises:
+        ValueError: the numbers of rows or of positions do not fit.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.bases import Rotation
+        >>> from bridge.features import interchange
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> point = bridge.add_basis("blocks.3.hook_resid_post", "all", Rotation(128))
+        >>> base, source = bridge.to_tokens(["Mary and", "John and"])[:, None]
+        >>> logits = interchange(bridge, base, source, point)
+        >>> bool((logits - bridge(source)).abs().max() < 1e-3)
+        True
+    """
+    if len(source) not in (1, len(base)):
+        raise ValueError(f"source has {len(source)} rows and base {len(base)}: give one for each, or one for all")
+    if position is None and source.shape[1] != base.shape[1]:
+        raise ValueError(
+            f"source has {source.shape[1]} positions and base {base.shape[1]}: give position, or prompts of one length"
+        )
+    (hook,) = bridge.select_hooks(point)
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(source, names_filter=hook)
+    found = cache[hook.name]
+    found = found.to_dense() if found.is_sparse else found
+    at = position if source_position is None else source_position
+    given = found if at is None else found[:, at]
+
+    def put(act: Tensor, hook: HookPoint) -> Tensor:
+        here = act if position is None else act[:, position]
+        there = given.to(act).expand_as(here)
+        new = there if features is None else here.index_copy(-1, features, there[..., features])
+        return new if position is None else _with_position(act, position, new)
+
+    return bridge.run_with_hooks(base, fwd_hooks=[(hook, put)])
+
+
+def _with_position(act: Tensor, position: int, new: Tensor) -> Tensor:
+    at = torch.arange(act.shape[1], device=act.device) == position % act.shape[1]
+    return torch.where(at.view(1, -1, *[1] * (act.ndim - 2)), new.unsqueeze(1), act)
+
+
+@dataclass(frozen=True, repr=False)
+class RotationFit:
+    """A subspace that was fitted, and what the same search finds where there is nothing to be found.
+
+    Attributes:
+        rotation: the subspace, a basis for `add_basis`.
+        accuracy: the share of held-out pairs whose prediction after the interchange is the wanted one.
+        before: that of the held-out pairs without any interchange.
+        controls: the same number for ``random subspace`` (not fitted), ``shuffled labels`` (fitted and tested with
+            labels that belong to other pairs), and ``random model`` (the model's weights in random order).
+        losses: of each step.
+    """
+
+    rotation: Rotation
+    accuracy: float
+    before: float
+    controls: dict[str, float]
+    losses: list[float]
+
+    def __repr__(self) -> str:
+        beside = ", ".join(f"{name} {value:.2f}" for name, value in self.controls.items())
+        return f"RotationFit(accuracy {self.accuracy:.2f}; without {self.before:.2f}; {beside})"
+
+
+@refuse_wrong_types
+def fit_rotation(
+    bridge: TransformerBridge,
+    base: Int[Tensor, "batch pos"],
+    source: Int[Tensor, "batch source_pos"],
+    labels: Int[Tensor, " batch"],
+    point: str | HookPoint,
+    *,
+    dimension: int,
+    position: int = -1,
+    source_position: int | None = None,
+    among: Int[Tensor, " answers"] | None = None,
+    steps: int = 100,
+    batch_size: int = 32,
+    lr: float = 1e-2,
+    held_out: float = 0.25,
+    seed: int = 0,
+    controls: bool = True,
+) -> RotationFit:
+    """Learns the subspace of an activation that carries a variable (distributed alignment search, Geiger et al. 2023).
+
+    The subspace is turned until a prompt that gets its coordinates from another prompt answers as it would if the
+    variable alone were the other prompt's. The model's parameters are left alone.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        base, source: pairs of prompts.
+        labels: the token that is right after the interchange, at the last position.
+        point: the hook point, of ``[batch, pos, d]``.
+        dimension: of the subspace.
+        position, source_position: where coordinates are put, and taken (None: at `position`).
+        among: the tokens that an answer is chosen from; None: all.
+        steps, batch_size, lr: of the search, by Adam.
+        held_out: the share of the pairs that the search does not see.
+        seed: of the split, the batches and the beginning.
+        controls: search beside it where there is nothing to be found: about twice the time.
+
+    Returns:
+        The subspace, its accuracy on the held-out pairs, and the controls' accuracies.
+
+    Raises:
+        ValueError: numbers of rows that do not fit, no pairs to train or to test with, an answer that is not `among`,
+            or training mode.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import fit_rotation
+        >>> from bridge.tasks import embedded_pairs
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> pairs = embedded_pairs(bridge, "ioi", 16)
+        >>> labels = bridge(pairs.corrupted)[:, -1].argmax(-1)
+        >>> fit = fit_rotation(bridge, pairs.clean, pairs.corrupted, labels, "blocks.3.hook_resid_post", dimension=8,
+        ...                    steps=5, controls=False)
+        >>> fit.rotation.columns.shape
+        torch.Size([128, 8])
+    """
+    n = len(base)
+    if not len(source) == len(labels) == n:
+        raise ValueError(f"there are {n} base prompts, {len(source)} source prompts and {len(labels)} labels")
+    if bridge.training:
+        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+    tested = round(n * held_out)
+    if not 0 < tested < n:
+        raise ValueError(f"of {n} pairs {tested} are held out: there must be some to train with, and some to test with")
+    search = _Search(base, source, labels, point, dimension, position, source_position, among)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(n, generator=generator)
+    train, test = order[tested:], order[:tested]
+
+    def fitted(model: TransformerBridge, wanted: Tensor) -> tuple[Rotation, list[float], float]:
+        rotation = search.new(model, torch.Generator().manual_seed(seed))
+        losses = search.train(model, rotation, wanted, train, steps, batch_size, lr, generator)
+        return rotation, losses, search.accuracy(model, rotation, wanted, test)
+
+    rotation, losses, accuracy = fitted(bridge, search.wanted)
+    beside = {}
+    if controls:
+        untrained = search.new(bridge, torch.Generator().manual_seed(seed + 1))
+        beside["random subspace"] = search.accuracy(bridge, untrained, search.wanted, test)
+        mixed = search.wanted[torch.randperm(n, generator=generator).to(search.wanted.device)]
+        beside["shuffled labels"] = fitted(bridge, mixed)[2]
+        beside["random model"] = fitted(_with_weights_in_random_order(bridge, generator), search.wanted)[2]
+    return RotationFit(rotation, accuracy, search.accuracy(bridge, None, search.wanted, test), beside, losses)
+
+
+class _Search:
+    """The pairs of a search, and what is done with them."""
+
+    def __init__(
+        self,
+        base: Tensor,
+        source: Tensor,
+        labels: Tensor,
+        point: str | HookPoint,
+        dimension: int,
+        position: int,
+        source_position: int | None,
+        among: Tensor | None,
+    ) -> None:
+        self.base, self.source, self.dimension, self.among = base, source, dimension, among
+        self.name = point if isinstance(point, str) else point.name
+        self.position = position
+        self.source_position = position if source_position is None else source_position
+        self.wanted = labels
+        if among is not None:
+            places = (labels[:, None] == among[None].to(labels)).int()
+            if not bool(places.any(1).all()):
+                raise ValueError("a label is not among the answers that are to be chosen from")
+            self.wanted = places.argmax(1)
+        self._sources: dict[TransformerBridge, Tensor] = {}
+
+    def source_of(self, bridge: TransformerBridge) -> Float[Tensor, "batch d"]:
+        """The sources' activations."""
+        if bridge not in self._sources:
+            with torch.no_grad():
+                _, cache = bridge.run_with_cache(self.source, names_filter=self.name)
+            (act,) = cache.values()
+            if act.ndim != 3:
+                raise ValueError(f"{self.name} has the shape {list(act.shape)}; a subspace is of [batch, pos, d]")
+            self._sources[bridge] = act[:, self.source_position]
+        return self._sources[bridge]
+
+    def new(self, bridge: TransformerBridge, generator: torch.Generator) -> Rotation:
+        """A random subspace."""
+        rotation = Rotation(self.source_of(bridge).shape[-1], self.dimension, generator=generator)
+        return rotation.to(self.source_of(bridge))
+
+    def answers(self, bridge: TransformerBridge, rotation: Rotation | None, rows: Tensor) -> Float[Tensor, "rows n"]:
+        """The logits at the last position after the interchange; without a rotation, without one."""
+        rows = rows.to(self.base.device)
+        if rotation is None:
+            logits = bridge(self.base[rows])[:, -1]
+        else:
+            there = self.source_of(bridge)[rows]
+
+            def put(act: Tensor, hook: HookPoint) -> Tensor:
+                here = act[:, self.position]
+                change = rotation.decode(rotation.encode(there) - rotation.encode(here))
+                return _with_position(act, self.position, here + change)
+
+            logits = bridge.run_with_hooks(self.base[rows], fwd_hooks=[(self.name, put)])[:, -1]
+        return logits if self.among is None else logits[:, self.among.to(logits.device)]
+
+    def train(
+        self,
+        bridge: TransformerBridge,
+        rotation: Rotation,
+        wanted: Tensor,
+        rows: Tensor,
+        steps: int,
+        batch_size: int,
+        lr: float,
+        generator: torch.Generator,
+    ) -> list[float]:
+        """Turns the rotation. Gives the losses."""
+        optimiser = torch.optim.Adam(rotation.parameters(), lr=lr)
+        losses = []
+        for _ in range(steps):
+            some = rows[torch.randperm(len(rows), generator=generator)[:batch_size]]
+            with torch.enable_grad(), cached():
+                loss = cross_entropy(self.answers(bridge, rotation, some).float(), wanted[some.to(wanted.device)])
+                gradients = torch.autograd.grad(loss, list(rotation.parameters()))
+            for parameter, gradient in zip(rotation.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimiser.step()
+            losses.append(loss.item())
+        return losses
+
+    @torch.no_grad()
+    def accuracy(self, bridge: TransformerBridge, rotation: Rotation | None, wanted: Tensor, rows: Tensor) -> float:
+        """The share of pairs that answer as wanted."""
+        found = self.answers(bridge, rotation, rows).argmax(-1)
+        return float((found == wanted[rows.to(wanted.device)]).float().mean())
+
+
+@torch.no_grad()
+def _with_weights_in_random_order(bridge: TransformerBridge, generator: torch.Generator) -> TransformerBridge:
+    """A copy whose every parameter has its numbers in random order: a model of the same scales that knows nothing."""
+    other = copy.deepcopy(bridge)
+    for parameter in other.original_model.parameters():
+        order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
+        parameter.copy_(parameter.flatten()[order].view_as(parameter))
+    return other

@@ -1,0 +1,24 @@
+"""The order of hook points when one comes in later."""
+
+from __future__ import annotations
+
+from bridge.hooks.hook_point import HookPoint
+
+
+def put_behind_in_order(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
+    """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
+
+    Args:
+        points: the hook points by name, in their order; changed in place.
+        hook: the one to be moved.
+        behind: the other one.
+    """
+    in_order = [point for point in points.values() if point is not hook]
+    at = in_order.index(behind) + 1
+    while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
+        at += 1
+    in_order.insert(at, hook)
+    points.clear()
+    points.update((point.name, point) for point in in_order)
+    for order, point in enumerate(in_order):
+        point.order = order

@@ -1,0 +1,186 @@
+"""Everything that works on hook points works on those in a basis: each use once, on a basis of each kind.
+
+The other side of each comparison is the same edit by hand, on the point that the basis stands on.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bridge import TransformerBridge, UnknownHookError
+from bridge.patching import generic_activation_patch, layer_feature_patch_setter, layer_pos_feature_patch_setter
+from tests.bases.common import KINDS, Case, cases
+
+CLOSE = {"rtol": 0, "atol": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.tensor([[5, 17, 2, 30, 11, 44], [8, 3, 50, 12, 7, 21]])
+
+
+@pytest.fixture(params=KINDS)
+def case(request: pytest.FixtureRequest, bridge: TransformerBridge) -> Case:
+    return cases(bridge)[request.param]
+
+
+@pytest.fixture
+def name(bridge: TransformerBridge, case: Case) -> Iterator[str]:
+    hook = case.place(bridge)
+    yield hook.name
+    if hook.name in bridge.hook_dict:
+        bridge.remove_basis(hook)
+
+
+def halved(features: Tensor, hook: object = None) -> Tensor:
+    return torch.cat([features[..., :2] * 0.5, features[..., 2:]], -1)
+
+
+def by_hand(case: Case, edit: Callable[[Tensor], Tensor] = halved) -> list[tuple[str, Callable[..., Tensor | None]]]:
+    """Hooks on the model's own points that make the same edit."""
+    seen: dict[str, Tensor] = {}
+
+    def read(act: Tensor, hook: object) -> None:
+        seen["read"] = act
+
+    def write(act: Tensor, hook: object) -> Tensor:
+        features = case.basis.encode(seen["read"] if case.reads else act)
+        return act + case.basis.decode(edit(features)) - case.basis.decode(features)
+
+    return ([(case.reads, read)] if case.reads else []) + [(case.point, write)]
+
+
+def features_by_hand(bridge: TransformerBridge, case: Case, tokens: Tensor) -> Tensor:
+    read = case.reads or case.point
+    return case.basis.encode(bridge.run_with_cache(tokens, names_filter=read)[1][read])
+
+
+@torch.no_grad()
+def test_cache(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    logits, cache = bridge.run_with_cache(tokens, names_filter=bridge.hook_dict[name])
+    assert torch.equal(cache[name], features_by_hand(bridge, case, tokens))
+    assert torch.equal(logits, bridge.original_model(tokens).logits), "looking changes no bit"
+    assert name not in bridge.run_with_cache(tokens)[1], "an unfiltered cache leaves it out"
+    _, several = bridge.run_with_cache(tokens, names_filter=lambda some: some.endswith("own"))
+    assert list(several) == [name]
+    assert bridge.hook_dict[name].point.axes.split()[-1] == "feature"
+    assert cache[name].ndim == len(bridge.hook_dict[name].point.axes.split())
+
+
+@torch.no_grad()
+def test_forward_hooks(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    plain = bridge(tokens)
+    for untouched in (lambda features, hook: features, lambda features, hook: None):
+        assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(name, untouched)]), plain)
+    edited = bridge.run_with_hooks(tokens, fwd_hooks=[(name, halved)])
+    assert torch.allclose(edited, bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case)), **CLOSE)
+    assert not torch.allclose(edited, plain, atol=1e-3)
+
+
+def test_backward_hooks(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    found: dict[str, Tensor] = {}
+
+    def keep(gradient: Tensor, hook: object) -> None:
+        found["gradient"] = gradient
+
+    bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[(name, keep)]).backward()
+    leaf: list[Tensor] = []
+
+    def from_leaf(features: Tensor) -> Tensor:
+        leaf.append(features.detach().requires_grad_())
+        return leaf[0]
+
+    loss = bridge.run_with_hooks(tokens, return_type="loss", fwd_hooks=by_hand(case, from_leaf))
+    (right,) = torch.autograd.grad(loss, leaf)
+    assert torch.allclose(found["gradient"], right, rtol=1e-4, atol=1e-6) and right.abs().max() > 1e-3
+    _, cache = bridge.run_with_cache(tokens, names_filter=name, incl_bwd=True, return_type="loss")
+    assert torch.allclose(cache[f"{name}_grad"], right, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_trace(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    with bridge.trace(tokens) as run:
+        run[name][..., :2] *= 0.5
+    assert torch.allclose(run.logits, bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case)), **CLOSE)
+
+
+@torch.no_grad()
+def test_programs(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    program = bridge.program(capture=[name], interventions=[(name, halved)])
+    right = bridge.run_with_hooks(tokens, fwd_hooks=[(name, halved)])
+    assert torch.equal(program(tokens)["logits"], right)
+    reading = bridge.program(capture=[name])
+    assert torch.equal(reading(tokens)["logits"], bridge(tokens))
+    assert torch.equal(reading(tokens)[name], features_by_hand(bridge, case, tokens))
+
+
+@torch.no_grad()
+def test_generation(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    def generated(hooks: list[tuple[str, Callable[..., Tensor | None]]], cached: bool) -> Tensor:
+        with bridge.hooks(fwd_hooks=hooks):
+            return bridge.generate(
+                tokens, max_new_tokens=5, do_sample=False, use_past_kv_cache=cached, return_type="tokens",
+                verbose=False, stop_at_eos=False,
+            )  # fmt: skip
+
+    strong = [(name, lambda features, hook: features * 3 + 1)]
+    found = generated(strong, True)
+    assert torch.equal(found, generated(strong, False))
+    assert torch.equal(found, generated(by_hand(case, lambda features: features * 3 + 1), True))
+    assert not torch.equal(found, generated([], True))
+
+
+@torch.no_grad()
+def test_sweeps(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    clean, corrupted = tokens[:1], tokens[1:]
+    _, cache = bridge.run_with_cache(clean, names_filter=name)
+    if cache[name].ndim > 3:
+        pytest.skip("features of each head: the setters of heads go through those")
+
+    def metric(logits: Tensor) -> Tensor:
+        return logits[0, -1, 5] - logits[0, -1, 9]
+
+    short = name.split("hook_")[1]
+    options = {"verbose": False, "index_axis_names": ("layer", "feature")}
+    found = generic_activation_patch(bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options)
+    at = bridge.hook_dict[name].point.depth
+    assert found.shape == (bridge.cfg.n_layers, cache[name].shape[-1])
+    assert found[[i for i in range(bridge.cfg.n_layers) if i != at]].isnan().all()
+    for feature in (0, 1, cache[name].shape[-1] - 1):
+
+        def patch(features: Tensor, hook: object, feature: int = feature) -> Tensor:
+            features[..., feature] = cache[name][..., feature]
+            return features
+
+        right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(name, patch)]))
+        assert torch.allclose(found[at, feature], right, atol=1e-4)
+    options["index_axis_names"] = ("layer", "pos", "feature")
+    by_pos = generic_activation_patch(
+        bridge, corrupted, cache, metric, layer_pos_feature_patch_setter, short, **options
+    )
+    assert by_pos.shape == (bridge.cfg.n_layers, 6, cache[name].shape[-1])
+
+
+@torch.no_grad()
+def test_harvest(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor, tmp_path: Path) -> None:
+    from bridge.harvest import Activations, harvest
+
+    if "pos" not in bridge.hook_dict[name].point.axes:
+        pytest.skip("no rows of tokens")
+    harvest(bridge, tokens.tolist(), hook_points=[name], out=tmp_path, context_size=6, dtype="float32")
+    found = torch.stack([Activations(tmp_path)[i][name] for i in range(6)])
+    right = features_by_hand(bridge, case, tokens)[0]
+    assert torch.allclose(found.reshape(right.shape), right, **CLOSE)
+
+
+def test_removal(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    before = bridge(tokens)
+    bridge.add_hook(name, lambda features, hook: features * 0)
+    bridge.remove_basis(name)
+    assert torch.equal(bridge(tokens), before) and not bridge.bases
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in bridge.original_model.modules())
+    with pytest.raises(UnknownHookError):
+        bridge.run_with_cache(tokens, names_filter=name)

@@ -1,0 +1,88 @@
+"""Directions: found where one was put, and hooks against the same arithmetic and against weights."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from bridge import TransformerBridge
+from bridge.features import Steer, direction, write_into_weights, written_points
+from tests.conftest import tiny
+
+POINT = "blocks.1.hook_resid_post"
+TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44], [8, 3, 50, 12, 7, 21]])
+
+
+def sets(n: int = 40) -> tuple[Tensor, Tensor]:
+    """Random prompts that end in one of two tokens."""
+    drawn = torch.randint(3, 61, (2 * n, 6), generator=torch.Generator().manual_seed(1))
+    drawn[:n, -1], drawn[n:, -1] = 1, 2
+    return drawn[:n], drawn[n:]
+
+
+@pytest.mark.parametrize("how", ["mean", "pca", "probe"])
+def test_a_direction_is_found_and_the_control_finds_none(bridge: TransformerBridge, how: str) -> None:
+    positives, negatives = sets()
+    found = direction(bridge, positives, negatives, "blocks.0.hook_resid_pre", how)
+    assert found.accuracy == 1 and found.shuffled < 0.75
+    assert float(found.vector.norm()) == pytest.approx(1, abs=1e-5)
+    if how == "mean":
+        rows = torch.tensor([[3, 4, 5, 6, 7, 1], [3, 4, 5, 6, 7, 2]])
+        with torch.no_grad():
+            start = bridge.run_with_cache(rows)[1]["hook_embed"][:, -1]
+        right = start[0] - start[1]
+        assert float(found.vector @ right / right.norm()) > 0.9999
+
+
+@torch.no_grad()
+def test_steering_is_what_the_words_say(bridge: TransformerBridge) -> None:
+    vector = torch.randn(bridge.cfg.d_model, generator=torch.Generator().manual_seed(0))
+    act = bridge.run_with_cache(TOKENS, names_filter=POINT)[1][POINT]
+    unit = vector / vector.norm()
+    hook = bridge.hook_dict[POINT]
+    assert torch.allclose(Steer(vector, add=2.0)(act, hook), act + 2 * vector)
+    removed = Steer(vector * 7, remove=True)(act, hook)
+    assert (removed @ unit).abs().max() < 1e-5 and torch.allclose(
+        removed, act - (act @ unit)[..., None] * unit, atol=1e-6
+    )
+    capped = Steer(vector, cap=0.1)(act, hook)
+    assert torch.allclose(capped @ unit, (act @ unit).clamp(max=0.1), atol=1e-5)
+    some = Steer(vector, add=1.0, positions=[1, 4])(act, hook)
+    assert torch.equal((some != act).any(-1)[0], torch.tensor([False, True, False, False, True, False]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", [None, [0, 3]])
+def test_steering_while_generating(bridge: TransformerBridge, positions: list[int] | None) -> None:
+    vector = torch.randn(bridge.cfg.d_model, generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 6, "do_sample": False, "return_type": "tokens", "verbose": False, "stop_at_eos": False}
+    steer = Steer(vector, add=50.0, positions=positions)
+    with bridge.hooks(fwd_hooks=[(POINT, steer)]):
+        cached = bridge.generate(TOKENS, **options)
+        uncached = bridge.generate(TOKENS, use_past_kv_cache=False, **options)
+    assert torch.equal(cached, uncached)
+    changed = bridge.run_with_hooks(TOKENS, fwd_hooks=[(POINT, steer)])
+    assert not torch.allclose(changed, bridge(TOKENS), atol=1e-2)
+
+
+@torch.no_grad()
+def test_the_weights_do_what_the_hook_did(family: str) -> None:
+    bridge = TransformerBridge(tiny(family, dtype=torch.float64))
+    vector = torch.randn(bridge.cfg.d_model, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hooks = [(name, Steer(vector, remove=True)) for name in written_points(bridge)]
+    plain, wanted = bridge(TOKENS), bridge.run_with_hooks(TOKENS, fwd_hooks=hooks)
+    write_into_weights(bridge, vector)
+    assert torch.allclose(bridge(TOKENS), wanted, rtol=0, atol=1e-11)
+    assert not torch.allclose(wanted, plain, atol=1e-3)
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("hook_resid_post"))
+    assert all((act @ vector).abs().max() < 1e-11 for act in cache.values())
+
+
+def test_what_cannot_be_is_refused(bridge: TransformerBridge) -> None:
+    with pytest.raises(ValueError, match="no length"):
+        Steer(torch.zeros(3))
+    with pytest.raises(ValueError, match="counted from the prompt's first"):
+        Steer(torch.ones(3), positions=[-1])
+    with pytest.raises(ValueError, match="each set needs four"):
+        direction(bridge, TOKENS, TOKENS, POINT)
+    with pytest.raises(ValueError, match="there is no direction between them"):
+        direction(bridge, TOKENS[[0] * 8], TOKENS[[0] * 8], POINT)

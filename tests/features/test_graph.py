@@ -1,0 +1,144 @@
+"""Attribution graphs: against circuit-tracer's own, and edge by edge against interventions."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bridge import TransformerBridge, pictures
+from bridge.features import AttributionGraph, Node, attribution_graph
+from tests.bases.common import SAE
+from tests.reference import DATA
+
+GRAPHS = DATA.parent / "circuit_tracer" / "graphs.safetensors"
+READS = {"gpt2": "ln2.hook_normalized", "llama": "hook_resid_mid"}
+
+
+def reference_bridge(family: str) -> TransformerBridge:
+    return TransformerBridge(AutoModelForCausalLM.from_pretrained(DATA / family).eval())
+
+
+@pytest.mark.parametrize("skip", ["plain", "skip"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_circuit_tracer_finds_the_same_graph(family: str, skip: str) -> None:
+    key = f"{family}/{skip}/"
+    theirs = {name.removeprefix(key): value for name, value in load_file(GRAPHS).items() if name.startswith(key)}
+    bridge = reference_bridge(family)
+    points = []
+    for layer in range(2):
+        own = {name: theirs[f"{layer}/{name}"] for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
+        through = theirs.get(f"{layer}/W_skip")
+        hook = bridge.add_basis(
+            f"blocks.{layer}.hook_mlp_out",
+            "tc",
+            encode=lambda x, own=own: (x @ own["W_enc"].T + own["b_enc"]).relu(),
+            decode=lambda features, own=own: features @ own["W_dec"] + own["b_dec"],
+            reads=f"blocks.{layer}.{READS[family]}",
+            skip=None if through is None else lambda x, through=through: x @ through.T,
+        )
+        points.append(hook.name)
+    tokens = theirs["tokens"][None].long()
+    graph = attribution_graph(bridge, tokens, points, logits=torch.tensor([7, 9, 11]), without_positions=[0])
+    n = tokens.shape[1]
+    features = [Node("feature", points[layer], pos, index) for layer, pos, index in theirs["features"].tolist()]
+    assert [node for node in graph.nodes if node.kind == "feature"] == features and len(features) > 20
+    right, at = theirs["adjacency"], {node: i for i, node in enumerate(graph.nodes)}
+    assert torch.allclose(graph.values[: len(features)], theirs["values"], atol=1e-5)
+    errors = [Node("error", f"blocks.{layer}.hook_mlp_out", pos) for layer in range(2) for pos in range(n)]
+    begin = [Node("token", "hook_embed", pos) for pos in range(n)]
+    ends = [Node("logit", "logits", n - 1, token) for token in (7, 9, 11)]
+    order = [*features, *errors, *begin, *ends]
+    kept = [i for i, node in enumerate(order) if node in at]  # what is left out at the first position is zero there
+    assert [order[i] for i in range(len(order)) if i not in kept] == [node for node in errors if node.pos == 0]
+    mine = [at[order[i]] for i in kept]
+    assert torch.allclose(graph.adjacency[mine][:, mine], right[kept][:, kept], rtol=0, atol=1e-5)
+    assert right.abs().max() > 1
+
+
+@pytest.fixture(scope="module")
+def placed() -> tuple[TransformerBridge, list[str], AttributionGraph]:
+    bridge = reference_bridge("gpt2")
+    points = [
+        bridge.add_basis(
+            f"blocks.{layer}.hook_mlp_out", "tc", SAE(32, 24, 32), reads=f"blocks.{layer}.hook_resid_mid"
+        ).name
+        for layer in range(2)
+    ]
+    return bridge, points, attribution_graph(bridge, TOKENS, points, logits=3)
+
+
+TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44]])
+
+
+@torch.no_grad()
+def test_edges_are_what_interventions_do(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    """Turn one feature up by a tenth, with everything else held: each receiver moves by a tenth of its edge."""
+    bridge, points, graph = placed
+    first = next(node for node in graph.nodes if node.point == points[0] and node.pos == 2)
+    with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "mlp_out")):
+
+        def turned_up(features: Tensor, hook: object) -> Tensor:
+            features[0, first.pos, first.index] *= 1.1
+            return features
+
+        wanted = [points[1]]
+        before, cache = bridge.run_with_cache(TOKENS, names_filter=wanted)
+        with bridge.hooks(fwd_hooks=[(points[0], turned_up)]):
+            after, changed = bridge.run_with_cache(TOKENS, names_filter=wanted)
+    receivers = [node for node in graph.nodes if node.point == points[1]]
+    assert len(receivers) > 10
+    for node in receivers:
+        moved = (changed[points[1]] - cache[points[1]])[0, node.pos, node.index]
+        assert float(moved) == pytest.approx(graph[first, node] / 10, abs=2e-5)
+    assert max(abs(graph[first, node]) for node in receivers) > 1e-2
+    for node in graph.nodes[-3:]:
+        moved = (after - after.mean(-1, keepdim=True) - before + before.mean(-1, keepdim=True))[0, -1, node.index]
+        assert float(moved) == pytest.approx(graph[first, node] / 10, abs=2e-5)
+
+
+@torch.no_grad()
+def test_what_a_node_receives_adds_up(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    """With all biases away: the value of every feature and logit is the sum of its edges."""
+    model = AutoModelForCausalLM.from_pretrained(DATA / "gpt2").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+    bridge = TransformerBridge(model)
+    points = []
+    for layer in range(2):
+        sae = SAE(32, 24, 32)
+        sae.b_enc.zero_()
+        sae.b_dec.zero_()
+        reads = f"blocks.{layer}.hook_resid_mid"
+        points.append(bridge.add_basis(f"blocks.{layer}.hook_mlp_out", "tc", sae, reads=reads).name)
+    graph = attribution_graph(bridge, TOKENS, points, together=7)
+    valued = [i for i, node in enumerate(graph.nodes) if node.kind in ("feature", "logit")]
+    logits = bridge(TOKENS)[0, -1]
+    assert torch.allclose(graph.values[-3:], (logits - logits.mean())[[node.index for node in graph.nodes[-3:]]])
+    assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
+    senders = [node for i, node in enumerate(graph.nodes) if graph.adjacency[:, i].any()]
+    assert {node.kind for node in senders} == {"feature", "error", "token"}
+
+
+def test_influence_and_picture(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    graph = placed[2]
+    shares = (graph.adjacency.abs() / graph.adjacency.abs().sum(1, keepdim=True).clamp(min=1e-10)).double()
+    weights = torch.zeros(len(graph.nodes), dtype=torch.float64)
+    weights[-3:] = graph.probabilities.double()
+    right, power = torch.zeros_like(weights), weights
+    for _ in range(4):  # two layers of features, errors and tokens: no path is longer
+        power = power @ shares
+        right += power
+    assert torch.allclose(graph.influence().double(), right, atol=1e-6)
+    edges = graph.largest(12)
+    assert len(edges) == 12 and isinstance(pictures.circuit(edges), pictures.Picture)
+
+
+def test_what_is_no_graph_is_refused(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+    bridge, points, _ = placed
+    with pytest.raises(ValueError, match=r"add_basis placed; these are not: blocks\.0\.hook_mlp_out"):
+        attribution_graph(bridge, TOKENS, ["blocks.0.hook_mlp_out"])
+    with pytest.raises(ValueError, match="no feature is active"):
+        attribution_graph(bridge, TOKENS, points, without_positions=range(6))
+    assert not bridge.hook_dict[points[0]].listeners
