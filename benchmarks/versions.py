@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,36 +178,38 @@ def counted(cases: list[ET.Element]) -> dict[str, Any]:
 def page(results: dict[str, dict[str, Any]]) -> str:
     """docs/versions.md."""
     rows: list[str] = []
-    notes: list[str] = []
+    notes: dict[str, list[str]] = {}  # what is to be said, and of which cells
     for cell in CELLS:
         found = results.get(cell.name)
-        asked = f"| {cell.transformers} | {cell.torch} | {cell.python} |"
         if found is None:
             continue
+        which = f"{cell.transformers} with torch {cell.torch}"
         if "not measured" in found:
-            rows.append(f"{asked} not measured here | | | |")
-            notes.append(f"- Python {cell.python}, torch {cell.torch}: {found['not measured']}.")
+            rows.append(f"| {cell.transformers} | {cell.torch} | {cell.python} | not measured here | | | |")
+            notes.setdefault(found["not measured"], []).append(f"{which} and Python {cell.python}")
             continue
         cells = [short(found[part]) for part in PARTS]
         rows.append(f"| {found['transformers']} | {found['torch']} | {found['python']} | {' | '.join(cells)} |")
         for part in PARTS:
-            notes += said(cell, part, found[part])
-    return "\n".join([HEAD, *rows, "", "What the table does not say:", "", *dict.fromkeys(notes), "", TAIL])
+            for note in said(found[part], cell.transformers):
+                notes.setdefault(note, []).append(which)
+    lines = [f"- {note}. ({'; '.join(cells)})" for note, cells in notes.items()]
+    return "\n".join([HEAD, *rows, "", "What did not pass, and where:", "", *lines, "", TAIL])
 
 
 def short(found: dict[str, Any]) -> str:
     total = found["passed"] + len(found["failed"]) + len(found["told"])
-    return f"{found['passed']} of {total}"
+    failed = f", {len(found['failed'])} fail" if found["failed"] else ""
+    return f"{found['passed']} of {total}{failed}"
 
 
-def said(cell: Cell, part: str, found: dict[str, Any]) -> list[str]:
+def said(found: dict[str, Any], transformers: str) -> Iterator[str]:
     """What is to be said of tests that did not pass."""
-    lines = [
-        f"- {cell.transformers} with torch {cell.torch}: fails: `{name.split('.')[-1]}`." for name in found["failed"]
-    ]
+    if found["failed"]:
+        yield "fails: " + ", ".join(f"`{name.split('::')[-1]}`" for name in found["failed"])
     for name, reason in found["told"].items():
-        lines.append(f"- {cell.transformers}: `{name.split('::')[-1]}`: {reason.split(chr(10))[0]}.")
-    return lines
+        told = reason.split(": pip")[0].removeprefix("refused by name: ").replace(f" {transformers}", "")
+        yield f"`{name.split('::')[-1]}`: {told.replace(', and is installed', '')}"
 
 
 HEAD = """# Versions
@@ -225,8 +228,8 @@ What differs between versions is in `adapters/imports/versions.py`, each differe
 What a version cannot do is refused by name when it is asked for: `export` needs transformers 5.23. What a version
 computes wrongly itself, `adapters.verify` says.
 
-The lower bounds in `pyproject.toml` are the lowest versions of the rows in which all reference numbers are right. What
-is between two rows was not measured.
+The lower bounds in `pyproject.toml` are the lowest versions of the rows in which nothing fails. What is between two
+rows was not measured.
 """
 
 

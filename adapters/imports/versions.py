@@ -6,6 +6,7 @@ Nothing else asks for a version. What the installed one does not have is refused
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -57,6 +58,21 @@ def registered_conversions() -> set[str]:
         return set()
     found: set[str] = importlib.import_module("transformers.conversion_mapping").USER_REGISTERED_MAPPINGS
     return found
+
+
+def check_patching() -> None:
+    """Refuses a patched load that would fail: transformers' patching imports modules that need torchvision until 5.20.
+
+    A load that fails there would leave torch making every tensor on the meta device.
+
+    Raises:
+        VersionError: transformers is that old, and there is no torchvision.
+    """
+    if not has_transformers("5.21") and importlib.util.find_spec("torchvision") is None:
+        raise VersionError(
+            f"loading with patches needs transformers 5.21 or later, or torchvision, and transformers "
+            f"{transformers.__version__} is installed without it: pip install 'transformers>=5.21'"
+        )
 
 
 def rotation_of(config: PreTrainedConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
 from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
 
-from adapters.imports.versions import registered_conversions
+from adapters.imports.versions import check_patching, registered_conversions
 from bridge.hooks.names import suggestion
 
 #: Names, or patterns of names, of transformers' classes, and the classes in their place.
@@ -84,12 +84,15 @@ def patched(
         config: the configuration of the model.
 
     Raises:
+        VersionError: transformers cannot patch here.
         TypeError: a replacement that is no module class.
         ValueError: a name that no class of the model's has.
     """
     if not patches and not conversions:
         yield
         return
+    if patches:
+        check_patching()
     _import_model(loader, config)
     load = object()
     with _LOCK:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -18,14 +19,14 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 FIRST = """
 import sys
-from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 
-class OutOfReach(MetaPathFinder):
-    def find_spec(self, fullname, path, target=None):
-        if fullname.split(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{fullname!r}}", name=fullname)
+class WithinReach(PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        return None if fullname.split(".")[0] in {blocked!r} else super().find_spec(fullname, path, target)
 
-sys.meta_path.insert(0, OutOfReach())
+sys.meta_path[:] = [WithinReach if finder is PathFinder else finder for finder in sys.meta_path]
 from bridge import TransformerBridge
 bridge = TransformerBridge.boot_embedded()
 """
@@ -72,8 +73,6 @@ def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 

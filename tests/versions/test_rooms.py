@@ -132,12 +132,11 @@ def test_patched_loading(tmp_path: Path) -> None:
     class Ours(LlamaRMSNorm):
         pass
 
-    try:
-        bridge = TransformerBridge.boot_transformers(str(tmp_path), patches={"LlamaRMSNorm": Ours})
-    except ModuleNotFoundError as error:  # transformers imports all its modules there
-        if error.name != "torchvision":
-            raise
-        pytest.skip("transformers' own patching needs torchvision in this version, which is not here")
+    if not has_transformers("5.21") and missing("torchvision"):
+        with pytest.raises(VersionError, match=r"loading with patches needs transformers 5\.21") as refused:
+            TransformerBridge.boot_transformers(str(tmp_path), patches={"LlamaRMSNorm": Ours})
+        pytest.skip(f"refused by name: {refused.value}")
+    bridge = TransformerBridge.boot_transformers(str(tmp_path), patches={"LlamaRMSNorm": Ours})
     assert type(bridge.core.model.norm).__name__ == "Ours"
     assert type(LlamaForCausalLM(LlamaConfig(**SIZES)).model.norm) is LlamaRMSNorm
 
