@@ -13,7 +13,6 @@ from bridge import generation, programs
 from bridge.facade.hooks import HookMethods
 from bridge.facade.tokens import TokenMethods
 from bridge.facade.weights import WeightMethods
-from bridge.generation.batch import Answer, BatchOptions, generate_batch, prompts_of
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import NamesFilter
 from bridge.run.protocol import HookSpec, Input
@@ -157,7 +156,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
         prepend_bos: bool | None = None,
         output_logits: bool = False,
         verbose: bool = True,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[generation.batch.Answer]:
         """Continues many prompts at once, by transformers' continuous batching, each as if it were alone.
 
         Tokens of all requests share each forward pass, without padding. A function of a request is given that
@@ -193,7 +192,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             >>> sorted(answer.index for answer in found)
             [0, 1]
         """
-        options = BatchOptions(
+        options = generation.batch.BatchOptions(
             max_new_tokens=max_new_tokens,
             capture=capture,
             stop_at_eos=stop_at_eos,
@@ -202,7 +201,8 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             output_logits=output_logits,
             verbose=verbose,
         )
-        return generate_batch(self, prompts_of(self, prompts, prepend_bos), interventions, each, options)
+        given = generation.batch.prompts_of(self, prompts, prepend_bos)
+        return generation.batch.generate_batch(self, given, interventions, each, options)
 
     def hf_generate(
         self,
