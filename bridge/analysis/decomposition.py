@@ -87,10 +87,10 @@ class _Walk:
         return self.model.architecture.stack.block_at(layer).named
 
     def before_mlp(self, layer: int) -> list[NamedStep]:
-        """The steps of a block that add to what its MLP reads; of one without an MLP, those of its first stream."""
-        steps = list(self.steps(layer))
-        first = next((i for i, named in enumerate(steps) if feeds_forward(named.step.part)), None)
-        return steps[:first] if first is not None else [named for named in steps if named.after == steps[0].after]
+        """The steps of a block that add to `resid_mid`; where all read one stream, those that are no MLP."""
+        steps = self.steps(layer)
+        first = [named for named in steps if named.after == steps[0].after]
+        return first if len(first) < len(steps) else [named for named in steps if group_of(named) != "mlp"]
 
     def fine(self, named: NamedStep) -> bool:
         """Whether a part is taken apart into heads or neurons.

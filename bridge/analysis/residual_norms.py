@@ -200,9 +200,10 @@ def norm_before(model: AnalysedModel, layer: int, mlp_input: bool = False) -> St
             raise ValueError(f"{model.cfg.model_name}: {why}: nothing can be taken through its final norm")
         return norm
     steps = architecture.stack.block_at(layer).named
-    reader = next((named for named in steps if feeds_forward(named.step.part)), None) if mlp_input else None
-    if reader is None:
-        reader = steps[0] if steps and not mlp_input else None
+    reader = next(iter(steps), None)
+    if reader is not None and mlp_input:  # what reads `resid_mid`; where all read one stream, the MLP
+        second = (named for named in steps if named.after != steps[0].after)
+        reader = next(second, next((named for named in steps if feeds_forward(named.step.part)), None))
     if reader is None:
         what = "MLP" if mlp_input else "part that reads the stream"
         raise ValueError(f"block {layer} of {model.cfg.model_name} has no {what} that is known")

@@ -43,9 +43,9 @@ def terms_sum_inside_blocks(subject: Subject) -> None:
         terms = subject.cache.decompose_resid(layer, mlp_input=True)
         middle = subject.cache[f"blocks.{layer}.hook_resid_mid"]
         found = outputs_inside(subject.hf, subject.paths[layer], subject.run)
-        if not any(
-            torch.equal(x.reshape(-1), middle.reshape(-1)) for x in found.values() if x.numel() == middle.numel()
-        ):
+        given = [x for x in found.values() if x.numel() == middle.numel()]
+        turned = [x.transpose(0, 1) for x in given if x.ndim == 3]  # positions before the batch (XLNet)
+        if not any(torch.equal(x.reshape(-1), middle.reshape(-1)) for x in (*given, *turned)):
             raise Wrong(f"layer {layer}: no module of the model is given hook_resid_mid")
         subject.same(terms.sum(0), middle, f"layer {layer}", scale=float(terms.abs().max()))
 
