@@ -115,7 +115,8 @@ class _Walk:
             yield from self.embeddings().values()
             if self.sees:
                 yield from (f"blocks.{i}.hook_resid_pre" for i in range(min(layer + 1, self.model.cfg.n_layers)))
-                yield from (f"blocks.{i}.hook_resid_post" for i in range(min(layer, self.model.cfg.n_layers - 1)))
+                ends = range(1, min(layer, self.model.cfg.n_layers - 1) + 1)
+                yield from (last_stream(self.model.hook_dict, i) for i in ends)
         if self.begins.norm_of_sum and {"embed", "bias"} & {*self.groups}:
             yield "embed.ln.hook_scale"
         for index in range(layer + mlp_input):
@@ -198,9 +199,10 @@ class _Walk:
             return
         entering = pick(self.cache[f"blocks.{layer}.hook_resid_pre"], self.pos_slice, -2)
         if layer:
-            before = pick(self.cache[f"blocks.{layer - 1}.hook_resid_post"], self.pos_slice, -2)
+            before = pick(self.cache[last_stream(self.model.hook_dict, layer)], self.pos_slice, -2)
         else:
             before = sum((term.value[0] for term in self.terms), torch.zeros_like(entering))
+            before = before if self.bias is None else before + self.bias
         if not torch.allclose(before, entering, rtol=1e-5, atol=1e-5 * float(entering.abs().max())):
             label = f"{layer}_images" if layer else "images"
             self.terms.append(Term("embed", [label], (entering - before)[None]))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from adapters.inputs.made import sample_inputs, split
 from bridge import TransformerBridge
 from bridge.analysis.logit_lens import head_contributions
 from tests.tiny_models import tiny_model
@@ -87,3 +88,23 @@ def test_a_norm_of_a_gemma_by_hand_with_the_factor_behind_it() -> None:
         scale = (made.sum(-2).pow(2).mean(-1) + block.post_norm1.variance_epsilon).sqrt()
         right = made / scale[..., None, None] * block.post_norm1.weight * model.config.residual_multiplier
     torch.testing.assert_close(heads, right.movedim(-2, 0), rtol=1e-9, atol=1e-9)
+
+
+def test_terms_of_a_text_beside_images_have_the_norm_of_their_embeddings_once() -> None:
+    """BLIP norms the sum of its embeddings: the bias of that norm is one term, and no image is."""
+    bridge = TransformerBridge(tiny_model("blip", "image_text"))
+    tokens, more = split(bridge.core, sample_inputs(bridge.core))
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(tokens, **more)
+        for layer in range(bridge.cfg.n_layers):
+            terms, labels = cache.decompose_resid(layer, return_labels=True)
+            torch.testing.assert_close(terms.sum(0), cache["resid_pre", layer], rtol=1e-4, atol=1e-4)
+            assert not [label for label in labels if "images" in label]
+
+
+def test_logits_that_the_model_replaces_are_no_sum() -> None:
+    """Chameleon gives the tokens of images the least logit that there is."""
+    bridge = TransformerBridge(tiny_model("chameleon", "image_text"))
+    _, cache = bridge.run_with_cache(TOKENS)
+    with pytest.raises(ValueError, match="a constant in place of the logits"):
+        cache.logit_attrs(cache.decompose_resid(), ONE, OTHER)

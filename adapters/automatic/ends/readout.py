@@ -142,6 +142,8 @@ class End:
         before, logits = _large_logits(self.model, inputs, unembed)
         if logits is None or before.shape[:-1] != logits.shape[:-1] or logits.shape[-1] > before.shape[-1]:
             return Readout(path, factor_in, unknown=f"what {path} puts out has another shape than the logits")
+        if float(logits.abs().max()) > 1e30:
+            return Readout(path, factor_in, unknown="the model puts a constant in place of the logits of some tokens")
         behind = readout_between(before[..., : logits.shape[-1]], logits)
         if behind is None:
             return Readout(path, factor_in, unknown=f"something that is not known is between {path} and the logits")
