@@ -259,6 +259,13 @@ class Evidence:
         return self.activations.get(name)
 
 
+def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
+    """A tensor of ``(batch pos)`` rows with the axes of another; any other as it is."""
+    if x is None or shape is None or x.shape == shape.shape or x.numel() != shape.numel():
+        return x
+    return x.reshape(shape.shape)
+
+
 def places_of(bridge: Bridge) -> Iterator[Place]:
     """Every step of every block that is there."""
     for stack in bridge.architecture.stacks:

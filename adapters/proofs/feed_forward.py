@@ -15,9 +15,8 @@ from adapters.experts import chosen_in_turn, expert_bias, expert_weight, has_bia
 from adapters.feed_forward import MLP, MoE
 from adapters.imports.versions import clamp_of
 from adapters.paths import join, module_at
-from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.evidence import Evidence, Place, like
 from adapters.proofs.report import Findings
-from adapters.proofs.stream import like
 
 GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
 CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"

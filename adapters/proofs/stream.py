@@ -14,7 +14,7 @@ from adapters.mixers.part import Mixer
 from adapters.paths import call_number, join, module_at, module_path
 from adapters.proofs.ends.embeddings import CHAIN, ENDS, prove_beginning, zeroed
 from adapters.proofs.ends.logits import prove_end
-from adapters.proofs.evidence import Evidence, ModuleCall, Place, recorded
+from adapters.proofs.evidence import Evidence, ModuleCall, Place, like, recorded
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
 
@@ -80,13 +80,6 @@ def _mixed(evidence: Evidence, findings: Findings, place: Place, there: list[Ten
     keep = None if mix.keep is None else call.output[mix.keep]
     after = mix.of(there[0].double(), there[1].double(), call.output[mix.write], keep)
     findings.equal(claim, place.prefix + place.named.after, total, after.to(total.dtype))
-
-
-def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
-    """A tensor of ``(batch pos)`` rows with the axes of another; any other as it is."""
-    if x is None or shape is None or x.shape == shape.shape or x.numel() != shape.numel():
-        return x
-    return x.reshape(shape.shape)
 
 
 def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:

@@ -10,9 +10,8 @@ from torch import Tensor
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import module_at
-from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.evidence import Evidence, Place, like
 from adapters.proofs.report import Findings
-from adapters.proofs.stream import like
 from adapters.views import Call
 from adapters.weights import Weights
 

@@ -162,21 +162,6 @@ def post_norm(model: AnalysedModel, layer: int, part: str) -> PostNorm | None:
     return PostNorm(norm.name, norm.kind, norm.module, model.architecture.step_at(layer, part), block)
 
 
-def is_normed_stream(model: AnalysedModel) -> bool:
-    """Whether norms stand on the residual stream itself (BERT), not on branches from it.
-
-    Args:
-        model: the bridge.
-
-    Example:
-        >>> from bridge import TransformerBridge
-        >>> from bridge.analysis.residual_norms import is_normed_stream
-        >>> is_normed_stream(TransformerBridge.boot_embedded())
-        False
-    """
-    return "blocks.0.hook_normalized_resid_post" in model.hook_dict
-
-
 def norm_before(model: AnalysedModel, layer: int, mlp_input: bool = False) -> StreamNorm | None:
     """The norm through which a layer reads the residual stream, or None where it reads it as it is.
 

@@ -11,7 +11,7 @@ from adapters.architecture import Stack
 from adapters.norms import Norm, normalized
 from adapters.paths import has_module
 from adapters.proofs.ends.embeddings import ENDS, zeroed
-from adapters.proofs.evidence import Evidence
+from adapters.proofs.evidence import Evidence, like
 from adapters.proofs.report import Findings
 from adapters.stream_ends import Head
 
@@ -32,7 +32,7 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
         stream = last
         if stack.collapse:
             call = evidence.call(evidence.base, stack.collapse)
-            findings.equal(ENDS, stack.collapse, _like(call.input if call else None, stream), stream)
+            findings.equal(ENDS, stack.collapse, like(call.input if call else None, stream), stream)
             stream = call.result if call else None
         if stack.final_norm:
             stream = _normed(evidence, findings, stack.final_norm, stream)
@@ -40,10 +40,6 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
         stream = _headed(evidence, findings, head, stream)
     _unembedded(evidence, findings, stream)
     _logits(evidence, findings)
-
-
-def _like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
-    return x.reshape(shape.shape) if x is not None and shape is not None and x.numel() == shape.numel() else x
 
 
 def _normed(evidence: Evidence, findings: Findings, norm: Norm, stream: Tensor | None) -> Tensor | None:
