@@ -44,13 +44,11 @@ def run_export(given: argparse.Namespace) -> int:
     """
     import torch
 
-    from bridge.bridge import TransformerBridge
+    from bridge.cli.model import named_model
     from bridge.hooks.names import UnknownHookError
     from bridge.interventions import Add, load
 
-    embedded = given.model == "embedded"
-    bridge = TransformerBridge.boot_embedded() if embedded else TransformerBridge.boot_transformers(given.model)
-    bridge.eval()
+    bridge = named_model(given.model)
     try:
         hooks = () if given.interventions is None else load(given.interventions, bridge)
         inputs = {}

@@ -28,12 +28,10 @@ def run_generate(given: argparse.Namespace) -> int:
     Args:
         given: its arguments.
     """
-    from bridge.bridge import TransformerBridge
+    from bridge.cli.model import named_model
     from bridge.interventions import load
 
-    embedded = given.model == "embedded"
-    bridge = TransformerBridge.boot_embedded() if embedded else TransformerBridge.boot_transformers(given.model)
-    bridge.eval()
+    bridge = named_model(given.model)
     try:
         hooks = () if given.interventions is None else load(given.interventions, bridge)
         with bridge.hooks(fwd_hooks=hooks):
