@@ -1,7 +1,8 @@
 """Lets torch's build for CUDA be imported where CUDA's libraries are not: empty ones stand in their place.
 
 torch links to libraries of two gigabytes that a CPU never calls. For each that is missing an empty one is made, with
-the names that torch asks for; a call of one ends the process. It needs gcc, objdump and nm. For `make matrix` alone.
+the names that torch asks for; a call of one ends the process. In CUDA's runtime, which torch calls as it is imported
+and when it is asked for a device, each says that there is none. It needs gcc, objdump and nm. For `make matrix` alone.
 
     python benchmarks/without_cuda.py FOLDER_OF_AN_ENVIRONMENT
 """
@@ -13,6 +14,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+#: CUDA's number for it: cudaErrorNoDevice.
+NO_DEVICE = 100
 
 
 def output(*command: str | Path) -> str:
@@ -49,7 +53,8 @@ def main(environment: Path) -> None:
         names = {*loose, *(name for own in versions.values() for name in own)}
         with tempfile.TemporaryDirectory() as folder:
             code, table = Path(folder, "empty.c"), Path(folder, "empty.map")
-            bodies = "\n".join(f"void {name}(void) {{ abort(); }}" for name in sorted(names))
+            body = f"return {NO_DEVICE};" if missing.startswith("libcudart") else "abort();"
+            bodies = "\n".join(f"long {name}(void) {{ {body} }}" for name in sorted(names))
             code.write_text(f"void abort(void);\n{bodies}\n")
             table.write_text("".join(f"{v} {{ global: {'; '.join(own)}; }};\n" for v, own in versions.items()))
             options = [f"-Wl,--version-script={table}"] if versions else []

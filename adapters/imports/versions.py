@@ -6,7 +6,6 @@ Nothing else asks for a version. What the installed one does not have is refused
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -61,18 +60,14 @@ def registered_conversions() -> set[str]:
 
 
 def check_patching() -> None:
-    """Refuses a patched load that would fail: transformers' patching imports modules that need torchvision until 5.20.
+    """Refuses a patched load before 5.21, where transformers' patching looks into every module that it could import.
 
-    A load that fails there would leave torch making every tensor on the meta device.
+    It imports them so, which fails without torchvision and Pillow, in the middle of the load.
 
     Raises:
-        VersionError: transformers is that old, and there is no torchvision.
+        VersionError: transformers is older.
     """
-    if not has_transformers("5.21") and importlib.util.find_spec("torchvision") is None:
-        raise VersionError(
-            f"loading with patches needs transformers 5.21 or later, or torchvision, and transformers "
-            f"{transformers.__version__} is installed without it: pip install 'transformers>=5.21'"
-        )
+    _require("5.21", "loading with patches")
 
 
 def rotation_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -132,9 +127,13 @@ def __getattr__(name: str) -> object:
     if name not in _SINCE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, version, use = _SINCE[name]
+    _require(version, use)
+    return getattr(importlib.import_module(module), name)
+
+
+def _require(version: str, use: str) -> None:
     if not has_transformers(version):
         raise VersionError(
             f"{use} needs transformers {version} or later, and {transformers.__version__} is installed: "
             f"pip install 'transformers>={version}'"
         )
-    return getattr(importlib.import_module(module), name)

@@ -98,6 +98,7 @@ def test_a_load_that_fails_leaves_nothing_behind(folder: str):
     assert get_patch_mapping() == {"LlamaMLP": MyMLP}
     assert modeling_llama.LlamaAttention is LlamaAttention
     assert modeling_llama.LlamaMLP is LlamaMLP  # transformers alone would leave the user's there
+    assert torch.empty(1).device.type == "cpu" and torch.get_default_dtype() == torch.float32
 
 
 def test_what_the_user_registered_is_respected_and_stays(folder: str):
