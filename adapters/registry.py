@@ -15,6 +15,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from adapters.architecture import Architecture
 from adapters.config import config_of
 from adapters.families import CLASSES
+from adapters.imports.versions import older_than_declared
 
 #: From a Hugging Face configuration to what its models are made of.
 Declare = Callable[[PreTrainedConfig], Architecture]
@@ -155,6 +156,7 @@ def declaration_for(model: nn.Module) -> Architecture:
     for cls in type(model).__mro__:
         declare = _declare(cls.__name__)
         if declare is not None and not _is_namesake(cls, declare):
+            _check_version(cls.__name__, declare)
             return declare(config_of(model))
     name = type(model).__name__
     if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
@@ -192,13 +194,24 @@ def declaration_of(config: PreTrainedConfig) -> Architecture:
     # Of some, transformers keeps no such list: their configuration has their name.
     for name in (*(cls.__name__ for cls in classes), f"{type(config).__name__.removesuffix('Config')}Model"):
         if (declare := _declare(name)) is not None:
+            _check_version(name, declare)
             return declare(config)
     raise UndeclaredOptionError(f"the model of a {type(config).__name__} inside of it has no adapter")
 
 
+def _check_version(name: str, declare: Declare) -> None:
+    """Refuses a declaration of ours for a class that is another one in the installed transformers."""
+    if _is_ours(declare) and (why := older_than_declared(name)):
+        raise UndeclaredOptionError(why)
+
+
+def _is_ours(declare: Declare) -> bool:
+    return (declare.__module__ or "").startswith("adapters.families.")
+
+
 def _is_namesake(cls: type, declare: Declare) -> bool:
     """Whether a class (of remote code) only has the name of the one that our declaration is for."""
-    ours = (declare.__module__ or "").startswith("adapters.families.") and hasattr(transformers, cls.__name__)
+    ours = _is_ours(declare) and hasattr(transformers, cls.__name__)
     return ours and cls.__module__.split(".")[0] != "transformers"
 
 

@@ -28,6 +28,26 @@ _SINCE = {
     "get_exporter_class": ("transformers.exporters.auto", *_EXPORT),
     "decompose_for_generation": ("transformers.exporters.utils", *_EXPORT),
 }
+#: Classes that transformers changed: what we declare is there from this version on. An older one is inferred.
+_DECLARED_SINCE = {
+    # Before, the router returns no choice of experts, or is none.
+    "DeepseekV2PreTrainedModel": "5.15",
+    "DeepseekV3PreTrainedModel": "5.15",
+    "Dots1PreTrainedModel": "5.15",
+    "Ernie4_5_MoePreTrainedModel": "5.15",
+    "ExaoneMoePreTrainedModel": "5.15",
+    "Glm4MoePreTrainedModel": "5.15",
+    "Glm4MoeLitePreTrainedModel": "5.15",
+    "HunYuanMoEV1PreTrainedModel": "5.15",
+    "SolarOpenPreTrainedModel": "5.15",
+    # Before, what a router returns is in another order, or its experts are kept elsewhere.
+    "AriaTextPreTrainedModel": "5.21",
+    "GraniteMoePreTrainedModel": "5.21",
+    "GraniteMoeSharedPreTrainedModel": "5.21",
+    # Before, a block returns a tuple.
+    "MoshiForCausalLM": "5.21",
+    "MoshiModel": "5.21",
+}
 
 
 class VersionError(ImportError):
@@ -68,6 +88,33 @@ def check_patching() -> None:
         VersionError: transformers is older.
     """
     _require("5.21", "loading with patches")
+
+
+def older_than_declared(name: str) -> str:
+    """Why our declaration is not of this class as it is in the installed transformers; "" where it is.
+
+    Args:
+        name: of the class that the declaration is for.
+    """
+    since = _DECLARED_SINCE.get(name, "0")
+    if has_transformers(since):
+        return ""
+    installed = transformers.__version__
+    return f"the declaration for {name} is of transformers {since} or later, and {installed} is installed"
+
+
+def check_batching() -> None:
+    """Refuses transformers' continuous batching before 5.18, whose pages have another size and other names.
+
+    Raises:
+        VersionError: transformers is older.
+    """
+    _require("5.18", "generate_batch")
+
+
+def checkpointing_method() -> str:
+    """What a model's method is called that turns activation checkpointing on: before 5.23 as gradients are named."""
+    return "activation_checkpointing_enable" if has_transformers("5.23") else "gradient_checkpointing_enable"
 
 
 def rotation_of(config: PreTrainedConfig) -> dict[str, Any]:
