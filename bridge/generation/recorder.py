@@ -87,6 +87,11 @@ class StepRecorder:
                 act = self._widen(act, axis, (total - keys, 0), hook)
         if self.pos in axes and act.shape[axes.index(self.pos)] > self.new:  # of the past too (keys from a latent)
             axis = axes.index(self.pos)
+            if act.shape[axis] < total and ".attn." not in hook.name:  # no window of keys
+                raise ValueError(
+                    f"{hook.name} has {act.shape[axis]} positions in a step of {self.new}: the model itself continues "
+                    "these rows wrongly (transformers' RWKV does so with several rows); generate them one by one"
+                )
             start = self.seen if act.shape[axis] >= total else act.shape[axis] - self.new
             act = act.narrow(axis, start, self.new).clone()
         kept = act if self.device is None else act.to(self.device)
