@@ -65,20 +65,35 @@ def first_example() -> str:
     return found[1]
 
 
+def installed(row: Row, wheel: Path) -> Path:
+    """The interpreter of a new environment with torch, the wheel and the extra; the first two are put there once."""
+    base, folder = HERE / f"wheel-{row.transformers}", HERE / "installed"
+    kept = HERE / "kept.txt"
+    kept.write_text(f"torch=={SMALL}\ntransformers=={row.transformers}\n")
+    # -I: what is in the checkout does not count as installed.
+    pip = ("-I", "-m", "pip", "install", "--quiet", "-c", kept)
+    if not base.exists():
+        making = HERE / "making"
+        shutil.rmtree(making, ignore_errors=True)
+        run(sys.executable, "-m", "venv", making)
+        run(making / "bin" / "python", *pip, f"torch=={SMALL}")
+        run(making / "bin" / "python", *pip, wheel)
+        making.rename(base)
+    shutil.rmtree(folder, ignore_errors=True)
+    run("cp", "-al", base, folder)
+    python = folder / "bin" / "python"
+    if row.extra:
+        run(python, *pip, f"{wheel}[{row.extra}]")
+    return python
+
+
 def measured(row: Row, wheel: Path, source: Path) -> str:
     """Installs and uses it; its row of the table."""
-    folder = HERE / "installed"
-    shutil.rmtree(folder, ignore_errors=True)
-    run(sys.executable, "-m", "venv", folder)
-    python = folder / "bin" / "python"
-    kept = folder / "kept.txt"
-    kept.write_text(f"torch=={SMALL}\ntransformers=={row.transformers}\n")
-    pip = (python, "-I", "-m", "pip", "install", "--quiet", "-c", kept)  # -I: the checkout is not seen
-    run(*pip, f"torch=={SMALL}")
-    run(*pip, f"{wheel}[{row.extra}]" if row.extra else wheel)
+    python = installed(row, wheel)
     names = run(python, "-I", "-m", "pip", "list", "--format=freeze").splitlines()
     if brought := [name for name in names if name.startswith(("nvidia", "cuda", "triton"))]:
         raise NotMeasured(f"it brings what is for CUDA alone: {', '.join(brought)}")
+    folder = python.parent.parent
     size = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()) >> 20
     used(python, row, source)
     shutil.rmtree(folder)
@@ -100,13 +115,22 @@ def used(python: Path, row: Row, source: Path) -> None:
                 raise NotMeasured(f"fails: {(done.stderr.strip() or done.stdout.strip())[-600:]}")
 
 
+def write(row: Row, line: str) -> None:
+    """Puts a row into the page's table; the others stay."""
+    before, _, table = PAGE.read_text().partition(INSTALLED)
+    there = {other: found for other in ROWS for found in table.splitlines() if found.startswith(other.begin)}
+    lines = [(there | {row: line})[other] for other in ROWS if other in there or other == row]
+    PAGE.write_text(before.rstrip() + "\n\n" + HEAD + "\n".join(lines) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="names of extras, or none-5.23.0, with commas")
     given = parser.parse_args()
     (wheel,) = (ROOT / "dist").glob("*.whl")
     HERE.mkdir(exist_ok=True)
-    before, _, table = PAGE.read_text().partition(INSTALLED)
+    for base in HERE.glob("wheel-*"):  # of another wheel, it may be
+        shutil.rmtree(base)
     failed = []
     for row in ROWS:
         if given.only and row.name not in given.only.split(","):
@@ -114,13 +138,11 @@ def main() -> None:
         try:
             line = measured(row, wheel, ROOT / "build" / "sdist")
         except NotMeasured as why:
-            failed.append(f"{row.name}: {why}")
-            print(failed[-1], file=sys.stderr, flush=True)
+            failed.append(row.name)
+            print(f"{row.name}: {why}", file=sys.stderr, flush=True)
             line = row.written(0, 0, "fails")
         print(line, flush=True)
-        table = "\n".join([*(other for other in table.splitlines() if not other.startswith(row.begin)), line])
-    lines = [line for row in ROWS for line in table.splitlines() if line.startswith(row.begin)]
-    PAGE.write_text(before.rstrip() + "\n\n" + HEAD + "\n".join(lines) + "\n")
+        write(row, line)
     if failed:
         sys.exit(1)
 
