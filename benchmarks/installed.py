@@ -129,8 +129,9 @@ def main() -> None:
     given = parser.parse_args()
     (wheel,) = (ROOT / "dist").glob("*.whl")
     HERE.mkdir(exist_ok=True)
-    for base in HERE.glob("wheel-*"):  # of another wheel, it may be
-        shutil.rmtree(base)
+    for base in HERE.glob("wheel-*"):
+        if base.stat().st_mtime < wheel.stat().st_mtime:
+            shutil.rmtree(base)
     failed = []
     for row in ROWS:
         if given.only and row.name not in given.only.split(","):

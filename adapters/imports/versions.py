@@ -117,6 +117,16 @@ def checkpointing_method() -> str:
     return "activation_checkpointing_enable" if has_transformers("5.23") else "gradient_checkpointing_enable"
 
 
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether activation checkpointing is on: before 5.23 the attribute is called as gradients are.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    newer = has_transformers("5.23")
+    return bool(getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing"))
+
+
 def rotation_of(config: PreTrainedConfig) -> dict[str, Any]:
     """What a configuration says of rotary embeddings: one set, or one for each kind of layer.
 

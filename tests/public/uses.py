@@ -62,18 +62,7 @@ USES = {
 NOTEBOOK = "import nbclient, nbformat; nbclient.NotebookClient(nbformat.read('examples/first_hour.ipynb', 4)).execute()"
 #: Of extras for work on the library itself: what Python is started with in its unpacked source.
 COMMANDS = {
-    "test": [
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "-p",
-        "no:cacheprovider",
-        "tests/public",
-        "tests/versions",
-        "tests/hooks",
-    ],
+    "test": ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/versions", "tests/lens", "tests/cache"],
     "docs": ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-b", "html", "docs", "build/docs"],
     "notebooks": ["-c", NOTEBOOK],
     "dev": ["-m", "mypy"],

@@ -20,7 +20,7 @@ from bridge.legacy import HookedTransformer
 from bridge.patching import get_act_patch_resid_pre
 from bridge.tasks import ioi
 from tests.conftest import tiny
-from tests.tiny_models import tiny_model
+from tests.tiny_models import checkpoint, tiny_model
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61}
@@ -65,6 +65,17 @@ def test_trace(embedded: TransformerBridge) -> None:
     with torch.no_grad(), embedded.hooks(fwd_hooks=hooks):
         _, cache = embedded.run_with_cache(PROMPT)
     assert torch.equal(seen, cache["blocks.2.hook_resid_pre"])
+
+
+def test_trace_while_training() -> None:
+    bridge = TransformerBridge(tiny("llama").train())
+    tokens = torch.tensor([[1, 2, 3]])
+    with bridge.trace(tokens) as run:
+        seen = run["blocks.1.hook_resid_pre"]
+    assert torch.equal(seen, bridge.run_with_cache(tokens)[1]["blocks.1.hook_resid_pre"])
+    checkpoint(bridge.core)
+    with pytest.raises(RuntimeError, match="checkpointing"), bridge.trace(tokens):
+        pass
 
 
 def test_generation(embedded: TransformerBridge) -> None:
