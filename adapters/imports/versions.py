@@ -104,12 +104,12 @@ def older_than_declared(name: str) -> str:
 
 
 def check_batching() -> None:
-    """Refuses transformers' continuous batching before 5.18, whose pages have another size and other names.
+    """Refuses transformers' continuous batching before 5.20, whose pages and options are others.
 
     Raises:
         VersionError: transformers is older.
     """
-    _require("5.18", "generate_batch")
+    _require("5.20", "generate_batch")
 
 
 def checkpointing_method() -> str:

@@ -90,8 +90,8 @@ def test_generation(embedded: TransformerBridge) -> None:
 
 
 def test_generate_batch(embedded: TransformerBridge) -> None:
-    if not has_transformers("5.18"):
-        with pytest.raises(VersionError, match=r"generate_batch needs transformers 5\.18 or later") as refused:
+    if not has_transformers("5.20"):
+        with pytest.raises(VersionError, match=r"generate_batch needs transformers 5\.20 or later") as refused:
             embedded.generate_batch([PROMPT], 4)
         pytest.skip(f"refused by name: {refused.value}")
     (answer,) = embedded.generate_batch([PROMPT], 4, do_sample=False)
