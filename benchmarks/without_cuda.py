@@ -23,6 +23,11 @@ def output(*command: str | Path) -> str:
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
 
 
+def body_of(name: str) -> str:
+    """What a function of CUDA's runtime returns: what is wrong, as a text or as a number."""
+    return 'return (long) "no device";' if name.startswith("cudaGetError") else f"return {NO_DEVICE};"
+
+
 def main(environment: Path) -> None:
     (site,) = environment.glob("lib/python3*/site-packages")
     libraries = sorted((site / "torch" / "lib").glob("*.so*"))
@@ -53,8 +58,10 @@ def main(environment: Path) -> None:
         names = {*loose, *(name for own in versions.values() for name in own)}
         with tempfile.TemporaryDirectory() as folder:
             code, table = Path(folder, "empty.c"), Path(folder, "empty.map")
-            body = f"return {NO_DEVICE};" if missing.startswith("libcudart") else "abort();"
-            bodies = "\n".join(f"long {name}(void) {{ {body} }}" for name in sorted(names))
+            runtime = missing.startswith("libcudart")
+            bodies = "\n".join(
+                f"long {name}(void) {{ {body_of(name) if runtime else 'abort();'} }}" for name in sorted(names)
+            )
             code.write_text(f"void abort(void);\n{bodies}\n")
             table.write_text("".join(f"{v} {{ global: {'; '.join(own)}; }};\n" for v, own in versions.items()))
             options = [f"-Wl,--version-script={table}"] if versions else []
