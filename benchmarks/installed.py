@@ -119,7 +119,8 @@ def write(row: Row, line: str) -> None:
     """Puts a row into the page's table; the others stay."""
     before, _, table = PAGE.read_text().partition(INSTALLED)
     there = {other: found for other in ROWS for found in table.splitlines() if found.startswith(other.begin)}
-    lines = [(there | {row: line})[other] for other in ROWS if other in there or other == row]
+    there[row] = line
+    lines = [there.get(other, f"{other.begin} | | | not measured |") for other in ROWS]
     PAGE.write_text(before.rstrip() + "\n\n" + HEAD + "\n".join(lines) + "\n")
 
 

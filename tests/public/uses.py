@@ -17,7 +17,7 @@ from transformers.exporters import ExportedModel
 tokens = bridge.to_tokens('When Mary and John went to the store')
 with torch.no_grad():
     for format, options in {formats}.items():
-        bridge.export(tokens, format, path=format)
+        bridge.export(tokens, format, path=format, dynamic=False)
         made = ExportedModel.from_pretrained(format, **options)(input_ids=tokens)['logits']
         torch.testing.assert_close(made, bridge(tokens), atol=1e-3, rtol=0)
 """
