@@ -11,17 +11,12 @@ from torch import Tensor
 
 from adapters.imports.versions import known_error
 from adapters.inputs.made import Given
+from adapters.observe.errors import WRONG, one_line
+from adapters.observe.modes import evaluating, outside_of_modes
+from adapters.observe.probe_copy import ROOM, trivial_parameters, twin, why_no_twin
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import (
-    driven,
-    evaluating,
-    outside_of_modes,
-    places_of,
-    some_tokens,
-    with_graph,
-    with_what_it_needs,
-)
+from adapters.proofs.evidence import driven, places_of, some_tokens, with_graph, with_what_it_needs
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -31,10 +26,9 @@ from adapters.proofs.norms import prove_norms
 from adapters.proofs.projections import CLAIM as COLUMNS
 from adapters.proofs.projections import prove_projections
 from adapters.proofs.protocol import Bridge
-from adapters.proofs.report import WRONG, Check, Findings, Report, said
+from adapters.proofs.report import Check, Findings, Report
 from adapters.proofs.scores import PATTERN, SCORES, prove_attention
 from adapters.proofs.stream import READS, prove_streams
-from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
 from adapters.proofs.weights import CLAIM as WEIGHTS
 from adapters.proofs.weights import prove_weights
 
@@ -143,7 +137,7 @@ def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Chec
     try:
         evidence = driven(subject, tokens, more)
     except WRONG as error:
-        yield Check("activations can be replaced by random numbers", False, said(error))
+        yield Check("activations can be replaced by random numbers", False, one_line(error))
         return
     for claim, prove in _PROOFS:
         findings.attempt(claim, partial(prove, evidence, findings))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from adapters.config import ModelConfig
 from adapters.inputs.arguments import accepted_arguments
 from adapters.inputs.made import with_the_rest
-from adapters.proofs.evidence import evaluating
+from adapters.observe.modes import evaluating
 
 _HALF = (torch.float16, torch.bfloat16)
 #: How much larger than before the rounding error of a model in half precision may be. Each transform rounds the weights

@@ -29,7 +29,6 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
-from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
 from adapters.automatic.stream import Found, Sums, Value
@@ -41,9 +40,12 @@ from adapters.inputs.made import CannotBeMade, Given, sample_inputs
 from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
+from adapters.observe.calls import Mark, ModuleCall, Recording
+from adapters.observe.errors import NotFound
+from adapters.observe.modes import evaluating, outside_of_modes
+from adapters.observe.probe_copy import model_or_twin
+from adapters.observe.recording import record
 from adapters.paths import base_path, core_path
-from adapters.proofs.evidence import evaluating, outside_of_modes
-from adapters.proofs.twin import model_or_twin
 
 
 class NotInferable(Exception):

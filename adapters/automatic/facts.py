@@ -14,10 +14,10 @@ from adapters.automatic import measured
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.measured import FoundTable, find_table
-from adapters.automatic.recording import ModuleCall, Recording
 from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports.versions import rotation_of
+from adapters.observe.calls import ModuleCall, Recording
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adapters.architecture import Mix
 from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import rounded, tolerance
-from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen
+from adapters.observe.calls import Mark, ModuleCall, Recording, Seen
 from adapters.views import Affine
 
 

@@ -12,10 +12,10 @@ from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import heads_view, parameter_of, relative
 from adapters.automatic.norms import rounded, tolerance
 from adapters.automatic.parts import Norms
-from adapters.automatic.recording import NotFound, is_linear_through
 from adapters.mixers.part import axes_of
+from adapters.observe.errors import NotFound
+from adapters.observe.gradients import by_position, is_linear_through
 from adapters.paths import join
-from adapters.proofs.gradients import by_position
 
 
 def with_values(found: FoundAttention, declared: Attention) -> Attention:

@@ -1,9 +1,10 @@
-"""One recorded run: what entered and left every module, every softmax, and the graph between them."""
+"""The recorder: what entered and left modules in a run, its softmaxes, and the graph between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,215 +13,84 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adapters.inputs.arguments import argument_names
+from adapters.observe.calls import ModuleCall, Recording, Seen, Softmax, elements_of, mark
+from adapters.observe.errors import WRONG, NotFound, one_line
+from adapters.observe.functions import CHOICES, FLAT_PRODUCT, PRODUCTS, SOFTMAXES
 from adapters.paths import token_embedding
-from adapters.proofs.report import WRONG, said
 from adapters.views.kernel_arguments import KernelArguments
 
-#: What two tensors of the same numbers share, whatever their shapes.
-Mark = tuple[int, int]
 
-
-def mark(x: Tensor) -> Mark:
-    """The numbers of a tensor in a few bytes."""
-    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return x.numel(), hash(data.numpy().tobytes())
-
-
-@dataclass(eq=False)
-class Seen:
-    """A tensor at the border of a module.
-
-    Attributes:
-        key: which element of the output it is (None: the output itself, or the input).
-        live: the tensor, in the graph.
-        value: its numbers at that time.
-        mark: see `mark`.
-    """
-
-    key: int | None
-    live: Tensor
-    value: Tensor
-    mark: Mark
-
-
-@dataclass(eq=False)
-class ModuleCall:
-    """One call of a module.
-
-    Attributes:
-        path, module: which.
-        start, end: when, in events of the run.
-        entered: its first argument, where that is a tensor of numbers.
-        left: what it returned: the tensors of numbers.
-        n_left: how many elements its output has.
-        indices: which elements of its output are tensors of integers; `integers` are these.
-        alone: it was given one argument.
-        given: the tensors among its arguments, by name.
-        changed: what entered it (``input``), or left it (``output``), was written over in place afterwards.
-    """
-
-    path: str
-    module: nn.Module
-    start: int
-    end: int = -1
-    entered: Seen | None = None
-    left: list[Seen] = field(default_factory=list)
-    n_left: int = 1
-    indices: list[int] = field(default_factory=list)
-    alone: bool = False
-    given: dict[str, Tensor] = field(default_factory=dict)
-    changed: tuple[Literal["input", "output"], ...] = ()
-    integers: list[Tensor] = field(default_factory=list)
-
-    @property
-    def indices_seen(self) -> Tensor:
-        """The last tensor of integers that it returned."""
-        return self.integers[-1]
-
-    @property
-    def is_leaf(self) -> bool:
-        return hasattr(self.module, "base_layer") or not any(True for _ in self.module.children())
-
-    @property
-    def is_linear(self) -> bool:
-        """It multiplies with a matrix."""
-        inner = getattr(self.module, "base_layer", self.module)
-        weight = getattr(inner, "weight", None)
-        return self.is_leaf and isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(inner, nn.Embedding)
-
-    def holds(self, other: ModuleCall) -> bool:
-        """The other one was made while this one ran."""
-        return self.start <= other.start and other.end <= self.end
-
-    def output(self, key: int | None) -> Seen:
-        """The element of its output."""
-        return next(seen for seen in self.left if seen.key == key)
-
-
-@dataclass(eq=False)
-class Softmax:
-    """One softmax.
-
-    Attributes:
-        time: when.
-        path: the innermost module that ran.
-        scores: what entered it, in the graph.
-        pattern: what left it.
-        query, key: the factors of the product that the scores are made from, ``[batch, head, pos, d]``, where seen.
-        fused: it was inside of `scaled_dot_product_attention`.
-    """
-
-    time: int
-    path: str
-    scores: Tensor
-    pattern: Tensor
-    query: Tensor | None
-    key: Tensor | None
-    fused: bool
-
-
-@dataclass(eq=False)
-class Recording:
-    """What one run was made of.
-
-    Attributes:
-        calls: of modules, by the time at which they began.
-        softmaxes: in order.
-        batch, pos: the shape of the tokens.
-        choices: the times at which the best of something were chosen (`topk`).
-        lengths: of the rows of tokens that it was given.
-    """
-
-    batch: int
-    pos: int
-    lengths: tuple[int, ...] = ()
-    calls: list[ModuleCall] = field(default_factory=list)
-    softmaxes: list[Softmax] = field(default_factory=list)
-    choices: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._by_path: dict[str, list[ModuleCall]] = {}
-
-    def of(self, path: str) -> list[ModuleCall]:
-        """The calls of a module."""
-        if not self._by_path:
-            for call in self.calls:
-                self._by_path.setdefault(call.path, []).append(call)
-        return self._by_path.get(path, [])
-
-    def numbered(self, call: ModuleCall) -> str:
-        """The path of a call, with its number where its module runs several times."""
-        calls = [other for other in self.calls if other.module is call.module]
-        return call.path if len(calls) == 1 or "@" in call.path else f"{call.path}@{calls.index(call)}"
-
-    def rename(self, call: ModuleCall, path: str) -> None:
-        """Gives a call, and those inside of it, another path."""
-        before = call.path
-        for each in self.calls:
-            if call.holds(each) and (each.path == before or each.path.startswith(f"{before}.")):
-                each.path = path + each.path[len(before) :]
-        for softmax in self.softmaxes:
-            if call.start < softmax.time < call.end and (softmax.path + ".").startswith(f"{before}."):
-                softmax.path = path + softmax.path[len(before) :]
-        self._by_path.clear()
-
-    def between(self, start: int, end: int) -> list[ModuleCall]:
-        """The calls that began and ended between two times."""
-        return [call for call in self.calls if start < call.start and call.end <= end]
-
-
-class NotFound(Exception):
-    """Something is not what a declaration could say; the message says what."""
-
-
-def gradient_of(total: Tensor, live: Tensor) -> Tensor | None:
-    """The gradient of a number with respect to what a module was given or returned; None where that has no part in it.
-
-    Raises:
-        NotFound: the model has written over what the gradient is made from.
-    """
-    if not total.requires_grad or not live.requires_grad:
-        return None
-    try:
-        return torch.autograd.grad(total, [live], retain_graph=True, allow_unused=True)[0]
-    except RuntimeError as error:
-        raise NotFound(f"no gradient can be taken: {said(error)}") from None
-
-
-def is_linear_through(made: Tensor, through: Tensor, source: Tensor) -> bool:
-    """Whether `made` is linear in `through`, and `source` reaches it that way alone.
+class Recorder:
+    """Records the calls of modules inside a ``with`` statement.
 
     Args:
-        made: what is made.
-        through: a tensor on the way.
-        source: what that is made from.
+        modules: which, with their paths.
+        recording: what it writes to.
+        copies: keep what the tensors hold at the time of the call; False: the tensors themselves, with their graph.
     """
-    total = made.pow(2).sum()
-    reached, whole = gradient_of(total, through), gradient_of(total, source)
-    if reached is None or whole is None:
-        return False
-    (via,) = torch.autograd.grad(through, [source], [reached], retain_graph=True)
-    # Euler: along `through`, the square of what is linear in it grows by twice itself.
-    grows = (reached * through).sum() / total - 2
-    return abs(float(grows.detach())) < 1e-4 and bool(((via - whole).abs() <= 1e-4 * whole.abs().max()).all())
 
+    def __init__(
+        self, modules: Iterable[tuple[str, nn.Module]], recording: Recording | None = None, *, copies: bool = True
+    ) -> None:
+        self.modules, self.copies = list(modules), copies
+        self.recording = Recording() if recording is None else recording
+        self.running: list[ModuleCall] = []
+        self._time = 0
 
-_SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
-_CHOICES = {torch.topk, Tensor.topk}
+    def __enter__(self) -> Recording:
+        with ExitStack() as attached:
+            for path, module in self.modules:
+                hook = module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
+                attached.callback(hook.remove)
+                attached.callback(module.register_forward_hook(self._leave).remove)
+            self._attached = attached.pop_all()
+        return self.recording
 
-
-class _Watch(TorchFunctionMode):
-    """Sees the softmaxes of a run. What leaves one is detached: its pattern then is a constant of what follows."""
-
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()
-        self.recording, self.stack, self.time = recording, list[ModuleCall](), 0
-        self.products: list[tuple[Tensor, Tensor]] = []
+    def __exit__(self, *error: object) -> None:
+        self._attached.close()
 
     def tick(self) -> int:
-        self.time += 1
-        return self.time
+        """The time of another event."""
+        self._time += 1
+        return self._time
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # What enters may be changed in place while the module runs.
+        call = ModuleCall(path, module, self._kept(args), {name: self._kept(x) for name, x in kwargs.items()})
+        call.start = self.tick()
+        self.enters(call)
+        self.running.append(call)
+        self.recording.add(call)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        while (call := self.running.pop()).module is not module:
+            pass  # one that an error has left
+        call.output, call.end = self._kept(output), self.tick()
+        return self.leaves(call)
+
+    def _kept(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.detach().clone() if self.copies else x
+        return type(x)(map(self._kept, x)) if type(x) in (tuple, list) else x
+
+    def enters(self, call: ModuleCall) -> None:
+        """What else is done when a module begins."""
+
+    def leaves(self, call: ModuleCall) -> Any:
+        """What else is done when it ends, and what it is to return; None: what it does."""
+
+
+class Watch(TorchFunctionMode):
+    """Records the softmaxes of a run. What leaves one is detached: its pattern then is a constant of what follows.
+
+    Args:
+        recorder: records the run.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder, self.recording = recorder, recorder.recording
+        self.products: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -228,29 +98,34 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return self._attention(KernelArguments(*args, **kwargs))
-        if func in _PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
+        if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))
-        elif func is torch.baddbmm and len(args) == 3 and args[1].shape[0] % self.recording.batch == 0:
+        elif func is FLAT_PRODUCT and len(args) == 3 and args[1].shape[0] % self.recording.batch == 0:
             rows = (self.recording.batch, -1)  # the heads stand in the batch
             self.products.append((args[1].unflatten(0, rows), args[2].transpose(-1, -2).unflatten(0, rows)))
         out = func(*args, **kwargs)
-        if func in _CHOICES:
-            self.recording.choices.append(self.tick())
-        if func not in _SOFTMAXES or not isinstance(out, Tensor) or out.ndim < 2:
+        if func in CHOICES:
+            self.recording.choices.append(self.recorder.tick())
+        if func not in SOFTMAXES or not isinstance(out, Tensor):
             return out
         scores = args[0] if args else kwargs["input"]
-        self._add(scores, out, self.products, fused=False)
-        self.products = []
+        self._add(scores, out, self.products if out.ndim > 1 else [], fused=False)
+        if out.ndim > 1:
+            self.products = []
         return out.detach() if out.ndim > 2 else out
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:
-        path = self.stack[-1].path if self.stack else ""
-        queries, keys = scores.shape[-2:]
+        running = self.recorder.running
         query, key = next(
-            ((q, k) for q, k in reversed(products) if q.shape[-2] == queries and k.shape[-2] in (keys, keys - 1)),
+            (
+                (q, k)
+                for q, k in reversed(products)
+                if q.shape[-2] == scores.shape[-2] and scores.shape[-1] - k.shape[-2] in (0, 1)
+            ),
             (None, None),
         )
-        self.recording.softmaxes.append(Softmax(self.tick(), path, scores, pattern.detach().clone(), query, key, fused))
+        path, time = running[-1].path if running else "", self.recorder.tick()
+        self.recording.softmaxes.append(Softmax(time, path, scores, pattern.detach().clone(), query, key, fused))
 
     def _attention(self, given: KernelArguments) -> Tensor:
         """What the kernel computes, in full."""
@@ -267,6 +142,42 @@ class _Watch(TorchFunctionMode):
         pattern = scores.float().softmax(-1).to(scores.dtype)
         self._add(scores, pattern, [(query, key)], fused=True)
         return pattern.detach() @ value
+
+
+class _GraphRecorder(Recorder):
+    """Records what passes the borders of modules with the graph between them, and what is written over there."""
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        super().__init__(_modules(model), recording, copies=False)
+        self._embedding = token_embedding(model)
+        self._watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
+
+    def enters(self, call: ModuleCall) -> None:
+        names = () if call.args else argument_names(call.module)[:1]
+        call.entered = _seen(None, call.args[0] if call.args else next(map(call.kwargs.get, names), None))
+        if call.entered:
+            self._watch(call, "input", call.entered.live)
+
+    def leaves(self, call: ModuleCall) -> Any:
+        given = output = call.output
+        if call.module is self._embedding and isinstance(output, Tensor) and output.is_leaf:
+            # The graph begins here, also where no parameter is trained.
+            given = output = call.output = output.detach().requires_grad_() * 1
+        if isinstance(output, Tensor) and output.requires_grad:
+            given = output.clone()  # what the model writes over is not what is kept here
+            self._watch(call, "output", given)
+        elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(elements_of(output)))
+        call.left = [seen for key, x in elements if (seen := _seen(key, x))]
+        return given
+
+    def _watch(self, call: ModuleCall, which: Literal["input", "output"], x: Tensor) -> None:
+        self._watched.append((call, which, x, x._version))
+
+    def note_changes(self) -> None:
+        """Says of each call what of it was written over in the run."""
+        for call, which, x, version in self._watched:
+            if x._version != version:
+                call.changed = (*call.changed, which)
 
 
 def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
@@ -292,59 +203,16 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
     tokens = inputs.get("input_ids")
     recording = Recording(*(next(iter(inputs.values())).shape[0], -1) if tokens is None else tokens.shape)
     recording.lengths = tuple(x.shape[1] for name, x in inputs.items() if name in ("input_ids", "decoder_input_ids"))
-    watch = _Watch(recording)
-    embedding = token_embedding(model)
-    handles = []
-    watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
-
-    def enters(path: str, names: list[str]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = ModuleCall(path, module, watch.tick())
-            call.entered = _seen(None, args[0] if args else kwargs.get(names[0] if names else ""))
-            if call.entered:
-                watched.append((call, "input", call.entered.live, call.entered.live._version))
-            call.alone = len(args) + len(kwargs) == 1 and "forward" not in module.__dict__
-            named = dict(zip(names, args, strict=False)) | kwargs
-            call.given = {name: x for name, x in named.items() if isinstance(x, Tensor)}
-            watch.stack.append(call)
-            recording.calls.append(call)
-
-        return hook
-
-    def leaves(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        call = watch.stack.pop()
-        if module is embedding and isinstance(output, Tensor) and output.is_leaf:
-            output = output.detach().requires_grad_() * 1  # the graph begins here, also where no parameter is trained
-        call.end = watch.tick()
-        given = output
-        if isinstance(output, Tensor) and output.requires_grad:
-            given = output.clone()  # what the model writes over is not what is kept here
-            watched.append((call, "output", given, given._version))
-        elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(elements_of(output)))
-        call.n_left = 1 if isinstance(output, Tensor) else len(elements)
-        call.left = [seen for key, x in elements if (seen := _seen(key, x))]
-        call.indices = [key or 0 for key, x in elements if isinstance(x, Tensor) and not x.is_floating_point()]
-        call.integers = [x for _, x in elements if isinstance(x, Tensor) and not x.is_floating_point()]
-        return given
-
-    try:
-        for path, module in list(_modules(model)):
-            handles.append(module.register_forward_pre_hook(enters(path, argument_names(module)), with_kwargs=True))
-            handles.append(module.register_forward_hook(leaves))
-        with torch.enable_grad(), watch:
-            try:
-                model(**inputs)
-            except WRONG as error:
-                raise NotFound(
-                    f"it does not run on {' and '.join(inputs)} ({said(error)}): "
-                    "pass what it takes as inputs={name: tensor}"
-                ) from error
-        for call, which, x, version in watched:
-            if x._version != version:
-                call.changed = (*call.changed, which)
-    finally:
-        for handle in handles:
-            handle.remove()
+    recorder = _GraphRecorder(model, recording)
+    with torch.enable_grad(), recorder, Watch(recorder):
+        try:
+            model(**inputs)
+        except WRONG as error:
+            raise NotFound(
+                f"it does not run on {' and '.join(inputs)} ({one_line(error)}): "
+                "pass what it takes as inputs={name: tensor}"
+            ) from error
+    recorder.note_changes()
     return recording
 
 
@@ -360,13 +228,6 @@ def _modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
         yield path, module
         if not hasattr(module, "base_layer"):
             pending += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
-
-
-def elements_of(output: Any) -> list[Any]:
-    """The elements of what a module returned, by position."""
-    if isinstance(output, tuple | list):
-        return list(output)
-    return list(output.values()) if isinstance(output, Mapping) else []
 
 
 def _seen(key: int | None, x: Any) -> Seen | None:

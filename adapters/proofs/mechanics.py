@@ -10,10 +10,12 @@ from torch import Tensor
 
 from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
+from adapters.observe.errors import WRONG, one_line
+from adapters.observe.recording import Recorder
 from adapters.paths import call_number, module_at, module_path
-from adapters.proofs.evidence import Place, places_of, recorded
+from adapters.proofs.evidence import Place, places_of
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
-from adapters.proofs.report import WRONG, Check, said
+from adapters.proofs.report import Check
 from adapters.views import Kwargs, SinkPattern
 
 
@@ -60,7 +62,7 @@ class Mechanics:
             try:
                 check()
             except WRONG as error:
-                self.add((check.__doc__ or check.__name__).strip().rstrip("."), False, said(error))
+                self.add((check.__doc__ or check.__name__).strip().rstrip("."), False, one_line(error))
         return self.checks
 
     def add(self, name: str, passed: bool, detail: str = "") -> None:
@@ -113,7 +115,7 @@ class Mechanics:
         try:
             self.logits([(self.names, look)])
         except WRONG as error:
-            wrong = self.what_raises() or [said(error)]
+            wrong = self.what_raises() or [one_line(error)]
             seen = {}
         first = next((shapes[0] for name, shapes in seen.items() if name.endswith("resid_pre") and shapes), [0, 0])
         for name, shapes in seen.items():
@@ -134,7 +136,7 @@ class Mechanics:
             try:
                 self.logits([(name, lambda x, hook: None)])
             except WRONG as error:
-                found.append(f"{name}: {said(error)}")
+                found.append(f"{name}: {one_line(error)}")
                 if len(found) == 3:
                     break
         return found
@@ -235,7 +237,8 @@ class Mechanics:
             for place in places
         }
         names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")] + list(ends.values())
-        with recorded(self.model, [module_path(path) for path in sites.values()]) as calls:
+        watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
+        with Recorder(watched.items()) as recording:
             cache = self.cache(names) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
@@ -243,7 +246,7 @@ class Mechanics:
                 at, step, path = place.part, place.named.step, sites[place.part]
                 projection, z = module_at(self.model, path), cache[f"{at}hook_z"]
                 bias = bias_of(projection, z.flatten(-2))
-                made = calls[module_path(path)][call_number(path) or 0].output
+                made = recording.of(module_path(path))[call_number(path) or 0].output
                 yield f"{at}hook_z", head_results(projection, z).sum(-2) + bias, made
                 bias = bias if step.post else step.added(bias, module_at(self.model, place.path))
                 yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[ends[at]]

@@ -10,10 +10,10 @@ from torch import Tensor
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
 from adapters.norms import Norm, NormKind, NormScale
+from adapters.observe.recognised import RecognisedNorm, probe, recognise_module
 from adapters.paths import join
 from adapters.proofs.evidence import Evidence
 from adapters.proofs.protocol import Hook
-from adapters.proofs.recognised import RecognisedNorm, probe, recognise_module
 from adapters.proofs.report import Findings
 from adapters.views import Call, Composed, View
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from adapters.attention import Attention
+from adapters.observe.calls import ModuleCall
+from adapters.observe.gradients import by_position, gradients_of_scores, gradients_of_z
 from adapters.paths import module_path
-from adapters.proofs.evidence import Evidence, ModuleCall, Place
-from adapters.proofs.gradients import by_position, gradients_of_scores, gradients_of_z
+from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
 from adapters.views import Biased, Call, Heads, View
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from adapters.observe.errors import WRONG, one_line
+
 
 @dataclass(frozen=True)
 class Check:
@@ -46,22 +48,6 @@ class Report:
         lines = [f"{self.model}: {'verified' if self.passed else 'NOT verified'}"]
         lines += [f"  {'ok  ' if c.passed else 'FAIL'}  {c.name:<{width}}  {c.detail}".rstrip() for c in self.checks]
         return "\n".join(lines)
-
-
-#: What a run may raise that looks where a wrong declaration says.
-WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-
-
-def said(error: Exception) -> str:
-    """An error in one line.
-
-    Args:
-        error: the error; one that says that the memory is full is no finding, and is raised again.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        raise error
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}"[:300] if words else type(error).__name__
 
 
 @dataclass
@@ -144,7 +130,7 @@ class Findings:
         try:
             prove()
         except WRONG as error:
-            self.holds(claim, "a run", False, said(error))
+            self.holds(claim, "a run", False, one_line(error))
 
     def untold(self, claim: str, reason: str) -> None:
         """Says that a claim could not be told from another one, and why."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from adapters.automatic.norms import tolerance
 from adapters.inputs.made import Given, repeated, sample_inputs, split
+from adapters.observe.errors import WRONG, one_line
+from adapters.observe.modes import evaluating
 from adapters.points import Point
-from adapters.proofs.evidence import evaluating
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
-from adapters.proofs.report import WRONG, said
 from adapters.views import Kwargs
 
 
@@ -80,7 +80,7 @@ class Proof:
             try:
                 failed = test(some)
             except WRONG as error:
-                why = said(error)
+                why = one_line(error)
                 if len(some) > 1:
                     pending = [some[: len(some) // 2], some[len(some) // 2 :], *pending]
                     continue
@@ -136,7 +136,7 @@ class Proof:
         try:
             self.bridge.run_with_hooks(tokens, fwd_hooks=[], **few)
         except WRONG as error:  # the model itself takes no such text
-            said(error)
+            one_line(error)
             return {}
         self.bridge.run_with_hooks(tokens, fwd_hooks=[(names, look)], **few)
         left = [name for name in names if name not in seen and ".experts." not in name]
@@ -195,7 +195,7 @@ class Proof:
                 residual = self.bridge(self.tokens, stop_at_layer=layer, **more)
                 logits = self.bridge(residual, start_at_layer=layer, **more)
             except WRONG as error:
-                self.no_layer_runs = f"its blocks cannot be run by themselves ({said(error)})"
+                self.no_layer_runs = f"its blocks cannot be run by themselves ({one_line(error)})"
                 return
             other = logits.shape != self.plain.shape
             if other or float((logits - self.plain).abs().max()) > 10 * tolerance(logits) * float(

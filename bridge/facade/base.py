@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from adapters import Architecture, ModelMap, Weights, map_model
-from adapters import automatic as inference
+from adapters import Architecture, ModelMap, Weights, map_model, proofs
 from adapters.config import ModelConfig, is_language_part
 from adapters.inputs.made import Given
 from adapters.model import Automatic
@@ -99,7 +98,7 @@ class WrappedModel(nn.Module):
 
     def _keep_what_holds(self, found: ModelMap, inputs: Given | None) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""
-        proof = inference.proof.Proof(self, inputs).run()
+        proof = proofs.search.Proof(self, inputs).run()
         self.no_layer_runs = proof.no_layer_runs
         self._wire(found.without(proof.not_offered))
 

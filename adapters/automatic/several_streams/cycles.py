@@ -12,7 +12,7 @@ from torch import nn
 from adapters.architecture import Block
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.norms import norm_kind, tolerance
-from adapters.automatic.recording import ModuleCall, Recording
+from adapters.observe.calls import ModuleCall, Recording
 from adapters.paths import join, members_of, module_path, token_embedding
 
 

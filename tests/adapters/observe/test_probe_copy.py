@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters.proofs.twin import trivial_parameters, twin, why_no_twin
+from adapters.observe.probe_copy import trivial_parameters, twin, why_no_twin
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 
