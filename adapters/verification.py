@@ -14,6 +14,7 @@ from adapters.inputs.made import Given
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
 from adapters.observe.probe_copy import ROOM, trivial_parameters, twin, why_no_twin
+from adapters.observe.tolerance import tolerance
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
 from adapters.proofs.evidence import driven, places_of, some_tokens, with_graph, with_what_it_needs
@@ -45,9 +46,6 @@ _PROOFS = (
     (WEIGHTS, prove_weights),
     (LEFT_OUT, prove_coverage),
 )
-# Many models compute norms and rotations in single precision, whatever they are given.
-_TOLERANCE = {torch.float64: 5e-6, torch.float32: 2e-5}
-_HALF = 5e-2
 
 
 def verify(
@@ -108,7 +106,7 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
         return report
     with evaluating(bridge.original_model):
         with torch.no_grad():
-            mechanics = Mechanics(bridge, tokens, more, _tolerance(bridge))
+            mechanics = Mechanics(bridge, tokens, more, tolerance(bridge.cfg.dtype))
             report.checks += mechanics.quick()
         if report.passed:  # what does not fire cannot be looked at
             report.checks += _proofs(bridge, level, inputs)
@@ -121,15 +119,11 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
     return report
 
 
-def _tolerance(bridge: Bridge) -> float:
-    return _TOLERANCE.get(bridge.cfg.dtype, _HALF)
-
-
 def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Check]:
     """The claims of the declaration, on the model or on its twin."""
     subject, reason = _subject(bridge)
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
-    findings = Findings(_tolerance(subject), angles=3e-2 if half else 1e-4)
+    findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
     pos = _length(subject)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
     few = rows if subject.cfg.num_experts else min(rows, 4)  # experts are chosen by many tokens
@@ -172,7 +166,11 @@ def _subject(bridge: Bridge) -> tuple[Bridge, str]:
         why = f"its parameters in float32 would take more than {ROOM / 2**30:g} GiB"
     if why:
         more = [f"{len(trivial)} parameters are constant and could be left out unseen"] if trivial else []
-        more += [f"what differs by less than {_HALF:.0%} in {bridge.cfg.dtype} is not told apart"] if half else []
+        more += (
+            [f"what differs by less than {tolerance(bridge.cfg.dtype):.0%} in {bridge.cfg.dtype} is not told apart"]
+            if half
+            else []
+        )
         more += [f"{len(inference)} were made in inference mode, which have no gradients"] if inference else []
         return bridge, f"the model itself ({why}): {'; '.join(more)}"
     changed = f"random numbers in {len(trivial)} constant parameters" if trivial else ""

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from adapters.attention import Attention, Projection
 from adapters.automatic.layouts import heads_view, parameter_of, relative
-from adapters.automatic.norms import same_numbers, tolerance
+from adapters.automatic.norms import same_numbers
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.norms import Norm
 from adapters.observe.calls import ModuleCall, Recording, Softmax
 from adapters.observe.errors import NotFound, one_line
 from adapters.observe.gradients import by_position, disjoint_sets, gradient_of, gradients_of_scores, gradients_of_z
+from adapters.observe.tolerance import tolerance
 from adapters.views import Composed, Heads, OneHead
 
 #: The columns of each head, in a projection's output.

@@ -11,7 +11,6 @@ from transformers.activations import ACT2FN
 
 from adapters.attention import Projection
 from adapters.automatic.layouts import neurons_view, relative
-from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart, Norms
 from adapters.config import first
 from adapters.feed_forward import MLP
@@ -19,6 +18,7 @@ from adapters.norms import Norm
 from adapters.observe.calls import ModuleCall, Seen
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
+from adapters.observe.tolerance import tolerance
 from adapters.proofs.feed_forward import product
 
 #: The activation functions whose names are known, with HookedTransformer's first.

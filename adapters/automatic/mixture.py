@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 from adapters.automatic.feed_forward import FoundMLP, activations
 from adapters.automatic.layouts import relative
-from adapters.automatic.norms import rounded, tolerance
+from adapters.automatic.norms import rounded
 from adapters.automatic.parts import FoundPart
 from adapters.experts import (
     Layers,
@@ -28,6 +28,7 @@ from adapters.experts import (
 from adapters.feed_forward import MLP, MoE
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.errors import NotFound
+from adapters.observe.tolerance import tolerance
 from adapters.offloaded import held
 from adapters.paths import members_of
 

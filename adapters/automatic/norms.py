@@ -14,15 +14,7 @@ from adapters.norms import NormKind, eps_of
 from adapters.observe.calls import ModuleCall
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recognised import RecognisedNorm, recognise_module, recognise_norm
-
-#: What computed values may differ by, relative to the largest, for each type of numbers. Many models compute norms,
-#: softmaxes and rotations in float32, whatever they are given.
-TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 5e-6, torch.float32: 3e-5}
-
-
-def tolerance(x: Tensor) -> float:
-    """What values of a tensor's type may differ by, relative to the largest."""
-    return TOLERANCES.get(x.dtype, 2e-2)
+from adapters.observe.tolerance import tolerance
 
 
 def rounded(factor: float) -> float:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.layouts import relative
-from adapters.automatic.norms import tolerance
 from adapters.automatic.stream import Sum, Term, Value
 from adapters.inputs.arguments import argument_names
 from adapters.mixers.part import axes_of
@@ -17,6 +16,7 @@ from adapters.norms import OPAQUE_NORM, Norm, NormKind
 from adapters.observe.calls import ModuleCall, Recording, Seen, Softmax, elements_of
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
+from adapters.observe.tolerance import tolerance
 from adapters.views import Args, Kwargs
 
 #: The calls of a block that are norms, with what they compute.

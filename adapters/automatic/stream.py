@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from adapters.architecture import Mix
 from adapters.automatic.layouts import parameter_of, relative
-from adapters.automatic.norms import rounded, tolerance
+from adapters.automatic.norms import rounded
 from adapters.observe.calls import Mark, ModuleCall, Recording, Seen
+from adapters.observe.tolerance import tolerance
 from adapters.views import Affine
 
 

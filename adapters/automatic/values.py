@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import heads_view, parameter_of, relative
-from adapters.automatic.norms import rounded, tolerance
+from adapters.automatic.norms import rounded
 from adapters.automatic.parts import Norms
 from adapters.mixers.part import axes_of
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, is_linear_through
+from adapters.observe.tolerance import tolerance
 from adapters.paths import join
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from adapters.automatic.blocks import FoundStack
-from adapters.automatic.norms import tolerance
 from adapters.automatic.stream import FoundMix, Sum, Term, Value, values_in
 from adapters.observe.calls import Mark, ModuleCall, Recording, Seen, mark
+from adapters.observe.tolerance import tolerance
 
 
 def with_streams(found: FoundStack, recording: Recording) -> FoundStack:
