@@ -6,5 +6,6 @@ from adapters.imports.lazily import lazily
 
 if TYPE_CHECKING:
     from adapters.proofs import search as search
+    from adapters.proofs import verification as verification
 
-__getattr__, __dir__ = lazily(__name__, "search")
+__getattr__, __dir__ = lazily(__name__, "search", "verification")

@@ -89,6 +89,20 @@ def verify(
         return _report(bridge, tokens, level, inputs and {name: _savable(given) for name, given in inputs.items()})
 
 
+def why_refuted(bridge: Bridge, inputs: Given | None = None) -> str:
+    """The first claim of a declaration that a few runs show not to hold, with what was seen; "" where there is none.
+
+    Args:
+        bridge: a bridge around any model; without weights (on the ``meta`` device), nothing is shown.
+        inputs: as for `verify`.
+
+    Raises:
+        CannotBeMade: it needs something that cannot be made up.
+    """
+    failed = () if bridge.cfg.device.type == "meta" else verify(bridge, level="quick", inputs=inputs).failed
+    return f"{failed[0].name}: {failed[0].detail.partition('; ')[0]}" if failed else ""
+
+
 def _savable(x: Tensor) -> Tensor:
     """A tensor that autograd takes: what was made in inference mode, copied."""
     return x.clone() if x.is_inference() else x
