@@ -198,37 +198,37 @@ class BlockBuilder:
                 f"hook_{name}_keep", Site(at, "output", mix.keep), axes=f"{axes} to_n_streams", group="extra"
             )
 
-    def _add_own_input(self, named: NamedStep, flat: bool, entry: Site, view: View) -> None:
+    def _add_own_input(
+        self, named: NamedStep, flat: bool, entry: Site, view: View, sources: tuple[Site, ...] = ()
+    ) -> None:
         """What this part alone reads of the stream."""
         part, norm_in = named.step.part, f"{named.norm}.hook_in"
         if isinstance(part, Attention) and not part.cross:
-            self._add(False, norm_in, entry, view, group="extra")
+            self._add(False, norm_in, entry, view, group="extra", sources=sources)
         elif isinstance(part, Attention):
             self._add(
-                False, f"hook_{named.name}_in", entry, view, group="heavy", aliases=(norm_in,), flag="use_attn_in"
+                False,
+                f"hook_{named.name}_in",
+                entry,
+                view,
+                group="heavy",
+                aliases=(norm_in,),
+                flag="use_attn_in",
+                sources=sources,
             )
         elif isinstance(part, Mixer) or not feeds_forward(part):
-            self._add(False, f"hook_{named.name}_in", entry, view, group="extra", aliases=(norm_in,))
+            hook = f"hook_{named.name}_in"
+            self._add(False, hook, entry, view, group="extra", aliases=(norm_in,), sources=sources)
         else:
             hook = f"hook_{named.name}_in"
             aliases = (norm_in,) if self.stack.one_of_two else (norm_in, f"{named.name}.{hook}")
-            self._add(flat, hook, entry, view, group="heavy", aliases=aliases, flag="use_hook_mlp_in")
+            self._add(flat, hook, entry, view, group="heavy", aliases=aliases, flag="use_hook_mlp_in", sources=sources)
 
     def _add_shared_norm(self, named: NamedStep, norm: Norm, entry: Site) -> None:
         """A norm that several parts read: its points are repeated for each, where that part reads it."""
         at = self._entry(named.step.part)
         if not named.leads:
-            hook, norm_in = f"hook_{named.name}_in", f"{named.norm}.hook_in"
-            heavy = feeds_forward(named.step.part)
-            self.points.add(
-                hook,
-                at,
-                SharedNormInput(),
-                group="heavy" if heavy else "extra",
-                aliases=(norm_in, f"{named.name}.{hook}") if heavy else (norm_in,),
-                sources=(entry,),
-                flag="use_hook_mlp_in" if heavy else None,
-            )
+            self._add_own_input(named, False, at, SharedNormInput(), (entry,))
         branches = self._separate_readers(named)
         norm_points(self.points, named.norm, norm.kind, at, shared=entry, branches=branches)
 
