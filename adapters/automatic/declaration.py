@@ -43,7 +43,7 @@ from adapters.norms import Norm
 from adapters.observe.calls import Mark, ModuleCall, Recording
 from adapters.observe.errors import NotFound
 from adapters.observe.modes import evaluating, outside_of_modes
-from adapters.observe.probe_copy import model_or_twin
+from adapters.observe.probe_copy import model_or_probe_copy
 from adapters.observe.recording import record
 from adapters.paths import base_path, core_path
 
@@ -86,7 +86,7 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
         # Wherever it is asked for: it goes by gradients.
         with outside_of_modes(model):
             refuse_two_towers(model)
-            subject = model_or_twin(model)
+            subject = model_or_probe_copy(model)
             with evaluating(subject):
                 given = sample_inputs(subject, inputs)
                 return _Inference(subject, given, record(subject, given)).run()

@@ -13,7 +13,7 @@ from adapters.imports.versions import known_error
 from adapters.inputs.made import Given
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
-from adapters.observe.probe_copy import ROOM, trivial_parameters, twin, why_no_twin
+from adapters.observe.probe_copy import ROOM, trivial_parameters, probe_copy, why_no_probe_copy
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
@@ -56,7 +56,7 @@ def verify(
     Every claim of the declaration is proved by what the model computes: which columns are which head's, by gradient;
     the stream, the norms, scores, pattern and MLPs, by computing them again; that nothing is left out, by what ran. The
     model is not changed. What takes other parameters than its own (biases of zero and norms of one prove nothing, half
-    precision little) is proved on a twin: other modules, which share all other parameters with it.
+    precision little) is proved on a probe copy: other modules, which share all other parameters with it.
 
     Args:
         bridge: a bridge around any model with weights.
@@ -134,7 +134,7 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
 
 
 def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Check]:
-    """The claims of the declaration, on the model or on its twin."""
+    """The claims of the declaration, on the model or on its probe copy."""
     subject, reason = _subject(bridge)
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
     findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
@@ -168,14 +168,14 @@ def _padded(tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _subject(bridge: Bridge) -> tuple[Bridge, str]:
-    """What claims are proved on: the model itself, or its twin where some parameters prove nothing. And why."""
+    """What claims are proved on: the model itself, or its probe copy where some parameters prove nothing. And why."""
     model = bridge.original_model
     trivial = trivial_parameters(model)
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
     inference = [name for name, p in model.named_parameters() if p.is_inference()]
     if not trivial and not half and not inference:
         return bridge, ""
-    why = why_no_twin(model)
+    why = why_no_probe_copy(model)
     if not why and half and 4 * bridge.cfg.n_params > ROOM:
         why = f"its parameters in float32 would take more than {ROOM / 2**30:g} GiB"
     if why:
@@ -189,9 +189,9 @@ def _subject(bridge: Bridge) -> tuple[Bridge, str]:
         return bridge, f"the model itself ({why}): {'; '.join(more)}"
     changed = f"random numbers in {len(trivial)} constant parameters" if trivial else ""
     # Not what wraps it: compiled code keeps to the modules that it was made of.
-    return bridge.beside(twin(bridge.core)), ", ".join(
+    return bridge.beside(probe_copy(bridge.core)), ", ".join(
         [
-            "a twin with the model's parameters",
+            "a probe copy with the model's parameters",
             *([changed] if changed else []),
             *(["in float32"] if half else []),
             *(["copied, since they were made in inference mode"] if inference else []),
