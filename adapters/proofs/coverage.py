@@ -77,7 +77,7 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
             findings.holds(CLAIM, path, count == 1, f"{count} softmaxes, of which hook points show one")
         for place in places:
             if isinstance(place.named.step.part, Mixer):
-                findings.untold(CLAIM, f"what {place.module} computes inside is not offered")
+                findings.inconclusive(CLAIM, f"what {place.module} computes inside is not offered")
 
 
 def _biases(place: Place) -> list[str]:

@@ -133,7 +133,7 @@ class _Mixture:
         elif any(has_matrix(each) for each in router.module.modules()):
             self.findings.holds(CHOICE, f"{at}hook_router_logits", False, f"no matrix at {self.part.router_matrix!r}")
         else:
-            self.findings.untold(CHOICE, f"{at}hook_router_logits: the router has no matrix")
+            self.findings.inconclusive(CHOICE, f"{at}hook_router_logits: the router has no matrix")
         wide = logits.double()
         if self.part.in_batches:
             self._in_batches(wide, weights, chosen, router.input.flatten(0, -2))
@@ -167,7 +167,7 @@ class _Mixture:
         self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
         self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, weights.gather(-1, chosen.long()).to(top.dtype), 1.0)
         if chosen.shape[-1] == 1:
-            self.findings.untold(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
+            self.findings.inconclusive(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
         self._total(top, chosen)
 
     def _in_batches(self, logits: Tensor, weights: Tensor, chosen: Tensor, tokens: Tensor) -> None:
@@ -197,7 +197,7 @@ class _Mixture:
         self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
         self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, shares.to(top.dtype), 1.0)
         if bool((shares == 1).all()):
-            self.findings.untold(CHOICE, f"{at}: no other expert came within the margin of a chosen one")
+            self.findings.inconclusive(CHOICE, f"{at}: no other expert came within the margin of a chosen one")
         everyone = torch.zeros_like(weights).scatter(-1, chosen.long(), top.to(weights.dtype))
         self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, everyone, 1.0)
         self._total(top, chosen)
@@ -210,7 +210,7 @@ class _Mixture:
         later = self.step.changes_its_result
         added = self.evidence.get(f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out")
         if added is None:
-            self.findings.untold(CHOICE, f"{at}: what it returns is not seen")
+            self.findings.inconclusive(CHOICE, f"{at}: what it returns is not seen")
             return
         total = torch.zeros_like(added.flatten(0, 1), dtype=torch.float64)
         for e in range(self.evidence.bridge.cfg.num_experts or 0):

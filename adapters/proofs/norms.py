@@ -107,7 +107,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
     square = rows.var(-1, correction=0) if declared.centered else rows.pow(2).mean(-1)
     eps = float((scale.squeeze(-1).double() ** 2 - square).mean())
     if found.eps is None:
-        findings.untold(CLAIM, "epsilons, where they are too small to be seen")
+        findings.inconclusive(CLAIM, "epsilons, where they are too small to be seen")
         return
     close = abs(eps - found.eps) <= max(100 * findings.tolerance, 1e-3) * found.eps
     findings.holds(CLAIM, name, close, f"{path} has an epsilon of {found.eps:.3g}, and {eps:.3g} is declared")

@@ -36,11 +36,11 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
         scores, pattern = (evidence.get(f"{place.part}hook_{name}") for name in ("attn_scores", "pattern"))
         output = evidence.call(place.module, part.o)
         if scores is None or pattern is None:
-            findings.untold(CLAIM, f"{place.part}: its scores cannot be seen")
+            findings.inconclusive(CLAIM, f"{place.part}: its scores cannot be seen")
         elif output is None or output.input is None:
             findings.holds(CLAIM, place.part, False, f"{part.o} did not run")
         elif not scores.requires_grad and module_path(place.module) in graphs:
-            findings.untold(CLAIM, f"{place.part}: it runs without gradients; another call of its module has them")
+            findings.inconclusive(CLAIM, f"{place.part}: it runs without gradients; another call of its module has them")
         else:
             z = _before_norm(evidence, place, output.input) if part.z_is == "norm" else output.input
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()
@@ -83,7 +83,7 @@ class _Columns:
             allowed[self.query] = False
         keys = allowed.nonzero().flatten().tolist()[-4:]
         if len(keys) < 2:
-            self.findings.untold(CLAIM, f"{self.place.part}: a query may attend to fewer than two other keys")
+            self.findings.inconclusive(CLAIM, f"{self.place.part}: a query may attend to fewer than two other keys")
             return
         calls = {letter: self.made(letter) for letter in "qkv"}
         missing = [letter for letter, call in calls.items() if call is None or call.result is None]

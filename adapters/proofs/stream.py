@@ -104,7 +104,7 @@ def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:
         read = call.result
     entries = _entries(place)
     if not entries:
-        findings.untold(READS, f"what {place.part.removesuffix('.')} reads")
+        findings.inconclusive(READS, f"what {place.part.removesuffix('.')} reads")
     for entry in entries:
         call_of_part = evidence.call(place.path, entry)
         seen = None if call_of_part is None else like(call_of_part.input, read)
