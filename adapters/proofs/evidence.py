@@ -183,14 +183,14 @@ def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = Non
     return split(bridge.core, with_the_rest(bridge.core, tokens, two, given))
 
 
-#: The activations that a driven run replaces by random numbers, by the ends of their names, and their size.
-DRIVEN = {
+#: The activations that a run with randomized activations replaces by random numbers, by the ends of their names, and their size.
+RANDOMIZED = {
     ".hook_q": 2.0, ".hook_k": 2.0, ".hook_v": 1.0, ".hook_pre": 1.5, ".hook_pre_linear": 1.5, ".hook_gate": 1.5,
     "unembed.hook_out": 20.0,
 }  # fmt: skip
 
 
-def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
+def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
     """A run in which what enters every function is replaced by random numbers, wide enough to tell functions apart.
 
     Queries, keys, values, what enters activation functions, and what the unembedding makes. A model's own may be so
@@ -205,7 +205,7 @@ def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
-        size = next((size for end, size in DRIVEN.items() if hook.name.endswith(end)), None)
+        size = next((size for end, size in RANDOMIZED.items() if hook.name.endswith(end)), None)
         if size is None:
             evidence.activations[hook.name] = x.detach().clone()
             return None

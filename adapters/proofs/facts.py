@@ -25,7 +25,7 @@ def prove_facts(evidence: Evidence, findings: Findings) -> None:
     """What `cfg` says is what the model has and does. Rotation, scales and windows are proved with the scores.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
     findings.claim(CLAIM)

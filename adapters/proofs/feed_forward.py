@@ -50,7 +50,7 @@ def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
     """Every MLP, and every expert, computes what is declared.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
     findings.claim(GATED)

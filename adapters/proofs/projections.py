@@ -173,7 +173,7 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Pla
     """Each declared latent is what the projection made from it reads.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it, under the claim.
         claim: its name.
         place, part: the attention.

@@ -30,7 +30,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
     """Scores from queries and keys, the pattern from scores, `z` from pattern and values, in every attention.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
     for claim in (SCORES, PATTERN, VALUES, MASK):

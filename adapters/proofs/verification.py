@@ -17,7 +17,7 @@ from adapters.observe.probe_copy import ROOM, trivial_parameters, probe_copy, wh
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import driven, places_of, some_tokens, with_graph, with_what_it_needs
+from adapters.proofs.evidence import randomized_run, places_of, some_tokens, with_graph, with_what_it_needs
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -143,7 +143,7 @@ def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Chec
     few = rows if subject.cfg.num_experts else min(rows, 4)  # experts are chosen by many tokens
     tokens, more = some_tokens(subject, few, pos, 1, inputs)
     try:
-        evidence = driven(subject, tokens, more)
+        evidence = randomized_run(subject, tokens, more)
     except WRONG as error:
         yield Check("activations can be replaced by random numbers", False, one_line(error))
         return
@@ -152,7 +152,7 @@ def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Chec
     if level == "full":
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
             padded = more | _padded(tokens)
-            findings.attempt(PATTERN, lambda: prove_attention(driven(subject, tokens, padded), findings))
+            findings.attempt(PATTERN, lambda: prove_attention(randomized_run(subject, tokens, padded), findings))
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     yield from findings.checks()

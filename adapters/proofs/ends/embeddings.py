@@ -30,7 +30,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     """What enters the first block is the sum of the embeddings, as it is declared.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
     architecture = evidence.bridge.architecture

@@ -22,7 +22,7 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
     """The final norm reads the last stream, the output layer reads that norm, and the logits are as the readout says.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
         streams: each list of blocks with what leaves its last block.
     """
