@@ -42,7 +42,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Follower:
+class LinkedPoint:
     """A point that takes over what was written at another one (`hook_attn_in` feeds the query, key and value inputs).
 
     Attributes:
@@ -66,7 +66,7 @@ class Point:
         group: see `Group`.
         aliases: other names for it.
         sources: further sites whose tensors the view needs.
-        followers: see `Follower`.
+        linked: see `LinkedPoint`.
         branches: the points that read this one separately in HookedTransformer, which runs the norm before attention
             once for each of query, key and value: a gradient is taken for each of them.
         stack: the list of blocks it belongs to (``blocks``, ``encoder``, ``decoder``), or "" outside of all.
@@ -82,7 +82,7 @@ class Point:
     group: Group = "standard"
     aliases: tuple[str, ...] = ()
     sources: tuple[Site, ...] = ()
-    followers: tuple[Follower, ...] = ()
+    linked: tuple[LinkedPoint, ...] = ()
     branches: tuple[str, ...] = ()
     stack: str = "blocks"
     flag: str | None = None
@@ -121,7 +121,7 @@ class PointList:
         aliases: tuple[str, ...] = (),
         other_names: tuple[str, ...] = (),
         sources: tuple[Site, ...] = (),
-        followers: tuple[Follower, ...] = (),
+        linked: tuple[LinkedPoint, ...] = (),
         branches: tuple[str, ...] = (),
         flag: str | None = None,
         n_heads: int | None = None,
@@ -130,7 +130,7 @@ class PointList:
 
         Args:
             name: behind the prefix.
-            site, group, sources, followers, branches, flag, n_heads: see `Point`.
+            site, group, sources, linked, branches, flag, n_heads: see `Point`.
             view: see `Point`; None: the site's tensor as it is.
             axes: see `Point`; None: those of the residual stream.
             aliases: behind the prefix.
@@ -146,7 +146,7 @@ class PointList:
                 group,
                 (*(join(self.prefix, alias) for alias in aliases), *other_names),
                 sources,
-                followers,
+                linked,
                 branches,
                 self.stack,
                 flag,

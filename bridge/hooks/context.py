@@ -89,7 +89,7 @@ class Remembered:
     """What a forward pass remembers, in a run or in a program.
 
     Attributes:
-        written: what was written at points that others follow, by their names (see `Point.followers`).
+        written: what was written at points that others follow, by their names (see `Point.linked`).
         bodies: what runs in step with it, by what made it (see `EndsWithThePass`).
     """
 

@@ -179,7 +179,7 @@ class Wiring:
             if listener.kind != "read":
                 self._count_editor(listener, 1)
                 self._listeners_changed(point)
-                if declared.followers or declared.branches:
+                if declared.linked or declared.branches:
                     self._connect_followers(point, listener)
 
     def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
@@ -374,13 +374,13 @@ class Wiring:
             self._boundary.detach()
 
     def _connect_followers(self, point: HookPoint, listener: Listener) -> None:
-        """Connects the points that take over what this one makes (see `Point.followers` and `Point.branches`)."""
+        """Connects the points that take over what this one makes (see `Point.linked` and `Point.branches`)."""
         branches = point.point.branches if listener.kind in ("bwd", "edge") else ()
         key = (point, listener.scope)
-        if not (point.point.followers or branches) or key in self._following:
+        if not (point.point.linked or branches) or key in self._following:
             return
         following: list[SeparateReading | Attachment] = []
-        for follower in point.point.followers:
+        for follower in point.point.linked:
             takes_over = Listener("leader", TakeOver(point.name, follower), listener.scope)
             other = self.points[follower.name]
             self.add(other, takes_over, prepend=True)
