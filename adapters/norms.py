@@ -237,7 +237,7 @@ def norm_points(
     view: View | None = None,
     sources: tuple[Site, ...] = (),
     axes: str | None = None,
-    branches: tuple[str, ...] = (),
+    separate_consumers: tuple[str, ...] = (),
 ) -> None:
     """Adds `hook_scale` and `hook_normalized` of a norm.
 
@@ -248,7 +248,7 @@ def norm_points(
         shared: for a norm that several parts share, its input; `site` is then where one of them reads it.
         view: how the norm's tensors are seen, and `sources`, the sites which that needs.
         axes: of `hook_normalized`; None: those of the residual stream.
-        branches: see `Point`.
+        separate_consumers: see `Point`.
     """
     if kind.identity or kind.opaque:
         return
@@ -260,4 +260,4 @@ def norm_points(
     )
     for suffix, own, shape in both:
         seen = Composed(own, view) if view else own
-        points.add(f"{name}.{suffix}", site, seen, shape, sources=sources, branches=branches)
+        points.add(f"{name}.{suffix}", site, seen, shape, sources=sources, separate_consumers=separate_consumers)

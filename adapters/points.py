@@ -67,7 +67,7 @@ class Point:
         aliases: other names for it.
         sources: further sites whose tensors the view needs.
         linked: see `LinkedPoint`.
-        branches: the points that read this one separately in HookedTransformer, which runs the norm before attention
+        separate_consumers: the points that read this one separately in HookedTransformer, which runs the norm before attention
             once for each of query, key and value: a gradient is taken for each of them.
         stack: the list of blocks it belongs to (``blocks``, ``encoder``, ``decoder``), or "" outside of all.
         n_heads: of a point inside attention, how many heads it shows, whatever the kernel repeats or packs.
@@ -83,7 +83,7 @@ class Point:
     aliases: tuple[str, ...] = ()
     sources: tuple[Site, ...] = ()
     linked: tuple[LinkedPoint, ...] = ()
-    branches: tuple[str, ...] = ()
+    separate_consumers: tuple[str, ...] = ()
     stack: str = "blocks"
     flag: str | None = None
     n_heads: int | None = None
@@ -122,7 +122,7 @@ class PointList:
         other_names: tuple[str, ...] = (),
         sources: tuple[Site, ...] = (),
         linked: tuple[LinkedPoint, ...] = (),
-        branches: tuple[str, ...] = (),
+        separate_consumers: tuple[str, ...] = (),
         flag: str | None = None,
         n_heads: int | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class PointList:
 
         Args:
             name: behind the prefix.
-            site, group, sources, linked, branches, flag, n_heads: see `Point`.
+            site, group, sources, linked, separate_consumers, flag, n_heads: see `Point`.
             view: see `Point`; None: the site's tensor as it is.
             axes: see `Point`; None: those of the residual stream.
             aliases: behind the prefix.
@@ -147,7 +147,7 @@ class PointList:
                 (*(join(self.prefix, alias) for alias in aliases), *other_names),
                 sources,
                 linked,
-                branches,
+                separate_consumers,
                 self.stack,
                 flag,
                 n_heads,

@@ -229,11 +229,11 @@ class BlockBuilder:
         at = self._entry(named.step.part)
         if not named.leads:
             self._add_own_input(named, False, at, SharedNormInput(), (entry,))
-        branches = self._separate_readers(named)
-        norm_points(self.points, named.norm, norm.kind, at, shared=entry, branches=branches)
+        separate_consumers = self._separate_readers(named)
+        norm_points(self.points, named.norm, norm.kind, at, shared=entry, separate_consumers=separate_consumers)
 
     def _separate_readers(self, named: NamedStep) -> tuple[str, ...]:
-        """Queries, keys and values, which HookedTransformer gives a norm each (see `Point.branches`)."""
+        """Queries, keys and values, which HookedTransformer gives a norm each (see `Point.separate_consumers`)."""
         part = named.step.part
         # With a shift, the norm's output alone does not say what the projections read; keys and values that are made
         # from one latent do not read the norm at all.
@@ -241,16 +241,16 @@ class BlockBuilder:
             return ()
         return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in "qkv")
 
-    def _add_norm(self, name: str, norm: Norm, flat: bool = False, branches: tuple[str, ...] = ()) -> None:
+    def _add_norm(self, name: str, norm: Norm, flat: bool = False, separate_consumers: tuple[str, ...] = ()) -> None:
         site = Site(join(self.path, norm.path), "output")
         view, sources = (FlatRows(), self.rows) if flat else (None, ())
-        norm_points(self.points, name, norm.kind, site, view=view, sources=sources, branches=branches)
+        norm_points(self.points, name, norm.kind, site, view=view, sources=sources, separate_consumers=separate_consumers)
         seen = Composed(View(), FlatRows()) if flat else None
         if norm.kind.gate:
             self.points.add(
                 f"{name}.hook_gate", Site(join(self.path, norm.path, norm.kind.gate), "output"), group="extra"
             )
-        self.points.add(f"{name}.hook_out", site, seen, group="extra", sources=sources, branches=branches)
+        self.points.add(f"{name}.hook_out", site, seen, group="extra", sources=sources, separate_consumers=separate_consumers)
 
     def _add_inside(self, named: NamedStep) -> None:
         step, part = named.step, named.step.part

@@ -104,7 +104,7 @@ def basis_point(
         aliases=tuple(f"{alias}.{name}" for alias in base.point.aliases),
         sources=base.point.sources if reads is None else (*base.point.sources, reads.point.site),
         linked=(),
-        branches=(),
+        separate_consumers=(),
     )
 
 
