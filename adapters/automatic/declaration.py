@@ -32,7 +32,7 @@ from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, m
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
 from adapters.automatic.stream import Found, Sums, Value
-from adapters.automatic.values import beside, with_values
+from adapters.automatic.values import auxiliary_modules, with_values
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
 from adapters.inputs.arguments import takes
@@ -137,7 +137,7 @@ class _Inference:
         unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
         declared = [first_stack]
         for other in others:
-            self.facts.speak_of_the_first()
+            self.facts.freeze_first_stack()
             decoder, last_norm = self._decoder(other, found)
             declared.append(decoder)
         values = self.facts.values(found, unembed)
@@ -325,7 +325,7 @@ class _Inference:
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
-        return replace(declared, beside=beside(found, declared, norms))
+        return replace(declared, beside=auxiliary_modules(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts, self.config)

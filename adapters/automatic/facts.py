@@ -41,7 +41,7 @@ class Facts:
         self.table: FoundTable | None = None
         self._of_the_first: tuple[dict[str, Counter[object]], list[int | None]] | None = None
 
-    def speak_of_the_first(self) -> None:
+    def freeze_first_stack(self) -> None:
         """What is added from now on is said of the model only where its first stack says nothing."""
         self._of_the_first = {name: Counter(each) for name, each in self.counts.items()}, list(self.windows)
 

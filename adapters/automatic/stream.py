@@ -143,7 +143,7 @@ class Sums:
         self.y = self.values.get(output.mark) or Value(output.value.double().flatten(), output.mark, seen=block.end)
         self.width = block.entered.value.shape[-1]
         #: What may be there beside sums: 1: factors on the stream, and terms that were made earlier; 2: a new stream.
-        self.freedom = 0
+        self.search_level = 0
         self.close = tolerance(block.entered.value)
         #: What rounding leaves of a sum of streams, relative to them: parts may write far less than there is.
         self.rounding = 2 * torch.finfo(block.entered.value.dtype).eps
@@ -155,7 +155,7 @@ class Sums:
         entries = [(self.x, self.block.start, None)] + [
             (following, norm.end, norm) for norm in first if (following := self.values.get(norm.left[0].mark))
         ]  # fmt: skip
-        for self.freedom in range(3):  # the plainest that explains it
+        for self.search_level in range(3):  # the plainest that explains it
             for x, start, norm in entries:
                 if found := self._plain(x, start) or self._normed(x, start):
                     return Found(tuple(found), norm)
@@ -198,7 +198,7 @@ class Sums:
                 continue
             sums.append(replace(total, norm=norm))
             before, start = following, norm.end
-        if sums and before.mark != self.y.mark and self.freedom:
+        if sums and before.mark != self.y.mark and self.search_level:
             last = self._sum(before, self.y, start, self.block.end, sums)
             return None if last is None else [*sums, last]
         return sums if sums and before.mark == self.y.mark else None
@@ -207,7 +207,7 @@ class Sums:
         """The sum that makes one stream of another; None where there is none."""
         known = [before, after]
         terms = self.explain(after.x - before.x, start, end, known)
-        if terms is None and self.freedom:
+        if terms is None and self.search_level:
             used = [term.value for each in earlier for term in each.terms]
             streams = [value for each in earlier for value in (each.before, each.after)]
             terms = self.explain(after.x - before.x, self.block.start, end, [*known, *used, *streams])
@@ -215,7 +215,7 @@ class Sums:
             if terms and len(late) < len(terms):
                 return Sum(before, after, (*(t for t in terms if t not in late), *late), start, end)
             found = self._affine(before, after, start, end)
-            return found or (self._anew(before, after, start, end) if self.freedom > 1 else None)
+            return found or (self._without_residual(before, after, start, end) if self.search_level > 1 else None)
         return None if terms is None else Sum(before, after, terms, start, end)
 
     def _affine(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
@@ -238,7 +238,7 @@ class Sums:
                 return Sum(before, after, (term,), start, end, None, None if carry == Affine() else carry, total)
         return None
 
-    def _anew(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
+    def _without_residual(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
         """The same, where the stream before has no part in it."""
         terms = self.explain(after.x, start, end, [before, after])
         return None if terms is None else Sum(before, after, terms, start, end, carry=Affine(0.0))

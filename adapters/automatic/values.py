@@ -81,7 +81,7 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
 
 
-def beside(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
+def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
     """The modules with parameters in an attention that play no known part, with the axes of what they make."""
     paths = [p.path for p in (declared.q, declared.k, declared.v, declared.gate) if p]
     paths += [norm.path for norm in (declared.q_norm, declared.k_norm, declared.v_norm) if norm]
