@@ -34,7 +34,7 @@ _STACKED = {"W_gate": "mlp.w1", "W_in": "mlp.v1", "W_out": "mlp.w2"}
 _USUAL: tuple[Layers, ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
-def chosen_in_turn(
+def sparsemixer_topk(
     logits: Float[Tensor, "row n_experts"], margin: float, n: int
 ) -> tuple[Float[Tensor, "row chosen"], Integer[Tensor, "row chosen"]]:
     """The weights and indices of experts that are chosen one after the other (SparseMixer, Liu et al. 2023).

@@ -17,7 +17,7 @@ from adapters.automatic.parts import FoundPart
 from adapters.experts import (
     Layers,
     are_modules,
-    chosen_in_turn,
+    sparsemixer_topk,
     first_projection,
     has_gate,
     in_batches,
@@ -166,7 +166,7 @@ class FoundMixture:
         logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
         chosen = self.router.indices_seen.flatten(0, -2)
         for margin in [each for each in vars(self.router.module).values() if isinstance(each, float) and each > 0]:
-            shares, best = chosen_in_turn(logits, margin, chosen.shape[-1])
+            shares, best = sparsemixer_topk(logits, margin, chosen.shape[-1])
             if torch.equal(best, chosen) and bool(
                 ((shares - weights).abs() <= tolerance(self.router.element(0).value)).all()
             ):

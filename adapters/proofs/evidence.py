@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import NamedStep, Stack
 from adapters.config import config_of
-from adapters.inputs.made import Given, arguments_of, split, with_the_rest
+from adapters.inputs.made import Given, arguments_of, split, with_required_inputs
 from adapters.observe.calls import Calls, ModuleCall
 from adapters.observe.recording import Recorder
 from adapters.paths import base_path, call_number, has_module, join, module_path, path_from, token_embedding
@@ -180,7 +180,7 @@ def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = Non
         given: as for `some_tokens`.
     """
     two = config_of(bridge.core).is_encoder_decoder and len(bridge.architecture.stacks) > 1
-    return split(bridge.core, with_the_rest(bridge.core, tokens, two, given))
+    return split(bridge.core, with_required_inputs(bridge.core, tokens, two, given))
 
 
 #: The activations that a run with randomized activations replaces by random numbers, by the ends of their names, and their size.

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from adapters.architecture import Step
 from adapters.config import config_of
-from adapters.experts import chosen_in_turn, expert_bias, expert_weight, has_bias
+from adapters.experts import sparsemixer_topk, expert_bias, expert_weight, has_bias
 from adapters.feed_forward import MLP, MoE
 from adapters.imports.versions import clamp_of
 from adapters.paths import join, module_at
@@ -192,7 +192,7 @@ class _Mixture:
     def _in_turn(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
         """One after the other, each weighted beside those that come close to it."""
         at = self.place.part
-        shares, best = chosen_in_turn(logits, self.part.margin, chosen.shape[-1])
+        shares, best = sparsemixer_topk(logits, self.part.margin, chosen.shape[-1])
         same = bool((best == chosen).all())
         self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
         self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, shares.to(top.dtype), 1.0)
