@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from adapters.offloaded import held
+from adapters.offloaded import materialized
 from adapters.points import PointList, Site
 from adapters.views import Call, Composed, Derived, View
 
@@ -70,7 +70,7 @@ class NormKind:
 
     def weight(self, module: nn.Module) -> Tensor | None:
         """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
-        weight: Tensor | None = held(self.normalizer(module), "weight")
+        weight: Tensor | None = materialized(self.normalizer(module), "weight")
         return weight + self.offset if weight is not None and self.offset else weight
 
     def epsilon(self, module: nn.Module) -> float:
@@ -208,7 +208,7 @@ def normalized(kind: NormKind, x: Tensor) -> Tensor:
 
 def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm makes of a value that has been centred and divided by the scale."""
-    weight, bias = kind.weight(module), held(kind.normalizer(module), "bias")
+    weight, bias = kind.weight(module), materialized(kind.normalizer(module), "bias")
     if weight is not None:
         normalized = normalized * weight
     if bias is not None:

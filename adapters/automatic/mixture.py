@@ -29,7 +29,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.errors import NotFound
 from adapters.observe.tolerance import tolerance
-from adapters.offloaded import held
+from adapters.offloaded import materialized
 from adapters.paths import members_of
 
 
@@ -90,11 +90,11 @@ class FoundMixture:
                 name for name in ("is_transposed", "is_concatenated", "has_bias") if not hasattr(experts.module, name)
             ]
             entered = () if experts.entered is None else experts.entered.value.shape
-            everyone = len(held(experts.module, "down_proj")) * self._rows()
+            everyone = len(materialized(experts.module, "down_proj")) * self._rows()
             self.in_batches = in_batches(experts.module) and entered[:1] == (everyone,)
             if missing and not self.in_batches:
                 raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
-            self.num_experts, self.d_expert = len(held(experts.module, "down_proj")), width(experts.module)
+            self.num_experts, self.d_expert = len(materialized(experts.module, "down_proj")), width(experts.module)
             self.act_fn = self._activation()
         self.router = self._router()
         #: The router returns logits alone, and what is chosen is seen where the experts are given it.
