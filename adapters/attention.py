@@ -55,7 +55,7 @@ class PerHeadInput(Derived):
 
 @dataclass(frozen=True)
 class EveryHeadInput(Derived):
-    """`hook_attn_in`: one input per head for query, key and value together; its followers do the writing."""
+    """`hook_attn_in`: one input per head for query, key and value together; its linked points do the writing."""
 
     n_heads: int
 
@@ -356,7 +356,8 @@ def _add_every_head_input(
         flag="use_attn_in",
         aliases=(f"{name}.hook_attn_in",),
         linked=tuple(
-            LinkedPoint(join(points.prefix, f"hook_{own}{letter}_input"), function) for letter, function in convert.items()
+            LinkedPoint(join(points.prefix, f"hook_{own}{letter}_input"), function)
+            for letter, function in convert.items()
         ),
     )
 

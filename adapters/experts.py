@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from adapters.linear import weight_in_out
 from adapters.offloaded import materialized
-from adapters.paths import missing_module_message, has_module
+from adapters.paths import has_module, missing_module_message
 
 #: The projections of an expert, by HookedTransformer's names: before the activation function, beside it, after it.
 ExpertPart = Literal["W_gate", "W_in", "W_out"]

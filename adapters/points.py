@@ -47,7 +47,7 @@ class LinkedPoint:
 
     Attributes:
         name: the point that takes over.
-        convert: from the value written to the follower's own activation.
+        convert: from the value written to the linked point's own activation.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Point:
         aliases: other names for it.
         sources: further sites whose tensors the view needs.
         linked: see `LinkedPoint`.
-        separate_consumers: the points that read this one separately in HookedTransformer, which runs the norm before attention
-            once for each of query, key and value: a gradient is taken for each of them.
+        separate_consumers: the points that read this one separately in HookedTransformer, which runs the norm before
+            attention once for each of query, key and value: a gradient is taken for each of them.
         stack: the list of blocks it belongs to (``blocks``, ``encoder``, ``decoder``), or "" outside of all.
         n_heads: of a point inside attention, how many heads it shows, whatever the kernel repeats or packs.
         flag: for a heavy point, the ``cfg.use_*`` field that includes it in an unfiltered cache.

@@ -22,7 +22,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
 from adapters.offloaded import materialized
-from adapters.paths import base_path, core_path, missing_module_message, has_module, join, module_at
+from adapters.paths import base_path, core_path, has_module, join, missing_module_message, module_at
 from adapters.views import Affine, Call, Heads, View
 
 Get = Callable[[], Tensor]

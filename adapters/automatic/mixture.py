@@ -17,11 +17,11 @@ from adapters.automatic.parts import FoundPart
 from adapters.experts import (
     Layers,
     are_modules,
-    sparsemixer_topk,
     first_projection,
     has_gate,
     in_batches,
     layers_of,
+    sparsemixer_topk,
     stacked,
     width,
 )

@@ -244,13 +244,17 @@ class BlockBuilder:
     def _add_norm(self, name: str, norm: Norm, flat: bool = False, separate_consumers: tuple[str, ...] = ()) -> None:
         site = Site(join(self.path, norm.path), "output")
         view, sources = (FlatRows(), self.rows) if flat else (None, ())
-        norm_points(self.points, name, norm.kind, site, view=view, sources=sources, separate_consumers=separate_consumers)
+        norm_points(
+            self.points, name, norm.kind, site, view=view, sources=sources, separate_consumers=separate_consumers
+        )
         seen = Composed(View(), FlatRows()) if flat else None
         if norm.kind.gate:
             self.points.add(
                 f"{name}.hook_gate", Site(join(self.path, norm.path, norm.kind.gate), "output"), group="extra"
             )
-        self.points.add(f"{name}.hook_out", site, seen, group="extra", sources=sources, separate_consumers=separate_consumers)
+        self.points.add(
+            f"{name}.hook_out", site, seen, group="extra", sources=sources, separate_consumers=separate_consumers
+        )
 
     def _add_inside(self, named: NamedStep) -> None:
         step, part = named.step, named.step.part

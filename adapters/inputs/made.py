@@ -68,7 +68,9 @@ def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Te
     return with_required_inputs(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
 
 
-def with_required_inputs(core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None) -> dict[str, Tensor]:
+def with_required_inputs(
+    core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None
+) -> dict[str, Tensor]:
     """All that a model takes, by the names of its arguments: tokens, and what it cannot run without.
 
     A decoder of its own is given a shorter text, so that its shapes are not the encoder's.

@@ -103,7 +103,7 @@ def _other(value: Any, copies: Mapping[int, nn.Module]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_other(held, copies) for held in value)
     owner = getattr(value, "__self__", None)
-    if isinstance(owner, nn.Module) and id(owner) in twins and hasattr(value, "__func__"):
+    if isinstance(owner, nn.Module) and id(owner) in copies and hasattr(value, "__func__"):
         return value.__func__.__get__(copies[id(owner)])
     return value
 
@@ -117,6 +117,10 @@ def model_or_probe_copy(model: nn.Module) -> nn.Module:
     parameters = list(model.parameters())
     half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
     inference = any(p.is_inference() for p in parameters)
-    if any(p.is_meta for p in parameters) or not (half or inference or trivial_parameters(model)) or why_no_probe_copy(model):
+    if (
+        any(p.is_meta for p in parameters)
+        or not (half or inference or trivial_parameters(model))
+        or why_no_probe_copy(model)
+    ):
         return model
     return model if 4 * sum(p.numel() for p in half) > ROOM else probe_copy(model)

@@ -183,7 +183,7 @@ def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = Non
     return split(bridge.core, with_required_inputs(bridge.core, tokens, two, given))
 
 
-#: The activations that a run with randomized activations replaces by random numbers, by the ends of their names, and their size.
+#: The activations that `randomized_run` replaces by random numbers, by the ends of their names, and their size.
 RANDOMIZED = {
     ".hook_q": 2.0, ".hook_k": 2.0, ".hook_v": 1.0, ".hook_pre": 1.5, ".hook_pre_linear": 1.5, ".hook_gate": 1.5,
     "unembed.hook_out": 20.0,

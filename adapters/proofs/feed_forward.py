@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from adapters.architecture import Step
 from adapters.config import config_of
-from adapters.experts import sparsemixer_topk, expert_bias, expert_weight, has_bias
+from adapters.experts import expert_bias, expert_weight, has_bias, sparsemixer_topk
 from adapters.feed_forward import MLP, MoE
 from adapters.imports.versions import clamp_of
 from adapters.paths import join, module_at

@@ -40,7 +40,9 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
         elif output is None or output.input is None:
             findings.holds(CLAIM, place.part, False, f"{part.o} did not run")
         elif not scores.requires_grad and module_path(place.module) in graphs:
-            findings.inconclusive(CLAIM, f"{place.part}: it runs without gradients; another call of its module has them")
+            findings.inconclusive(
+                CLAIM, f"{place.part}: it runs without gradients; another call of its module has them"
+            )
         else:
             z = _before_norm(evidence, place, output.input) if part.z_is == "norm" else output.input
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()

@@ -13,11 +13,11 @@ from adapters.imports.versions import known_error
 from adapters.inputs.made import Given
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
-from adapters.observe.probe_copy import ROOM, trivial_parameters, probe_copy, why_no_probe_copy
+from adapters.observe.probe_copy import ROOM, probe_copy, trivial_parameters, why_no_probe_copy
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import randomized_run, places_of, some_tokens, with_graph, with_what_it_needs
+from adapters.proofs.evidence import places_of, randomized_run, some_tokens, with_graph, with_what_it_needs
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward

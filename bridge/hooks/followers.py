@@ -16,7 +16,7 @@ class TakeOver:
         follower: how its value is the activation here.
     """
 
-    def __init__(self, leader: str, linked: LinkedPoint) -> None:
+    def __init__(self, leader: str, follower: LinkedPoint) -> None:
         self._leader, self._follower = leader, follower
 
     def __call__(self, run: Remembered | None) -> Tensor | None:

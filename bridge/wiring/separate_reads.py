@@ -1,8 +1,8 @@
 """What a gradient at the norm before attention means in HookedTransformer, which runs that norm three times.
 
 Queries, keys and values each read a norm of their own there, so a gradient hook on it sees three gradients, one after
-the other. A Hugging Face model runs the norm once. While somebody asks for such gradients (`Point.separate_consumers` names the
-readers), each reader is given a copy of its own; nobody else pays for it.
+the other. A Hugging Face model runs the norm once. While somebody asks for such gradients
+(`Point.separate_consumers` names the readers), each reader is given a copy of its own; nobody else pays for it.
 """
 
 from __future__ import annotations

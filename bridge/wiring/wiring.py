@@ -374,7 +374,7 @@ class Wiring:
             self._boundary.detach()
 
     def _connect_followers(self, point: HookPoint, listener: Listener) -> None:
-        """Connects the points that take over what this one makes (see `Point.linked` and `Point.separate_consumers`)."""
+        """Connects the points that take over what this one makes (`Point.linked`, `Point.separate_consumers`)."""
         separate_consumers = point.point.separate_consumers if listener.kind in ("bwd", "edge") else ()
         key = (point, listener.scope)
         if not (point.point.linked or separate_consumers) or key in self._following:

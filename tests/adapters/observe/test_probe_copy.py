@@ -1,4 +1,4 @@
-"""A probe copy computes what its model computes, shares its parameters, and has nothing of what is attached to the model."""
+"""A probe copy computes what its model does, shares its parameters, and has nothing of what is attached to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters.observe.probe_copy import trivial_parameters, probe_copy, why_no_probe_copy
+from adapters.observe.probe_copy import probe_copy, trivial_parameters, why_no_probe_copy
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 
