@@ -15,11 +15,11 @@ from adapters.automatic.parts import FoundPart, Norms
 from adapters.config import first
 from adapters.feed_forward import MLP
 from adapters.norms import Norm
+from adapters.observe.activations import product
 from adapters.observe.calls import ModuleCall, Seen
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
 from adapters.observe.tolerance import tolerance
-from adapters.proofs.feed_forward import product
 
 #: The activation functions whose names are known, with HookedTransformer's first.
 ACTIVATIONS = (

@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from adapters.architecture import Step
 from adapters.config import config_of
 from adapters.experts import expert_bias, expert_weight, has_bias, sparsemixer_topk
 from adapters.feed_forward import MLP, MoE
-from adapters.imports.versions import clamp_of
+from adapters.observe.activations import product
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place, like
 from adapters.proofs.report import Findings
 
 GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
 CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"
-
-
-def _solu(x: Tensor) -> Tensor:
-    return x * x.softmax(-1)
-
-
-def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
-    """What an activation function computes, by `cfg.act_fn`; None for a name that nobody knows."""
-    if act_fn in ("solu", "solu_ln"):
-        return _solu
-    # It makes the function when it is asked with brackets, and only then.
-    return None if act_fn is None or act_fn not in ACT2FN else ACT2FN[act_fn]
-
-
-def product(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
-    """What an activation function makes of what enters it and what is beside it; None for an unknown name."""
-    if act_fn == "clamped_swiglu" and linear is not None:
-        limit, alpha = clamp_of(config)
-        clamped = pre.clamp(max=limit)
-        return (linear.clamp(-limit, limit) + 1) * clamped * (alpha * clamped).sigmoid()
-    function = function_of(act_fn)
-    if function is None:
-        return None
-    return function(pre) if linear is None else function(pre) * linear
 
 
 def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
