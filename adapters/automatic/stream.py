@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -267,29 +267,10 @@ class Sums:
             made = sorted(weights, key=lambda i: candidates[i].made[0][0].end)
             return tuple(Term(candidates[i], weights[i]) for i in made)
 
-        n, d = len(candidates), dots.tolist()
-        g = gram.tolist()
         rough = 1e-6 * square + bound  # a first look, by sums of squares that lose digits
-        for i in range(n):
-            if abs(square - 2 * d[i] + g[i][i]) <= rough and left({i: 1.0}) <= bound:
-                return terms({i: 1.0})
-        pairs = list(itertools.combinations(range(n), 2))
-        for i, j in pairs:
-            rest = square - 2 * (d[i] + d[j]) + g[i][i] + g[j][j] + 2 * g[i][j]
-            if abs(rest) <= rough and left({i: 1.0, j: 1.0}) <= bound:
-                return terms({i: 1.0, j: 1.0})
-        for i in range(n):
-            factor = d[i] / g[i][i]
-            if abs(square - factor * d[i]) <= rough and abs(factor) > 1e-3 and left({i: factor}) <= bound:
-                return terms({i: rounded(factor)})
-        for i, j in pairs:
-            det = g[i][i] * g[j][j] - g[i][j] ** 2
-            if det < 1e-9 * g[i][i] * g[j][j]:
-                continue
-            u, v = (d[i] * g[j][j] - d[j] * g[i][j]) / det, (d[j] * g[i][i] - d[i] * g[i][j]) / det
-            rest = square - u * d[i] - v * d[j]
-            if min(abs(u), abs(v)) > 1e-3 and abs(rest) <= rough and left({i: u, j: v}) <= bound:
-                return terms({i: rounded(u), j: rounded(v)})
+        for weights in _fits(square, dots.tolist(), gram.tolist(), rough):
+            if left(weights) <= bound:
+                return terms({i: rounded(weight) for i, weight in weights.items()})
         return self._with_parameter(difference, candidates)
 
     def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
@@ -303,6 +284,36 @@ class Sums:
                 if name is not None:
                     return (Term(value, adjust=Affine(plus=name)),)
         return None
+
+
+def _fits(
+    square: float, dots: Sequence[float], gram: Sequence[Sequence[float]], rough: float
+) -> Iterator[dict[int, float]]:
+    """Which vectors may add up to another, with their factors: one, two, one with a factor, two with a factor each.
+
+    Args:
+        square: of the vector.
+        dots: its products with each of the others.
+        gram: their products.
+        rough: how much of the square may be left.
+    """
+    d, g = dots, gram
+    each, pairs = range(len(d)), list(itertools.combinations(range(len(d)), 2))
+    yield from ({i: 1.0} for i in each if abs(square - 2 * d[i] + g[i][i]) <= rough)
+    for i, j in pairs:
+        if abs(square - 2 * (d[i] + d[j]) + g[i][i] + g[j][j] + 2 * g[i][j]) <= rough:
+            yield {i: 1.0, j: 1.0}
+    for i in each:
+        factor = d[i] / g[i][i]
+        if abs(square - factor * d[i]) <= rough and abs(factor) > 1e-3:
+            yield {i: factor}
+    for i, j in pairs:
+        det = g[i][i] * g[j][j] - g[i][j] ** 2
+        if det < 1e-9 * g[i][i] * g[j][j]:
+            continue
+        u, v = (d[i] * g[j][j] - d[j] * g[i][j]) / det, (d[j] * g[i][i] - d[i] * g[i][j]) / det
+        if min(abs(u), abs(v)) > 1e-3 and abs(square - u * d[i] - v * d[j]) <= rough:
+            yield {i: u, j: v}
 
 
 def fit(x: Tensor, v: Tensor, y: Tensor, close: float) -> tuple[Tensor, Tensor, Tensor] | None:
