@@ -163,7 +163,7 @@ class _GraphRecorder(Recorder):
         if call.module is self._embedding and isinstance(output, Tensor) and output.is_leaf:
             # The graph begins here, also where no parameter is trained.
             given = output = call.output = output.detach().requires_grad_() * 1
-        if isinstance(output, Tensor) and output.requires_grad:
+        if isinstance(output, Tensor) and output.is_floating_point():
             given = output.clone()  # what the model writes over is not what is kept here
             self._watch(call, "output", given)
         elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(elements_of(output)))
