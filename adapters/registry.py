@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 
 import transformers
@@ -121,10 +121,7 @@ def has_declaration(model: nn.Module) -> bool:
     """
     if isinstance(getattr(model, "module", None), PreTrainedModel) or not isinstance(model, PreTrainedModel):
         return True  # `declaration_for` says what is wrong with it
-    return any(
-        (declare := _declare(cls.__name__)) is not None and not _is_namesake(cls, declare)
-        for cls in type(model).__mro__
-    )
+    return any(True for _ in _declaring(type(model)))
 
 
 def inherits_declaration(model: nn.Module) -> str:
@@ -135,12 +132,10 @@ def inherits_declaration(model: nn.Module) -> str:
     Args:
         model: a Hugging Face model.
     """
-    package = type(model).__module__.partition(".")[0]
-    for cls in type(model).__mro__:
-        declare = _declare(cls.__name__)
-        if declare is not None and not _is_namesake(cls, declare):
-            # torch's own subclasses (FSDP) run their parent's forward.
-            return "" if package in (cls.__module__.partition(".")[0], "torch") else cls.__name__
+    for cls, _ in _declaring(type(model)):
+        # torch's own subclasses (FSDP) run their parent's forward.
+        packages = (cls.__module__.partition(".")[0], "torch")
+        return "" if type(model).__module__.partition(".")[0] in packages else cls.__name__
     return ""
 
 
@@ -170,11 +165,9 @@ def declaration_for(model: nn.Module) -> Architecture:
     Raises:
         UnsupportedModelError: no class among its bases has an adapter.
     """
-    for cls in type(model).__mro__:
-        declare = _declare(cls.__name__)
-        if declare is not None and not _is_namesake(cls, declare):
-            _check_version(cls.__name__, declare)
-            return declare(config_of(model))
+    for cls, declare in _declaring(type(model)):
+        _check_version(cls.__name__, declare)
+        return declare(config_of(model))
     name = type(model).__name__
     if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
         raise UnsupportedModelError(
@@ -224,6 +217,13 @@ def _check_version(name: str, declare: Declare) -> None:
 
 def _is_ours(declare: Declare) -> bool:
     return (declare.__module__ or "").startswith("adapters.families.")
+
+
+def _declaring(model_class: type) -> Iterator[tuple[type, Declare]]:
+    """The classes among the bases of one that have an adapter, with that; the nearest first."""
+    for cls in model_class.__mro__:
+        if (declare := _declare(cls.__name__)) is not None and not _is_namesake(cls, declare):
+            yield cls, declare
 
 
 def _is_namesake(cls: type, declare: Declare) -> bool:

@@ -202,27 +202,15 @@ class BlockBuilder:
         self, named: NamedStep, flat: bool, entry: Site, view: View, sources: tuple[Site, ...] = ()
     ) -> None:
         """What this part alone reads of the stream."""
-        part, norm_in = named.step.part, f"{named.norm}.hook_in"
+        part, hook, norm_in = named.step.part, f"hook_{named.name}_in", f"{named.norm}.hook_in"
         if isinstance(part, Attention) and not part.cross:
             self._add(False, norm_in, entry, view, group="extra", sources=sources)
-        elif isinstance(part, Attention):
-            self._add(
-                False,
-                f"hook_{named.name}_in",
-                entry,
-                view,
-                group="heavy",
-                aliases=(norm_in,),
-                flag="use_attn_in",
-                sources=sources,
-            )
-        elif isinstance(part, Mixer) or not feeds_forward(part):
-            hook = f"hook_{named.name}_in"
-            self._add(False, hook, entry, view, group="extra", aliases=(norm_in,), sources=sources)
-        else:
-            hook = f"hook_{named.name}_in"
-            aliases = (norm_in,) if self.stack.one_of_two else (norm_in, f"{named.name}.{hook}")
-            self._add(flat, hook, entry, view, group="heavy", aliases=aliases, flag="use_hook_mlp_in", sources=sources)
+            return
+        cross, feeds = isinstance(part, Attention), feeds_forward(part) and not isinstance(part, Mixer)
+        flag = "use_attn_in" if cross else "use_hook_mlp_in" if feeds else None
+        aliases = (norm_in, f"{named.name}.{hook}") if feeds and not self.stack.one_of_two else (norm_in,)
+        group: Group = "heavy" if flag else "extra"
+        self._add(flat, hook, entry, view, group=group, aliases=aliases, flag=flag, sources=sources)
 
     def _add_shared_norm(self, named: NamedStep, norm: Norm, entry: Site) -> None:
         """A norm that several parts read: its points are repeated for each, where that part reads it."""

@@ -200,7 +200,7 @@ class Mechanics:
     @cached_property
     def routes(self) -> dict[str, Tensor]:
         """Which experts each token is sent to without hooks: that can depend on the last digit."""
-        names = [name for name in self.names if _is_route(name)]
+        names = [name for name in self.names if name.endswith("hook_expert_indices")]
         cache = self.cache(names) if names else {}
         return {name: cache[name] for name in names}
 
@@ -344,10 +344,6 @@ class Mechanics:
         left = self.count_hooks() - self.hooks_before
         patched = [n for n, m in self.model.named_modules() if "forward" in m.__dict__ and _is_ours(m.forward)]
         self.add("no torch hook is left behind", not left and not patched, f"{left} hooks, {len(patched)} patches")
-
-
-def _is_route(name: str) -> bool:
-    return name.endswith("hook_expert_indices")
 
 
 def _is_ours(forward: object) -> bool:
