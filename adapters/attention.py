@@ -113,8 +113,6 @@ class Attention:
         path: the attention module, relative to the block.
         q, k, v: the projections, relative to the attention module.
         o: the output projection, relative to the attention module.
-        out: where the result stands that is added to the residual stream, relative to the block; by default element 0
-            of the attention module's output. ``out_key`` is the element, None for a module that returns a tensor.
         rotary: queries and keys are rotated.
         shows_scores: its scores and pattern can be seen: it calls a softmax, `scaled_dot_product_attention` or
             transformers' `AttentionInterface`. False for linear attention, or flash attention of a family's own.
@@ -165,8 +163,6 @@ class Attention:
     k: Projection
     v: Projection
     o: str
-    out: str | None = None
-    out_key: int | None = 0
     rotary: bool = False
     shows_scores: bool = True
     scores: View = field(default_factory=MaskedScores)

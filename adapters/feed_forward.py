@@ -24,8 +24,6 @@ class MLP:
         up: the projection before the activation function (of a gated MLP: the linear one beside the gate).
         down: the projection after it, relative to `path`.
         gate: for a gated MLP, the projection that goes through the activation function.
-        out, out_key: where the result stands that is added to the residual stream, relative to the block; by default
-            the output of the module at `path`.
         ln: a norm between the activation function, times what is beside it, and `down` (SoLU, BitNet), relative to
             `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
@@ -39,8 +37,6 @@ class MLP:
     up: Projection
     down: str
     gate: Projection | None = None
-    out: str | None = None
-    out_key: int | None = None
     ln: Norm | None = None
     flat: bool = False
     d_mlp: int | None = None
@@ -73,7 +69,6 @@ class MoE:
         shared: an expert that every token is sent to; its path is relative to `path`.
         shared_factor: what its result is multiplied with.
         shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
-        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
         flat: that result is ``(batch pos)`` rows.
         in_batches: every expert is given every token, times its weight (Llama 4): `experts` works on ``(expert batch
             pos)`` rows, and the router returns the weights of all experts, and their logits.
@@ -91,8 +86,6 @@ class MoE:
     shared: MLP | None = None
     shared_factor: float = 1.0
     shared_gate: str | None = None
-    out: str | None = None
-    out_key: int | None = None
     layers: Layers | None = None
     flat: bool = False
     in_batches: bool = False

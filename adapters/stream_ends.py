@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from adapters.norms import Norm
 from adapters.paths import join
-from adapters.views import Affine
+from adapters.views import Chain
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Embedding:
 
     Attributes:
         tokens: the table of tokens; "" where the stream begins with images or sound (ViT, Whisper's encoder).
-        factor: what the model multiplies its rows with.
-        adjust: what parameters of the base model do to the rows besides; `hook_embed` shows them before it.
+        transform: what its rows go through, a constant first; `hook_embed` shows them before parameters of the base
+            model.
         positions, types: the tables of positions, and of the two sentences, that are added.
         more: further tables that are added, of which each runs once (TAPAS).
         norm: a norm; of the sum where there is a `module`, else of the token embedding alone.
@@ -30,21 +30,29 @@ class Embedding:
             and its output is a term of the sum (RoCBert).
         module: the module that puts out the first stream (BERT). The hook points then have the names of
             HookedTransformer's encoder, and `hook_full_embed` is its output.
-        width: how wide the tables are, where that is not the stream's width.
         unknown: what else the stream begins with, where that cannot be said. Nothing can then be decomposed.
     """
 
     tokens: str = ""
-    factor: float = 1.0
-    adjust: Affine | None = None
+    transform: Chain = ()
     positions: str | None = None
     types: str | None = None
     more: tuple[str, ...] = ()
     norm: Norm | None = None
     project: str | None = None
     module: str | None = None
-    width: int | None = None
     unknown: str = ""
+
+    @property
+    def factor(self) -> float:
+        """What the rows of the table of tokens are multiplied with first."""
+        return self.transform[0].factor if self.transform[: len(self.transform) - len(self.behind_embed)] else 1.0
+
+    @property
+    def behind_embed(self) -> Chain:
+        """What they go through besides, in parameters of the base model."""
+        starts = bool(self.transform) and not self.transform[0].parameters
+        return self.transform[1:] if starts else self.transform
 
     @property
     def norm_of_sum(self) -> Norm | None:
@@ -143,7 +151,6 @@ class Head:
         hook: the name of the hook point on its output, with its `axes` (None: it has none).
         norm: its norm.
         unembeds: the unembedding reads what it makes.
-        width: of what it makes, where that is not the stream's.
     """
 
     name: str
@@ -153,4 +160,3 @@ class Head:
     axes: str = "batch d_model"
     norm: Norm | None = None
     unembeds: bool = False
-    width: int | None = None

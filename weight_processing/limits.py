@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters import Architecture
+from adapters.views import parameters_of
 from weight_processing.parts import Norm, Parts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.steps import written
@@ -28,7 +29,7 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
     if reason := architecture.why_no_sum():
         return reason
     steps = list(architecture.steps())
-    if any(step.adjust or step.reads is not None for step in steps):
+    if any(parameters_of(step.output_transform) or step.reads is not None for step in steps):
         return "its blocks change what a part puts out by parameters of their own, or add it later than it was made"
     if architecture.stack.shares_modules:
         return "its blocks are one module: what is folded into one would be folded into all of them"

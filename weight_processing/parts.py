@@ -224,7 +224,7 @@ class Parts:
         """What a norm multiplies with, and what it adds, in the type that is computed in."""
         module = self.weights.module(norm.path)
         weight, bias = (None if x is None else precise(x) for x in norm_parameters(module))
-        return None if weight is None else weight + norm.kind.offset, bias
+        return None if weight is None else weight + norm.kind.added, bias
 
     def is_plain(self, norm: Norm) -> bool:
         """Whether a norm multiplies with ones and adds zeros."""

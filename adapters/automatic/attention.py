@@ -211,8 +211,6 @@ class FoundAttention:
             if made.ndim == 4 and made.shape[1] == 1:
                 view = Composed(OneHead(), view or Heads(len(sets)))
             projections[letter] = Projection(relative(call.path, owner), view)
-        out, seen = self.part.out
-        out_path = None if out is self.owner else relative(out.path, self.block)
         q_norm, k_norm = self._norm("q"), self._norm("k")
         over = {self._over(call) for _, call in filter(None, (q_norm, k_norm))}
         if len(over) > 1:
@@ -224,8 +222,6 @@ class FoundAttention:
             projections["k"],
             projections["v"],
             o=relative(self.part.producer.path, owner),
-            out=out_path,
-            out_key=seen.key,
             rotary=self.rotated(),
             q_norm=q_norm and q_norm[0],
             k_norm=k_norm and k_norm[0],

@@ -141,7 +141,6 @@ class FoundMLP:
         given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
         activation = None if self.act_fn else self._activation_module(gate, up)
         owner = self.part.owner.path if self.part.owner else self.block
-        out, seen = self.part.out
         if self.part.owner is None and gate and gate[0].path != up[0].path:
             raise NotFound("its layers stand in the block itself, and two of them read the stream")
         return MLP(
@@ -149,8 +148,6 @@ class FoundMLP:
             up=_projection(up, owner),
             down=relative(self.part.producer.path, owner),
             gate=gate and _projection(gate, owner),
-            out=None if out is self.part.owner else relative(out.path, self.block),
-            out_key=seen.key,
             ln=None if self.norm is None else Norm(relative(self.norm.path, owner), self.norms[self.norm]),
             flat=self.post.value.ndim == 2,
             d_mlp=self.d_mlp,

@@ -222,7 +222,6 @@ class FoundMixture:
         linear = [call for call in self.recording.calls if self.router.holds(call) and call.is_linear]
         if not linear and getattr(self.router.module, "weight", None) is None:
             raise NotFound(f"{self.router.path} has no matrix of its own")
-        out, seen = self.part.out
         return MoE(
             relative(owner, self.block),
             router=relative(self.router.path, owner),
@@ -236,10 +235,8 @@ class FoundMixture:
             shared=shared,
             shared_factor=self.factors[1],
             shared_gate=None if gate is None else relative(gate.path, owner),
-            out=None if out is self.owner else relative(out.path, self.block),
-            out_key=seen.key,
             layers=self.layers,
-            flat=seen.value.ndim == 2,
+            flat=self.part.out[1].value.ndim == 2,
             in_batches=self.in_batches,
         )
 

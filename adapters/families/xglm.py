@@ -25,7 +25,8 @@ def biogpt(config: PreTrainedConfig) -> Architecture:
 def _declared(unembed: str, *, flat_heads: bool, d_mlp: int) -> Architecture:
     return gpt2_like(
         Attention("self_attn", Q, K, V, o="out_proj", flat_heads=flat_heads),
-        MLP("", up=Projection("fc1"), down="fc2", out="fc2"),
+        MLP("", up=Projection("fc1"), down="fc2"),
+        out=(None, "fc2"),
         pre=("self_attn_layer_norm", "final_layer_norm"),
         path="layers",
         final_norm="layer_norm",

@@ -22,6 +22,7 @@ from adapters.paths import INFER, has_module, join, module_path
 from adapters.proofs.evidence import Calls, Evidence, Place, add_numbered, recorded
 from adapters.proofs.recognised import recognise_norm
 from adapters.proofs.report import Check, Findings
+from adapters.views import parameters_of
 
 CLAIM = "nothing in a block is left out: its layers, norms and softmaxes are claimed"
 
@@ -119,7 +120,7 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
 def _biases(place: Place) -> list[str]:
     """Modules whose parameters are claimed otherwise than by a hook point."""
     part, step = place.named.step.part, place.named.step
-    kept = [path for affine in (step.adjust, step.carry) if affine for path in affine.parameters()]
+    kept = parameters_of((*step.output_transform, *step.residual_transform))
     # Only of a module inside of the block: what a part's own module keeps is seen in the sum.
     return [join(place.path, path.rpartition(".")[0]) for path in kept] + _of_part(place, part)
 
@@ -152,8 +153,8 @@ def _opaque(place: Place) -> list[str]:
     part, mix = place.named.step.part, place.named.step.mix
     mixing = [join(place.path, mix.path)] if mix else []
     if isinstance(part, Mixer | Opaque):
-        entry = [join(place.path, part.entry)] if part.entry else []
-        return [place.module, *entry, *mixing]
+        entry = place.named.step.entry
+        return [place.module, *([join(place.path, entry)] if entry else []), *mixing]
     if not isinstance(part, MoE):
         return mixing
     return [join(place.module, path) for path in (part.experts, part.router) if path] + mixing

@@ -114,7 +114,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
 
 
 def _said(found: RecognisedNorm) -> str:
-    return _kind(NormKind(found.centered, found.offset))
+    return _kind(NormKind(found.computes, found.offset))
 
 
 def _kind(kind: NormKind) -> str:

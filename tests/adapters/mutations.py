@@ -38,10 +38,10 @@ from adapters import (
 from adapters.config import ModelConfig
 from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
-from adapters.paths import has_module, module_path
+from adapters.paths import has_module, join, module_path
 from adapters.proofs.evidence import recorded
 from adapters.proofs.report import Report
-from adapters.views import AlibiScores, Call, Heads, MaskedScores, View
+from adapters.views import AlibiScores, Call, Heads, MaskedScores, View, times
 from bridge import TransformerBridge
 
 
@@ -92,7 +92,6 @@ class Doubled(View):
 Change = tuple[str, Any, str]
 SMALL = "it offers less of the same model"
 GIVEN = "what the experts are given is what the router chose: the same numbers, seen one step later"
-FIRST = "of a tuple, no element means the first"
 BATCHED = "what has a batch axis already is shown as it is"
 
 
@@ -170,11 +169,6 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     else:
         yield "other scores", replace(part, scores=AlibiScores()), ""
     yield "cross", replace(part, cross=not part.cross), ""
-    if part.out_key != 1:
-        yield "no element", replace(part, out_key=None if part.out_key == 0 else 0), FIRST
-    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.out or part.path)
-    if part.out:
-        yield "out of the module", replace(part, out=None), facts.behind_a_dropout(part.out)
     if part.sinks:
         yield "sinks left out", replace(part, sinks=None), ""
     else:
@@ -245,8 +239,6 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
     yield "up shifted", replace(part, up=replace(part.up, part=Rolled(part.up.part or View(), -1))), ""
     yield "up doubled", replace(part, up=replace(part.up, part=Doubled(part.up.part or View()))), ""
     yield "post before up", replace(part, down=part.up.path), ""
-    yield "out of up", replace(part, out="".join([part.path, "." if part.path else "", part.up.path])), ""
-    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.out or part.path)
     yield "flat" if not part.flat else "not flat", replace(part, flat=not part.flat), "" if part.flat else BATCHED
     if part.ln:
         yield "norm left out", replace(part, ln=None), ""
@@ -265,8 +257,6 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     yield f"chosen by {other}", replace(part, chosen_by=other), ""
     if part.margin:
         yield "margin times 2", replace(part, margin=part.margin * 2), ""
-    yield "no element", replace(part, out_key=0 if part.out_key is None else None), FIRST
-    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.path)
     yield "factor times 2", replace(part, factor=part.factor * 2), ""
     yield (
         "corrected or not",
@@ -284,8 +274,7 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
         yield "shared expert times 2", replace(part, shared_factor=part.shared_factor * 2), ""
         yield "shared expert left out", replace(part, shared=None), ""
         for text, changed, same in mlp_changes(part.shared, facts):
-            unread = "what a shared expert returns is what its module returns" if text == "out of up" else ""
-            yield f"shared: {text}", replace(part, shared=changed), same or unread
+            yield f"shared: {text}", replace(part, shared=changed), same
     if part.shared_gate:
         yield "shared gate left out", replace(part, shared_gate=None), ""
 
@@ -312,15 +301,22 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
         yield "pre norm for post", replace(step, pre=None, post=step.pre), ""
     if step.pre and step.post:
         yield "norms exchanged", replace(step, pre=step.post, post=step.pre), ""
+    if step.out_element != 1:
+        yield "second element", replace(step, out_element=1), facts.of_a_tensor(step.out or part.path)
+    if step.out and not (isinstance(part, MLP) and not part.path):
+        yield "out of the module", replace(step, out=None), facts.behind_a_dropout(step.out)
+    if isinstance(part, MLP):
+        yield "out of up", replace(step, out=join(part.path, part.up.path)), ""
     for factor in (0.5, 2.0, -1.0):
-        yield f"factor times {factor}", replace(step, factor=step.factor * factor), ""
-    for which in ("carry", "adjust"):
-        if affine := getattr(step, which):
-            yield f"{which} left out", replace(step, **{which: None}), ""
-            yield f"{which} times 2", replace(step, **{which: replace(affine, factor=affine.factor * 2)}), ""
-            for part in ("bias", "plus"):
-                if getattr(affine, part):
-                    yield f"{which} without its {part}", replace(step, **{which: replace(affine, **{part: None})}), ""
+        yield f"factor times {factor}", replace(step, output_transform=(*times(factor), *step.output_transform)), ""
+    for which in ("residual_transform", "output_transform"):
+        links = getattr(step, which)
+        if links:
+            yield f"{which} left out", replace(step, **{which: ()}), ""
+            yield f"{which} times 2", replace(step, **{which: (*links, *times(2.0))}), ""
+        for place, link in enumerate(links if len(links) > 1 else ()):
+            left = links[:place] + links[place + 1 :]
+            yield f"{which} without {link}", replace(step, **{which: left}), ""
     if step.mix:
         yield "mix left out", replace(step, mix=None), ""
         if step.mix.keep is not None:
@@ -328,7 +324,7 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     if step.reads is not None:
         yield "reads what the others read", replace(step, reads=None), ""
     if index:
-        other = replace(step, parallel=not step.parallel, carry=None, reads=None)
+        other = replace(step, parallel=not step.parallel, residual_transform=(), reads=None)
         yield "sequential for parallel" if step.parallel else "parallel", other, ""
 
 
@@ -371,35 +367,39 @@ def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
         yield "all layers alike", replace(stack, layers={}), ""
         yield "other layers", replace(stack, layers={n - 1 - i: block for i, block in stack.layers.items()}), ""
     for which, without in (
-        ("rescaled", {}), ("joined", {}), ("positions_first", False), ("n_streams", None), ("collapse", None),
-        ("side_by_side", False),
+        ("block_inputs", {}), ("positions_first", False), ("n_streams", None), ("collapse", None),
     ):  # fmt: skip
         if getattr(stack, which):
             yield f"{which} left out", replace(stack, **{which: without}), ""
-    if stack.joined:
-        last, (one, other) = max(stack.joined.items())
-        exchanged = {**stack.joined, last: ((other[0], one[1]), other)}
-        yield "joined with another", replace(stack, joined=exchanged), ""
+    several = {index: inputs for index, inputs in stack.block_inputs.items() if len(inputs) > 1}
+    if several:
+        last, (one, other) = max(several.items())
+        exchanged = {**stack.block_inputs, last: ((other[0], one[1]), other)}
+        yield "block_inputs of another", replace(stack, block_inputs=exchanged), ""
     if stack.final_norm:
         yield "final norm left out", replace(stack, final_norm=None), ""
         for text, norm in _norm_changes(stack.final_norm):
             yield f"final: {text}", replace(stack, final_norm=norm), ""
-    yield "other output", replace(stack, output_key=0 if stack.output_key is None else None), ""
-    yield "second output", replace(stack, output_key=1), ""
-    yield "longer output", replace(stack, output_length=stack.output_length + 1), ""
+    key, length = stack.output
+    yield "other output", replace(stack, output=(0 if key is None else None, length)), ""
+    yield "second output", replace(stack, output=(1, length)), ""
+    yield "longer output", replace(stack, output=(key, length + 1)), ""
 
 
 def embedding_changes(embedding: Embedding) -> Iterator[tuple[str, Embedding]]:
     """How the stream begins, with one claim changed."""
     if not embedding.tokens:  # the first blocks read no tokens
         return
-    for name in ("positions", "types", "norm", "adjust", "project", "more"):
+    for name in ("positions", "types", "norm", "project", "more"):
         if getattr(embedding, name):
             yield f"{name} of the embedding left out", replace(embedding, **{name: () if name == "more" else None})
     if embedding.norm:
         for text, norm in _norm_changes(embedding.norm):
             yield f"embedding: {text}", replace(embedding, norm=norm)
-    yield "embedding times 2", replace(embedding, factor=embedding.factor * 2)
+    if embedding.behind_embed:
+        left = embedding.transform[: len(embedding.transform) - len(embedding.behind_embed)]
+        yield "parameters of the embedding left out", replace(embedding, transform=left)
+    yield "embedding times 2", replace(embedding, transform=(*times(2 * embedding.factor), *embedding.behind_embed))
     if embedding.positions:
         exchanged = replace(embedding, tokens=embedding.positions, positions=embedding.tokens)
         yield "embeddings exchanged", exchanged

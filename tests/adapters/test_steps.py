@@ -31,6 +31,7 @@ from adapters.config import rotary_values
 from adapters.families.llama import ATTENTION, FEED_FORWARD, llama_like
 from adapters.norms import LAYER_NORM, RMS_NORM
 from adapters.proofs.ends.embeddings import ENDS
+from adapters.views import times
 from bridge import TransformerBridge
 from tests.adapters.hybrid import FACTOR, HALF, HEADS, WIDTH, hybrid, tiny_hybrid
 from tests.adapters.test_verify_all import GQA, SIZES
@@ -204,11 +205,11 @@ def changed(architecture: Architecture, layer: int, step: int, **fields: Any) ->
 @pytest.mark.parametrize(
     ("layer", "step", "fields", "failing"),
     [
-        (0, 0, {"factor": 1.0}, "resid_pre + mixer_out = resid_mid"),
-        (0, 1, {"factor": -HALF}, "resid_mid + mlp_out = resid_post"),
+        (0, 0, {"output_transform": ()}, "resid_pre + mixer_out = resid_mid"),
+        (0, 1, {"output_transform": times(-HALF)}, "resid_mid + mlp_out = resid_post"),
         (1, 1, {"parallel": False}, "resid_pre + attn_out = resid_mid"),
         (2, 1, {"post": None}, "resid_mid + mlp_out = resid_post"),
-        (3, 1, {"factor": 1.0}, "ln1.hook_out + attn_2_out = resid_mid_2"),
+        (3, 1, {"output_transform": ()}, "ln1.hook_out + attn_2_out = resid_mid_2"),
         (3, 1, {"stream_norm": None}, "ln1.hook_out + attn_2_out = resid_mid_2"),
     ],
 )
@@ -257,17 +258,17 @@ def bart(config: transformers.PreTrainedConfig) -> Architecture:
         q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
         return Attention(path, q, k, v, o="out_proj", cross=cross)
 
-    def stack(name: str, *parts: Attention, pos: str = "pos") -> Stack:
+    def stack(name: str, *parts: Attention) -> Stack:
         steps = [Step(part, stream_norm=Norm(f"{part.path}_layer_norm", LAYER_NORM)) for part in parts]
-        mlp = MLP("", up=Projection("fc1"), down="fc2", out="fc2")
-        block = Block((*steps, Step(mlp, stream_norm=Norm("final_layer_norm", LAYER_NORM))))
-        return Stack(f"{name}.layers", block, embedding=Embedding(f"{name}.embed_tokens"), name=name, pos=pos)
+        mlp = MLP("", up=Projection("fc1"), down="fc2")
+        block = Block((*steps, Step(mlp, stream_norm=Norm("final_layer_norm", LAYER_NORM), out="fc2")))
+        return Stack(f"{name}.layers", block, embedding=Embedding(f"{name}.embed_tokens"), name=name)
 
     own = attention("self_attn")
     return Architecture(
         stacks=(
             stack("encoder", own),
-            stack("decoder", own, attention("encoder_attn", True), pos="decoder_pos"),
+            stack("decoder", own, attention("encoder_attn", True)),
         ),
         readout=Readout("lm_head", bias="final_logits_bias"),
         no_layer_runs="its decoder needs the encoder's output",
@@ -383,8 +384,8 @@ def test_bart_has_two_stacks_with_norms_on_the_stream() -> None:
 
 def test_steps_that_cannot_be() -> None:
     norm = Norm("norm", RMS_NORM)
-    with pytest.raises(ValueError, match="factor=0"):
-        Step(FEED_FORWARD, factor=0.0)
+    with pytest.raises(ValueError, match="multiplies with 0"):
+        Step(FEED_FORWARD, output_transform=times(0.0))
     with pytest.raises(ValueError, match="both pre and stream_norm"):
         Step(FEED_FORWARD, pre=norm, stream_norm=norm)
     with pytest.raises(ValueError, match="first step of a block cannot be parallel"):

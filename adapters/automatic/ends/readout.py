@@ -118,9 +118,7 @@ class End:
             return ()
         around, linear = ("." + relative(each, self.core) for each in found[:2])
         norm = found[2] and Norm("." + relative(found[2].path, self.core), found[2].kind)
-        width = self.unembed.entered.value.shape[-1]
-        own = None if width == normed.shape[-1] else width
-        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True, width=own),)
+        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True),)
 
     def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> Readout:
         """How logits are made of what the final norm puts out.

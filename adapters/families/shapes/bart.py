@@ -10,6 +10,7 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
+from adapters.views import times
 
 
 def bart_like(
@@ -58,7 +59,7 @@ def _embedding(name: str, normed: bool, factor: float) -> Embedding:
     """Tokens and positions, and the norm of their sum."""
     norm = Norm(f"{name}.layernorm_embedding", LAYER_NORM) if normed else None
     tokens, positions = f"{name}.embed_tokens", f"{name}.embed_positions"
-    return Embedding(tokens, factor, positions=positions, norm=norm, module=None if norm is None else norm.path)
+    return Embedding(tokens, times(factor), positions=positions, norm=norm, module=None if norm is None else norm.path)
 
 
 def _stack(name: str, on_stream: bool, embedding: Embedding, *, final: bool, alone: bool, d_mlp: int | None) -> Stack:
@@ -67,12 +68,11 @@ def _stack(name: str, on_stream: bool, embedding: Embedding, *, final: bool, alo
     parts: list[tuple[Attention | MLP, str]] = [(Attention("self_attn", q, k, v, o="out_proj"), "self_attn_layer_norm")]
     if name == "decoder" and not alone:
         parts.append((Attention("encoder_attn", q, k, v, o="out_proj", cross=True), "encoder_attn_layer_norm"))
-    parts.append((MLP("", up=Projection("fc1"), down="fc2", out="fc2", d_mlp=d_mlp), "final_layer_norm"))
+    parts.append((MLP("", up=Projection("fc1"), down="fc2", d_mlp=d_mlp), "final_layer_norm"))
     norms = [Norm(path, LAYER_NORM) for _, path in parts]
     steps = [
-        Step(part, stream_norm=norm) if on_stream else Step(part, pre=norm)
+        Step(part, out=None if part.path else "fc2", **{"stream_norm" if on_stream else "pre": norm})
         for (part, _), norm in zip(parts, norms, strict=True)
     ]
     last = Norm(f"{name}.layer_norm", LAYER_NORM) if final else None
-    pos = "pos" if alone or name == "encoder" else "decoder_pos"
-    return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, embedding, "blocks" if alone else name, pos)
+    return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, embedding, "blocks" if alone else name)

@@ -13,7 +13,7 @@ from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import RMS_NORM, Norm, NormKind
-from adapters.views import columns
+from adapters.views import columns, times
 
 ATTENTION = Attention(
     "self_attn", Projection("q_proj"), Projection("k_proj"), Projection("v_proj"), o="o_proj", rotary=True
@@ -54,6 +54,7 @@ class Differences(Factors, total=False):
     norm: NormKind
     pre: tuple[str | None, str | None]
     post: tuple[str | None, str | None]
+    out: tuple[str | None, str | None]
     final_norm: str
 
 
@@ -66,6 +67,7 @@ def llama_like(
     norm: NormKind = RMS_NORM,
     pre: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm"),
     post: tuple[str | None, str | None] = (None, None),
+    out: tuple[str | None, str | None] = (None, None),
     parallel: bool = False,
     factor: float = 1.0,
     embed_factor: float = 1.0,
@@ -81,6 +83,7 @@ def llama_like(
         attn, mlp: the parts of a block; `layers` has the MLPs of those, by index, in which it is another.
         norm: what all norms compute.
         pre, post: the norms that attention and MLP read through, and those that their results go through.
+        out: the modules whose outputs are these results, where they are others than the parts'.
         parallel: attention and MLP read the same stream.
         factor: what these results are multiplied with.
         embed_factor: what the token embedding is multiplied with, by the model itself.
@@ -89,9 +92,10 @@ def llama_like(
         config_values: fields of `ModelConfig`, beside those of the rotary embedding.
     """
     norms = [Norm(path, norm) if path else None for path in (*pre, *post)]
-    first, last = Step(attn, norms[0], norms[2], factor), Step(mlp, norms[1], norms[3], factor, None, parallel)
+    first = Step(attn, norms[0], norms[2], times(factor), out=out[0])
+    last = Step(mlp, norms[1], norms[3], times(factor), parallel=parallel, out=out[1])
     others = {index: Block((first, replace(last, part=part))) for index, part in (layers or {}).items()}
-    embedding = Embedding("embed_tokens", embed_factor)
+    embedding = Embedding("embed_tokens", times(embed_factor))
     return Architecture(
         (Stack("layers", Block((first, last)), others, Norm(final_norm, norm), embedding),),
         Readout("lm_head", factor_out=logit_factor, soft_cap=soft_cap),
