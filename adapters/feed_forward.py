@@ -27,7 +27,6 @@ class MLP:
         ln: a norm between the activation function, times what is beside it, and `down` (SoLU, BitNet), relative to
             `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
-        d_mlp: how many neurons it has, where that is not the `d_mlp` of `ModelConfig`.
         given: the argument of the block that its activated neurons are multiplied with (the inputs per layer of
             Gemma 4), where its layers stand in the block itself: `hook_pre_linear` shows it.
         activation: the module that is its activation function, relative to `path`, where that has no name.
@@ -39,7 +38,6 @@ class MLP:
     gate: Projection | None = None
     ln: Norm | None = None
     flat: bool = False
-    d_mlp: int | None = None
     activation: str | None = None
     given: str | None = None
 
@@ -122,7 +120,7 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
         rows: where the batch size of a flat one is seen.
         axes: the axis of its neurons.
     """
-    wide = f"batch {points.pos} {axes if mlp.d_mlp is None else mlp.d_mlp}"
+    wide = f"batch {points.pos} {axes if mlp.up.width is None else mlp.up.width}"
 
     def add(name: str, site: Site, view: View | None = None, aliases: tuple[str, ...] = ()) -> None:
         if mlp.flat:
@@ -132,10 +130,10 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
 
     up_site = Site(join(module, mlp.up.path), "output")
     if mlp.gate:
-        add("hook_pre", Site(join(module, mlp.gate.path), "output"), mlp.gate.part, ("gate.hook_out",))
-        add("hook_pre_linear", up_site, mlp.up.part, ("in.hook_out",))
+        add("hook_pre", Site(join(module, mlp.gate.path), "output"), mlp.gate.view, ("gate.hook_out",))
+        add("hook_pre_linear", up_site, mlp.up.view, ("in.hook_out",))
     else:
-        add("hook_pre", up_site, mlp.up.part, ("in.hook_out",))
+        add("hook_pre", up_site, mlp.up.view, ("in.hook_out",))
     if mlp.given:
         add("hook_pre_linear", Site(module, "input", mlp.given))
     if mlp.ln:

@@ -253,32 +253,30 @@ class _Getters(Weights):
             self.getters[f"{name}.b"] = self.parameter(inner, "bias")
 
     def _add_attention(self, name: str, path: str, part: Attention) -> None:
-        heads, at = part.n_heads or self.cfg.n_heads, join(path, part.path)
-        groups, d_head = part.n_kv_heads or self.cfg.n_kv_heads, self.cfg.d_head
-        for letter, projection, n, width in (
-            ("Q", part.q, heads, part.d_q), ("K", part.k, groups, part.d_k), ("V", part.v, groups, part.d_v),
-        ):  # fmt: skip
-            if part.latent(letter.lower()) is None:  # what is made from a latent has no matrix that reads the stream
+        heads, at = part.own("n_heads", self.cfg.n_heads), join(path, part.path)
+        groups = part.own("n_key_value_heads", self.cfg.n_kv_heads)
+        for letter, projection, n in (("Q", part.q, heads), ("K", part.k, groups), ("V", part.v, groups)):
+            if projection.latent is None:  # what is made from a latent has no matrix that reads the stream
                 own = "_" if letter != "Q" and n != heads else ""
-                self._add_projection(f"{name}.{own}", at, letter, projection, n, width or d_head)
-                if added := part.bias(letter.lower()):
+                self._add_projection(f"{name}.{own}", at, letter, projection, n)
+                if added := projection.bias:
                     at_bias = f"{name}.{own}b_{letter}"
                     self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, added))
         out = join(at, part.o)
         self.getters[f"{name}.W_O"] = lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads)
         self.getters[f"{name}.b_O"] = self.bias(out, lambda: (self.cfg.d_model,))
-        for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
-            if norm:
+        for letter, projection in (("q", part.q), ("k", part.k)):
+            if norm := projection.norm:
                 self.add_norm(f"{name}.{letter}_norm", at, norm)
         if part.position_bias and self.has(table := join(at, part.position_bias)):
             self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(table)
 
-    def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int, d_head: int) -> None:
+    def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int) -> None:
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
-        module, view = join(path, projection.path), projection.part or Heads(n)
+        module, view = join(path, projection.path), projection.view or Heads(n)
         weight = lambda: rearrange(view.get(self.matrix(module), _NO_CALL), "m h d -> h m d")
         self.getters[f"{prefix}W_{letter}"] = weight
-        self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, d_head), view)
+        self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, projection.width or self.cfg.d_head), view)
 
     def _with_bias(self, get: Get, path: str) -> Get:
         holder, _, name = path.rpartition(".")
@@ -293,12 +291,12 @@ class _Getters(Weights):
         module = join(path, mlp.path)
 
         def matrix(projection: Projection) -> Get:
-            at, part = join(module, projection.path), projection.part
-            return lambda: self.matrix(at) if part is None else part.get(self.matrix(at), _NO_CALL)
+            at, view = join(module, projection.path), projection.view
+            return lambda: self.matrix(at) if view is None else view.get(self.matrix(at), _NO_CALL)
 
         up, down = matrix(mlp.up), join(module, mlp.down)
         self.getters[f"{name}.W_in"] = up
-        self.getters[f"{name}.b_in"] = self.bias(join(module, mlp.up.path), lambda: (up().shape[-1],), mlp.up.part)
+        self.getters[f"{name}.b_in"] = self.bias(join(module, mlp.up.path), lambda: (up().shape[-1],), mlp.up.view)
         if mlp.gate:
             self.getters[f"{name}.W_gate"] = matrix(mlp.gate)
         self.getters[f"{name}.W_out"] = times(factor, lambda: self.matrix(down))

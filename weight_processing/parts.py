@@ -212,7 +212,7 @@ class Parts:
 
     def value_places(self, path: str) -> Tensor:
         """Where in the bias of a block's value projection those of the values stand, ``[kv_heads d_head]``."""
-        view = self.attn.v.part or Heads(self.cfg.n_kv_heads)
+        view = self.attn.v.view or Heads(self.cfg.n_kv_heads)
         weight = weight_in_out(self.weights.module(self.value(path)))
         assert weight is not None
         return view.get(torch.arange(weight.shape[1], device="cpu"), Call(nn.Identity(), (), {}))
@@ -244,7 +244,7 @@ class Parts:
             paths += [join(path, norm.path) for norm in (step.pre, step.post) if norm]
             if isinstance(part, Attention):
                 inside = [part.q.path, part.k.path, part.v.path, part.o]
-                inside += [norm.path for norm in (part.q_norm, part.k_norm) if norm]
+                inside += [norm.path for norm in part.qk_norms]
                 paths += [join(path, part.path, at) for at in inside]
                 if part.sinks:
                     known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))

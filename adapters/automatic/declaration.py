@@ -33,7 +33,7 @@ from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, 
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
 from adapters.automatic.stream import Found, Sums, Value
-from adapters.automatic.values import beside, with_values
+from adapters.automatic.values import auxiliary_modules, with_values
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
 from adapters.inputs.arguments import takes
@@ -327,7 +327,7 @@ class _Inference:
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
-        return replace(declared, beside=beside(found, declared, norms))
+        return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts, self.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -145,12 +146,11 @@ class FoundMLP:
             raise NotFound("its layers stand in the block itself, and two of them read the stream")
         return MLP(
             relative(owner, self.block),
-            up=_projection(up, owner),
+            up=replace(_projection(up, owner), width=self.d_mlp),
             down=relative(self.part.producer.path, owner),
             gate=gate and _projection(gate, owner),
             ln=None if self.norm is None else Norm(relative(self.norm.path, owner), self.norms[self.norm]),
             flat=self.post.value.ndim == 2,
-            d_mlp=self.d_mlp,
             activation=activation,
             given=given,
         )

@@ -144,7 +144,7 @@ class FoundMixture:
         if most is None or len(most.left[0].value) < 3:
             raise NotFound(f"no module in {self.experts.path} was given three tokens, by which it could be known")
         mlp, found = self._mlp(most)
-        if mlp.gate is not None and mlp.gate.part is None and mlp.up.part is None:
+        if mlp.gate is not None and mlp.gate.view is None and mlp.up.view is None:
             self.layers = mlp.gate.path, mlp.up.path, mlp.down
             if layers_of(most.module) == self.layers:
                 self.layers = None  # as it is without being said
@@ -290,7 +290,8 @@ class FoundMixture:
         seen = call.left[0]
         part = FoundPart(call, (call, seen), last[-1], None, None, matrices, [], self.part.reads, call.start)
         found = FoundMLP(part, base, self.config, {}, {})
-        return replace(found.declare(), d_mlp=None), found
+        mlp = found.declare()
+        return replace(mlp, up=replace(mlp.up, width=None)), found
 
     def _activation(self) -> str | None:
         """The name of the activation function of experts that are kept in one parameter for all."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from adapters.architecture import Architecture, Stack
 from adapters.norms import Norm, norm_points
@@ -29,7 +30,7 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
     points = PointList("", -1, "")
     together = made.module is not None  # HookedTransformer's encoder has one part for all of them
     points.add("embed.hook_in", Site(tokens.path, "input"), axes="batch pos", group="extra")
-    width = int(module_at(model, tokens.path).weight.shape[-1]) if made.project else d_model
+    width = cast(Tensor, module_at(model, tokens.path).weight).shape[-1] if made.project else d_model
     axes = f"batch pos {'d_model' if width == d_model else width}"
     total = axes if made.projects_sum else None  # of their sum
     scaled = Scaled(made.factor) if made.factor != 1 else None

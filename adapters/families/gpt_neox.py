@@ -16,7 +16,7 @@ from adapters.registry import register
 def gpt_neox(config: PreTrainedConfig) -> Architecture:
     q, k, v = fused("query_key_value", config)
     return gpt2_like(
-        Attention("attention", q, k, v, o="dense", rotary=True),
+        Attention("attention", q, k, v, o="dense", rotary="last"),
         WIDE_AND_BACK,
         out=("post_attention_dropout", "post_mlp_dropout"),
         pre=("input_layernorm", "post_attention_layernorm"),

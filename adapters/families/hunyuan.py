@@ -7,20 +7,13 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, HEADS_FIRST, llama_like
+from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, HEADS_FIRST, llama_like, normed
 from adapters.families.shapes.mixture import FLAT_SIGMOID, dense_listed, mixture_like
 from adapters.feed_forward import MoE
-from adapters.norms import RMS_NORM, Norm
 from adapters.registry import only, register
 
 #: Queries and keys are rotated first, and then normed.
-NORMED_LAST = replace(
-    ATTENTION,
-    q_norm=Norm("query_layernorm", RMS_NORM),
-    k_norm=Norm("key_layernorm", RMS_NORM),
-    qk_norm_over="heads first",
-    qk_norm_last=True,
-)
+NORMED_LAST = replace(normed(ATTENTION, "query_layernorm", "key_layernorm"), norms_over="heads first", rotary="first")
 
 
 @register("HunYuanDenseV1PreTrainedModel", "HunYuanVLTextModel")

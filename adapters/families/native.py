@@ -28,7 +28,7 @@ def native(config: PreTrainedConfig) -> Architecture:
         Projection("k"),
         Projection("v"),
         o="o",
-        rotary=positions == "rotary",
+        rotary="last" if positions == "rotary" else None,
         qk_shift="pos_embed" if positions == "shortformer" else None,
     )
     mlp = MLP(

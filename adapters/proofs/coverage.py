@@ -131,7 +131,7 @@ def _of_part(place: Place, part: Part) -> list[str]:
     if not isinstance(part, Attention):
         return []
     # What stands beside is declared by name, also where its hook point is not offered.
-    beside = [module_path(path) for path, _ in part.beside]
+    beside = [module_path(path) for path, _ in part.auxiliary_modules]
     return [join(place.module, path) for path in (*beside, part.position_bias) if path]
 
 
@@ -139,7 +139,7 @@ def _roles(place: Place) -> Iterator[str]:
     """The layers and norms that have a part of their own to play."""
     step, part = place.named.step, place.named.step.part
     if isinstance(part, Attention):
-        norms = [norm.path for norm in (part.q_norm, part.k_norm) if norm]
+        norms = [norm.path for norm in part.qk_norms]
         yield from (join(place.module, path) for path in (part.q.path, part.k.path, part.v.path, part.o, *norms))
     elif isinstance(part, MLP):
         paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln.path if part.ln else "")
@@ -166,7 +166,7 @@ def _before_latents(place: Place, calls: Calls) -> list[str]:
     if not isinstance(part, Attention):
         return []
     found = []
-    for latent in (part.q_latent, part.kv_latent):
+    for latent in (part.q.latent, part.k.latent):
         norm = calls.get(join(place.module, latent)) if latent else None
         entered = norm[0].input if norm else None
         if entered is None:
@@ -242,7 +242,7 @@ def _claims(place: Place) -> Iterator[tuple[str, str, str]]:
             ("its output", part.o),
         ):
             yield f"{what} made", part.path, path
-        for what, norm in (("queries normed", part.q_norm), ("keys normed", part.k_norm)):
+        for what, norm in (("queries normed", part.q.norm), ("keys normed", part.k.norm)):
             if norm and not norm.path.startswith("."):
                 yield what, part.path, norm.path
     elif isinstance(part, MLP):

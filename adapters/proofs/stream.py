@@ -122,7 +122,7 @@ def _entries(place: Place) -> list[str]:
     step = place.named.step
     part, pre = step.part, step.pre
     if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms what it is given
-        inside = [p.path for letter, p in zip("qkv", (part.q, part.k, part.v), strict=True) if not part.latent(letter)]
+        inside = [projection.path for projection in part.projections.values() if not projection.latent]
         return [join(part.path, path) for path in dict.fromkeys(inside)]
     if step.entry is not None:
         return [step.entry] if step.entry else []

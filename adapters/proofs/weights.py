@@ -132,4 +132,4 @@ class _Layer:
         gate = part.gate if isinstance(part, MLP) else None
         if not isinstance(bias, Tensor):
             return None
-        return gate.part.get(bias.detach(), Call(module, (), {})) if gate and gate.part else bias.detach()
+        return gate.view.get(bias.detach(), Call(module, (), {})) if gate and gate.view else bias.detach()

@@ -35,13 +35,25 @@ from adapters import (
     UnsupportedModelError,
     verify,
 )
+from adapters.attention import Gate
 from adapters.config import ModelConfig
 from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
 from adapters.paths import has_module, join, module_path
 from adapters.proofs.evidence import recorded
 from adapters.proofs.report import Report
-from adapters.views import AlibiScores, Call, Heads, MaskedScores, View, times
+from adapters.views import (
+    Affine,
+    AlibiScores,
+    Call,
+    Composed,
+    Heads,
+    HeadsOfBatch,
+    MaskedScores,
+    SinkScores,
+    View,
+    times,
+)
 from bridge import TransformerBridge
 
 
@@ -145,85 +157,103 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     for letter in "qkv":
         projection: Projection = getattr(part, letter)
         heads = facts.cfg.n_heads if letter == "q" else facts.cfg.n_kv_heads
-        view = projection.part or Heads(heads)
+        view = projection.view or Heads(heads)
         one = "there is one head" if heads == 1 else ""
         yield (
             f"{letter} shifted by one head",
-            replace(part, **{letter: replace(projection, part=Rolled(view, -2))}),
+            replace(part, **{letter: replace(projection, view=Rolled(view, -2))}),
             one,
         )
         yield (
             f"{letter} shifted by one column",
-            replace(part, **{letter: replace(projection, part=Rolled(view, -1))}),
+            replace(part, **{letter: replace(projection, view=Rolled(view, -1))}),
             "",
         )
-        yield f"{letter} doubled", replace(part, **{letter: replace(projection, part=Doubled(view))}), ""
+        yield f"{letter} doubled", replace(part, **{letter: replace(projection, view=Doubled(view))}), ""
         yield f"{letter} from the output projection", replace(part, **{letter: Projection(part.o)}), ""
         if projection.path != part.o:
             yield f"z from {projection.path}", replace(part, o=projection.path), ""
-    yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=not part.rotary), ""
-    yield "scores not shown", replace(part, shows_scores=not part.shows_scores), SMALL if part.shows_scores else ""
+    yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=None if part.rotary else "last"), ""
+    if part.scores is None:
+        yield "scores shown", replace(part, scores=MaskedScores()), ""
+    else:
+        yield "scores not shown", replace(part, scores=None), SMALL
     if isinstance(part.scores, AlibiScores):
         same = "the model's own scores: they differ by a constant for each query, which is nothing to the softmax"
         yield "other scores", replace(part, scores=MaskedScores()), same
     else:
         yield "other scores", replace(part, scores=AlibiScores()), ""
     yield "cross", replace(part, cross=not part.cross), ""
-    if part.sinks:
-        yield "sinks left out", replace(part, sinks=None), ""
-    else:
-        yield "sinks", replace(part, sinks="sinks"), ""
+    if isinstance(part.scores, SinkScores):
+        yield "sinks left out", replace(part, scores=part.scores.inner), ""
+    elif part.scores:
+        yield "sinks", replace(part, scores=SinkScores(part.scores, "sinks")), ""
     if part.core:
         yield "core left out", replace(part, core=""), ""
     if part.qk_shift:
         yield "shift left out", replace(part, qk_shift=None), ""
     if part.position_bias:
         yield "position bias left out", replace(part, position_bias=None), ""
-    for which in ("q_norm", "k_norm"):
-        norm = getattr(part, which)
-        if norm:
-            yield f"{which} left out", replace(part, **{which: None}), ""
+    for letter in "qk":
+        projection = part.projections[letter]
+        if norm := projection.norm:
+            yield f"{letter}_norm left out", replace(part, **{letter: replace(projection, norm=None)}), ""
             for text, changed in _norm_changes(norm):
-                yield f"{which}: {text}", replace(part, **{which: changed}), ""
-    if part.q_norm and part.k_norm:
-        yield "q_norm and k_norm exchanged", replace(part, q_norm=part.k_norm, k_norm=part.q_norm), ""
+                yield f"{letter}_norm: {text}", replace(part, **{letter: replace(projection, norm=changed)}), ""
+    if part.q.norm and part.k.norm:
+        exchanged = replace(part, q=replace(part.q, norm=part.k.norm), k=replace(part.k, norm=part.q.norm))
+        yield "q_norm and k_norm exchanged", exchanged, ""
         for over in ("heads", "heads first", "width"):
-            if over != part.qk_norm_over:
-                yield f"norms over {over}", replace(part, qk_norm_over=over), ""
+            if over != part.norms_over:
+                yield f"norms over {over}", replace(part, norms_over=over), ""
 
 
 def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     """What only some attentions claim: gates, sinks, factors and norms around values, latents, widths."""
-    if part.z_is:
-        yield f"no {part.z_is} of z", replace(part, z_is=None, gate=None, gate_fn=None, z_sinks=None), ""
-    if part.gate:
-        yield "gate through another function", replace(part, gate_fn="tanh" if part.gate_fn != "tanh" else "silu"), ""
-        view = part.gate.part or Heads(facts.cfg.n_heads)
-        yield "gate shifted by one head", replace(part, gate=replace(part.gate, part=Rolled(view, -2))), ""
-        yield "gate from the queries", replace(part, gate=part.q), ""
-    if part.z_is == "factor":
-        yield "factor of z times 1.1", replace(part, z_factor=part.z_factor * 1.1), ""
-    if part.z_is is None:
-        yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
-    if part.v_norm:
-        yield "v_norm left out", replace(part, v_norm=None), ""
+    if part.z_transform:
+        yield f"no {type(part.z_transform).__name__} of z", replace(part, z_transform=None), ""
+    if isinstance(gate := part.z_transform, Gate):
+        other = "tanh" if gate.function != "tanh" else "silu"
+        yield "gate through another function", replace(part, z_transform=replace(gate, function=other)), ""
+        view = gate.projection.view or Heads(facts.cfg.n_heads)
+        shifted = replace(gate, projection=replace(gate.projection, view=Rolled(view, -2)))
+        yield "gate shifted by one head", replace(part, z_transform=shifted), ""
+        yield "gate from the queries", replace(part, z_transform=replace(gate, projection=part.q)), ""
+    if isinstance(affine := part.z_transform, Affine):
+        yield "factor of z times 1.1", replace(part, z_transform=Affine(affine.factor * 1.1)), ""
+    if part.z_transform is None:
+        yield "a factor of z", replace(part, z_transform=Affine(1.1)), ""
+    if part.v.norm:
+        yield "v_norm left out", replace(part, v=replace(part.v, norm=None)), ""
     if part.clip:
         yield "clamp left out", replace(part, clip=None), ""
         yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
-    for letter in ("q", "kv"):
-        if getattr(part, f"{letter}_latent"):
-            yield f"{letter}_latent left out", replace(part, **{f"{letter}_latent": None}), ""
-    if part.q_latent and part.kv_latent:
-        yield "latents exchanged", replace(part, q_latent=part.kv_latent, kv_latent=part.q_latent), ""
-    for which in ("d_q", "d_k", "d_v"):
-        if getattr(part, which):
-            yield f"{which} one more", replace(part, **{which: getattr(part, which) + 1}), ""
-    for which in ("n_heads", "n_kv_heads"):
-        if getattr(part, which):
-            yield f"{which} of the model", replace(part, **{which: None}), ""
-    if part.q_norm and part.rotary:
-        yield "norms before or behind the rotation", replace(part, qk_norm_last=not part.qk_norm_last), ""
-    yield "flat heads or not", replace(part, flat_heads=not part.flat_heads), ""
+    latents = {"q": part.q.latent, "kv": part.k.latent}
+    for name, latent in latents.items():
+        if latent:
+            left = {letter: replace(part.projections[letter], latent=None) for letter in name}
+            yield f"{name}_latent left out", replace(part, **left), ""
+    if part.q.latent and part.k.latent:
+        exchanged = {
+            letter: replace(each, latent=latents["kv" if letter == "q" else "q"])
+            for letter, each in part.projections.items()
+        }
+        yield "latents exchanged", replace(part, **exchanged), ""
+    for letter, each in part.projections.items():
+        if each.width:
+            yield f"width of {letter} one more", replace(part, **{letter: replace(each, width=each.width + 1)}), ""
+    for which in ("n_heads", "n_key_value_heads"):
+        if which in part.config_values:
+            others = {name: value for name, value in part.config_values.items() if name != which}
+            yield f"{which} of the model", replace(part, config_values=others), ""
+    if part.q.norm and part.rotary:
+        turned = "last" if part.rotary == "first" else "first"
+        yield "norms before or behind the rotation", replace(part, rotary=turned), ""
+    if isinstance(part.scores, Composed):
+        yield "heads have an axis", replace(part, scores=part.scores.outer), ""
+    elif part.scores:
+        heads = HeadsOfBatch(facts.cfg.n_heads)
+        yield "heads beside the batch", replace(part, scores=Composed(heads, part.scores)), ""
 
 
 def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
@@ -233,11 +263,11 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
         yield "gate left out", replace(part, gate=None), ""
         yield "gate for up", replace(part, up=part.gate, gate=None), ""
         yield "up is the gate", replace(part, up=part.gate), ""
-        yield "gate shifted", replace(part, gate=replace(part.gate, part=Rolled(part.gate.part or View(), -1))), ""
+        yield "gate shifted", replace(part, gate=replace(part.gate, view=Rolled(part.gate.view or View(), -1))), ""
     else:
         yield "up is a gate too", replace(part, gate=part.up), ""
-    yield "up shifted", replace(part, up=replace(part.up, part=Rolled(part.up.part or View(), -1))), ""
-    yield "up doubled", replace(part, up=replace(part.up, part=Doubled(part.up.part or View()))), ""
+    yield "up shifted", replace(part, up=replace(part.up, view=Rolled(part.up.view or View(), -1))), ""
+    yield "up doubled", replace(part, up=replace(part.up, view=Doubled(part.up.view or View()))), ""
     yield "post before up", replace(part, down=part.up.path), ""
     yield "flat" if not part.flat else "not flat", replace(part, flat=not part.flat), "" if part.flat else BATCHED
     if part.ln:
@@ -248,7 +278,8 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
         yield "what it is multiplied with left out", replace(part, given=None), ""
     if part.activation:
         yield "learned activation left out", replace(part, activation=None), ""
-    yield "one neuron more", replace(part, d_mlp=(part.d_mlp or facts.cfg.d_mlp or 0) + 1), ""
+    neurons = part.up.width or facts.cfg.d_mlp or 0
+    yield "one neuron more", replace(part, up=replace(part.up, width=neurons + 1)), ""
 
 
 def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:

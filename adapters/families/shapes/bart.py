@@ -68,11 +68,12 @@ def _stack(name: str, on_stream: bool, embedding: Embedding, *, final: bool, alo
     parts: list[tuple[Attention | MLP, str]] = [(Attention("self_attn", q, k, v, o="out_proj"), "self_attn_layer_norm")]
     if name == "decoder" and not alone:
         parts.append((Attention("encoder_attn", q, k, v, o="out_proj", cross=True), "encoder_attn_layer_norm"))
-    parts.append((MLP("", up=Projection("fc1"), down="fc2", d_mlp=d_mlp), "final_layer_norm"))
+    parts.append((MLP("", up=Projection("fc1", width=d_mlp), down="fc2"), "final_layer_norm"))
     norms = [Norm(path, LAYER_NORM) for _, path in parts]
+    outs = [None if part.path else "fc2" for part, _ in parts]
     steps = [
-        Step(part, out=None if part.path else "fc2", **{"stream_norm" if on_stream else "pre": norm})
-        for (part, _), norm in zip(parts, norms, strict=True)
+        Step(part, stream_norm=norm, out=out) if on_stream else Step(part, pre=norm, out=out)
+        for (part, _), norm, out in zip(parts, norms, outs, strict=True)
     ]
     last = Norm(f"{name}.layer_norm", LAYER_NORM) if final else None
     return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, embedding, "blocks" if alone else name)

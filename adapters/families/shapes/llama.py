@@ -16,15 +16,28 @@ from adapters.norms import RMS_NORM, Norm, NormKind
 from adapters.views import columns, times
 
 ATTENTION = Attention(
-    "self_attn", Projection("q_proj"), Projection("k_proj"), Projection("v_proj"), o="o_proj", rotary=True
+    "self_attn", Projection("q_proj"), Projection("k_proj"), Projection("v_proj"), o="o_proj", rotary="last"
 )
+
+
+def normed(attn: Attention, q: str, k: str, kind: NormKind = RMS_NORM) -> Attention:
+    """The same attention with norms of queries and keys.
+
+    Args:
+        attn: the attention.
+        q, k: the paths of these norms, from the attention module.
+        kind: what they compute.
+    """
+    return replace(attn, q=replace(attn.q, norm=Norm(q, kind)), k=replace(attn.k, norm=Norm(k, kind)))
+
+
 FEED_FORWARD = MLP("mlp", up=Projection("up_proj"), gate=Projection("gate_proj"), down="down_proj")
 #: The same with a norm of each head's queries and keys.
-NORMED_ATTENTION = replace(ATTENTION, q_norm=Norm("q_norm", RMS_NORM), k_norm=Norm("k_norm", RMS_NORM))
+NORMED_ATTENTION = normed(ATTENTION, "q_norm", "k_norm")
 #: The same with heads before positions where they are normed.
-HEADS_FIRST = replace(NORMED_ATTENTION, qk_norm_over="heads first")
+HEADS_FIRST = replace(NORMED_ATTENTION, norms_over="heads first")
 #: The same with one norm over all queries of a position, and one over all keys.
-NORMED_WIDTH = replace(NORMED_ATTENTION, qk_norm_over="width")
+NORMED_WIDTH = replace(NORMED_ATTENTION, norms_over="width")
 #: Norms that the results of attention and MLP go through (Gemma 2, OLMo 2).
 POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 

@@ -28,7 +28,7 @@ CHANGED = {
     ("axk2", "blocks: Attention: pre: input_layernorm without its gate"): READS,
     ("bitnet", "blocks: MLP: norm left out"): GATED,
     ("bitnet", "blocks: MLP: norm: ffn_sub_norm is LN"): NORMS,
-    ("bitnet", "blocks: Attention: no norm of z"): VALUES,
+    ("bitnet", "blocks: Attention: no Norm of z"): VALUES,
     ("dbrx", "blocks: Attention: clamp left out"): SCORES,
     ("dbrx", "blocks: MoE: router returns choice"): "every hook point fires once, with its declared shape",
     ("gemma4_text", "blocks: MLP: what it is multiplied with left out"): GATED,
