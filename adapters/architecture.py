@@ -13,6 +13,7 @@ from adapters.block import Block, Mix, NamedStep, Opaque, Part, Step, feeds_forw
 from adapters.norms import Norm, NormKind
 from adapters.paths import join, members_of, module_at
 from adapters.stream_ends import Embedding, Head, Readout
+from adapters.views import PositionsFirst, SeveralStreams
 
 __all__ = (
     "Architecture", "Block", "Embedding", "Head", "Mix", "NamedStep", "Opaque", "Part", "Readout", "Stack", "Step",
@@ -40,10 +41,10 @@ class Stack:
         block_inputs: of blocks that are not given what left the one before, by their index, or of the final norm, by
             their number: what they are given is the sum of, each with its factor: calls outside of the blocks (HRM,
             whose two lists of blocks run in turn), or "", what left the block before (RWKV, which halves it).
-        n_streams: how many streams its blocks carry, where they are several, ``[batch, pos, n_streams, d_model]``, or
-            side by side, ``[batch, pos, (n_streams d_model)]``.
-        collapse: the module that makes one of them behind the last block.
-        positions_first: its blocks, and the embeddings before them, are given ``[pos, batch, ...]`` (XLNet).
+        stream_view: how what blocks are given shows the stream: `SeveralStreams`, where they carry several, ``[batch,
+            pos, n_streams, d_model]``, or side by side, ``[batch, pos, (n_streams d_model)]``; `PositionsFirst`, where
+            they, and the embeddings before them, are given ``[pos, batch, ...]`` (XLNet). None: as it is.
+        collapse: the module that makes one of several streams behind the last block.
     """
 
     path: str
@@ -55,8 +56,7 @@ class Stack:
     output: tuple[int | None, int] = (None, 1)
     members: tuple[str, ...] = ()
     block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
-    positions_first: bool = False
-    n_streams: int | None = None
+    stream_view: SeveralStreams | PositionsFirst | None = None
     collapse: str | None = None
 
     def place_of(self, index: int) -> str:
@@ -91,6 +91,16 @@ class Stack:
     def attn(self) -> Attention | None:
         """The first self-attention that any of its blocks has."""
         return next((block.attn for block in self.every_block if block.attn), None)
+
+    @property
+    def n_streams(self) -> int | None:
+        """How many streams its blocks carry, where they are several."""
+        return self.stream_view.n_streams if isinstance(self.stream_view, SeveralStreams) else None
+
+    @property
+    def positions_first(self) -> bool:
+        """Its blocks are given positions before the batch."""
+        return isinstance(self.stream_view, PositionsFirst)
 
     @property
     def pos(self) -> str:

@@ -37,6 +37,9 @@ def feeds_forward(part: Part) -> bool:
     return isinstance(part, MLP | MoE) or (isinstance(part, Opaque) and part.plays == "mlp")
 
 
+MixElement = Literal["read", "write", "keep", ""]
+
+
 @dataclass(frozen=True)
 class Mix:
     """What stands between several streams and a part (hyper-connections, Zhu et al. 2024): each stream becomes
@@ -44,15 +47,29 @@ class Mix:
 
     Attributes:
         path: the module, relative to the block, that is given the streams.
-        read: which element of what it returns the part reads, through its norm: ``[batch, pos, d_model]``.
-        write: which holds the weights of the result: ``[batch, pos, n_streams]``.
-        keep: which holds those of the streams, ``[batch, pos, n_streams, n_streams]``; None: they go on as they are.
+        returns: what the elements of its output are, in order: ``read``, what the part reads, through its norm,
+            ``[batch, pos, d_model]``; ``write``, the weights of the result, ``[batch, pos, n_streams]``; ``keep``,
+            those of the streams, ``[batch, pos, n_streams, n_streams]``: without it, they go on as they are; "",
+            another.
     """
 
     path: str
-    read: int
-    write: int
-    keep: int | None = None
+    returns: tuple[MixElement, ...]
+
+    @property
+    def read(self) -> int:
+        """The place of what the part reads."""
+        return self.returns.index("read")
+
+    @property
+    def write(self) -> int:
+        """The place of the weights of the result."""
+        return self.returns.index("write")
+
+    @property
+    def keep(self) -> int | None:
+        """The place of the weights of the streams; None without any."""
+        return self.returns.index("keep") if "keep" in self.returns else None
 
     def of(self, streams: Tensor, result: Tensor, write: Tensor, keep: Tensor | None) -> Tensor:
         """The streams behind the part.
@@ -83,11 +100,11 @@ class Step:
             says it.
         residual_sum_module: the module that puts out the sum, where there is one (None: the block computes it itself).
         stream_norm: a norm that stands on the stream itself, behind the sum (BERT).
-        parallel: it reads the stream that the step before it reads, not what that one makes of it. Steps that read the
-            same stream through the same norm share it.
+        parallel_to: the step, by its number in the block, whose stream it reads, too; what it writes is added to the
+            stream with what the step before it writes. Mostly that is one: attention and MLP side by side. In LongCat,
+            experts read what the first MLP reads, and write behind the second. None: it reads what the steps before it
+            make. Steps that read the same stream through the same norm share it.
         mix: what stands between the streams and the part, where the block carries several.
-        reads: of a parallel step, which of the block's streams it reads, from 0, where that is an earlier one than the
-            others' (LongCat, whose experts read what the first MLP reads, and write behind the second).
         out: the module, relative to the block, whose output is added to the stream, where that is not the part's own.
         out_element: which element of that output it is, where the module returns a tuple.
         entry: the module, relative to the block, that is given what the part reads, where that is not the part's own,
@@ -96,7 +113,7 @@ class Step:
     Raises:
         ValueError: the result is multiplied with zero: nothing would be added. Or there are norms before the part and
             on the stream, which would have one name. Or a step says `residual_transform` that is not the first to read
-            its stream, or `reads` that is.
+            its stream.
     """
 
     part: Part
@@ -104,10 +121,9 @@ class Step:
     post: Norm | None = None
     output_transform: Chain = ()
     stream_norm: Norm | None = None
-    parallel: bool = False
+    parallel_to: int | None = None
     residual_transform: Chain = ()
     residual_sum_module: str | None = None
-    reads: int | None = None
     mix: Mix | None = None
     out: str | None = None
     out_element: int = 0
@@ -122,8 +138,11 @@ class Step:
             raise ValueError(
                 f"the step of {self.part} is parallel and has residual_transform: the first of parallel steps says it"
             )
-        if self.reads is not None and not self.parallel:
-            raise ValueError(f"the step of {self.part} has reads={self.reads}, and is not parallel")
+
+    @property
+    def parallel(self) -> bool:
+        """It is added together with the step before it."""
+        return self.parallel_to is not None
 
     @property
     def last_factor(self) -> float | None:
@@ -187,32 +206,26 @@ class Block:
 
     Attributes:
         steps: in the order in which the layer computes them.
-        entry, exit: where the block is no module, its modules that the stream enters first and leaves last (XLM); its
-            path is then that of what holds them.
+        ends: where the block is no module, its modules that the stream enters first and leaves last (XLM); its path is
+            then that of what holds them.
         norm: a norm on the stream itself before the first step, ``ln0`` (MiniMax).
         changed_in_place: modules, relative to the block, and whether it is their ``input`` or ``output`` that the model
             writes over afterwards: what stands there is shown as a copy.
 
     Raises:
-        ValueError: the first step is called parallel, with nothing before it; or one reads a stream that is none of
-            those before it.
+        ValueError: a step is called parallel to one that is not before it.
     """
 
     steps: tuple[Step, ...]
     changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
-    entry: str = ""
-    exit: str = ""
+    ends: tuple[str, str] | None = None
     norm: Norm | None = None
 
     def __post_init__(self) -> None:
-        if self.steps and self.steps[0].parallel:
-            raise ValueError("the first step of a block cannot be parallel: there is none before it")
-        streams = 0
-        for step in self.steps:
-            streams += not step.parallel
-            if step.reads is not None and not 0 <= step.reads < streams - 1:
+        for index, step in enumerate(self.steps):
+            if step.parallel_to is not None and not 0 <= step.parallel_to < index:
                 raise ValueError(
-                    f"the step of {step.part} has reads={step.reads}, and {streams - 1} streams are earlier"
+                    f"step {index} of a block has parallel_to={step.parallel_to}: none of the {index} before it"
                 )
 
     @property
@@ -242,6 +255,19 @@ class Block:
         return self.norm is None and not any(step.residual_transform or step.mix for step in self.steps)
 
     @property
+    def has_parallel_mlp(self) -> bool:
+        """An MLP reads the stream that the step before it reads."""
+        return any(
+            named.step.parallel and named.before == named.onto and feeds_forward(named.step.part)
+            for named in self.named
+        )
+
+    @property
+    def adds_late(self) -> bool:
+        """A step reads an earlier stream than the one that it is added to."""
+        return any(named.before != named.onto for named in self.named)
+
+    @property
     def module_paths(self) -> dict[str, str]:
         """The modules that play a part alone, by its name: ``ln1``, ``attn``, ``mlp``."""
         found: dict[str, str] = {}
@@ -265,7 +291,7 @@ class Block:
         for index, group in enumerate(groups):
             after = "hook_resid_post" if index == len(groups) - 1 else _between(index, group)
             for step, (name, norm) in zip(group, self._names(group, found), strict=True):
-                before = streams[-1 if step.reads is None else step.reads]
+                before = streams[-1] if step.parallel_to is None else found[step.parallel_to].before
                 found.append(NamedStep(step, name, norm, before, streams[-1], after, step is group[0], (), True))
             streams.append(f"{found[-1].norm}.hook_out" if group[-1].stream_norm else after)
         return tuple(self._sharing(named, found) for named in found)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
-from adapters.attention import Projection
+from adapters.attention import Gate, Projection
 from adapters.experts import Layers, are_modules, has_gate, in_batches, layers_of
 from adapters.norms import Norm, norm_points
 from adapters.paths import join
 from adapters.points import Group, PointList, Site, SiteKind
-from adapters.views import Composed, FlatRows, View
+from adapters.views import Affine, Composed, FlatRows, View
 
 
 @dataclass(frozen=True)
@@ -42,51 +43,63 @@ class MLP:
     given: str | None = None
 
 
+#: What a router compares the experts by.
+ChosenBy = Literal["probabilities", "corrected probabilities", "logits", "scores", "in turn"]
+
+
 @dataclass(frozen=True)
 class MoE:
     """A mixture of experts.
 
     Attributes:
         path: the module, relative to the block.
-        router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
-            returns their scores, and the weights and indices of the chosen ones.
-        router_returns: ``choice``, as said; or ``logits`` alone (DBRX): the choice is made in the forward of the module
-            at `path`, by probabilities, and what is chosen is seen where `experts` is given it.
+        router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows.
+        router_returns: a ``choice``, the experts' scores, and the weights and indices of the chosen ones; ``logits``
+            alone (DBRX): the choice is made in the forward of the module at `path`, by probabilities, and what is
+            chosen is seen where `experts` is given it; or ``weights`` of all experts, and their logits (Llama 4): every
+            expert is given every token, times its weight, and `experts` works on ``(expert batch pos)`` rows.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
         layers: where each expert is a module of its own, the paths in it of its projections: gate, up, down; None: the
             usual names.
-        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; their
-            ``logits``, with a softmax over the chosen ones afterwards; or ``scores``, each made from its logit alone (a
-            sigmoid), perhaps by groups; or ``in turn``, each beside those that come close to it (see
-            `adapters.experts.chosen_in_turn`).
+        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; ``corrected
+            probabilities``, by groups, or with a term of each expert's own, so that the chosen ones are not those of
+            the largest weights; their ``logits``, with a softmax over the chosen ones afterwards; ``scores``, each made
+            from its logit alone (a sigmoid), perhaps corrected so, too; or ``in turn``, each beside those that come
+            close to it (see `adapters.experts.chosen_in_turn`).
         margin: of those that are chosen in turn: how close the others have to come.
-        router_matrix: the module, relative to the router, whose weight makes the logits ("": the router's own).
-        corrected: each expert has a term of its own in the choice, or experts are chosen by groups: the chosen ones are
-            not those of the largest weights.
         factor: what the sum of the chosen experts is multiplied with.
         shared: an expert that every token is sent to; its path is relative to `path`.
-        shared_factor: what its result is multiplied with.
-        shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
-        flat: that result is ``(batch pos)`` rows.
-        in_batches: every expert is given every token, times its weight (Llama 4): `experts` works on ``(expert batch
-            pos)`` rows, and the router returns the weights of all experts, and their logits.
+        shared_transform: what its result goes through: a `Gate`, whose projection is relative to `path`, an `Affine`
+            with a factor, or one after the other.
+        flat: the result of the mixture is ``(batch pos)`` rows.
     """
 
     path: str
     router: str
     experts: str = "experts"
-    chosen_by: Literal["probabilities", "logits", "scores", "in turn"] = "probabilities"
+    chosen_by: ChosenBy = "probabilities"
     margin: float = 0.0
-    router_returns: Literal["choice", "logits"] = "choice"
-    router_matrix: str = ""
-    corrected: bool = False
+    router_returns: Literal["choice", "logits", "weights"] = "choice"
     factor: float = 1.0
     shared: MLP | None = None
-    shared_factor: float = 1.0
-    shared_gate: str | None = None
+    shared_transform: tuple[Gate | Affine, ...] = ()
     layers: Layers | None = None
     flat: bool = False
-    in_batches: bool = False
+
+    @property
+    def in_batches(self) -> bool:
+        """Every expert is given every token."""
+        return self.router_returns == "weights"
+
+    @property
+    def shared_factor(self) -> float:
+        """What the result of the shared expert is multiplied with."""
+        return math.prod(each.factor for each in self.shared_transform if isinstance(each, Affine))
+
+    @property
+    def shared_gate(self) -> Gate | None:
+        """The gate that the result of the shared expert goes through."""
+        return next((each for each in self.shared_transform if isinstance(each, Gate)), None)
 
 
 #: What is seen of an expert without a gate.
@@ -162,7 +175,7 @@ def mixture_points(
     # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
     if mlp.router_returns == "logits":
         logits, weights = Site(module, "softmax", "scores"), Site(module, "softmax", "pattern")
-    elif mlp.chosen_by == "probabilities":
+    elif mlp.chosen_by.endswith("probabilities"):
         logits, weights = Site(router, "softmax", "scores"), Site(router, "softmax", "pattern")
     else:
         made = "logits" if mlp.chosen_by == "logits" else "product"
@@ -191,4 +204,4 @@ def mixture_points(
         mlp_points(points.inside("shared_expert"), mlp.shared, shared, rows, "d_shared_expert")
         add("shared_expert.hook_out", Site(shared, "output"), "d_model", "extra")
     if mlp.shared_gate:
-        add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate), "output"), "1", "extra")
+        add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate.projection.path), "output"), "1", "extra")

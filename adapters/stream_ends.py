@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from adapters.norms import Norm
 from adapters.paths import join
-from adapters.views import Chain
+from adapters.views import Affine, Chain
 
 
 @dataclass(frozen=True)
@@ -90,24 +90,38 @@ class Embedding:
 class Readout:
     """How logits are made of what the final norm puts out (or the last stream, without one).
 
-    ``logits = cap(factor_out * unembed(factor_in * x) + bias)`` with ``cap(y) = soft_cap * tanh(y / soft_cap)``. `W_U`
+    ``logits = cap(output_transform(unembed(factor_in * x)))`` with ``cap(y) = soft_cap * tanh(y / soft_cap)``. `W_U`
     and `b_U` have both factors and the bias in them, so that ``logits = cap(x @ W_U + b_U)``, where no `Head` stands
     between.
 
     Attributes:
         path: the output layer, relative to the model itself; "" without one.
-        factor_in, factor_out: what is multiplied with before and behind it.
-        bias: a parameter or buffer of the model that is added behind it, by its path; a class may lack it.
+        factor_in: what is multiplied with before it.
+        output_transform: what happens behind it: a factor, and a parameter or buffer of the model that is added, a
+            bias, by its path; a class may lack that.
         soft_cap: see above.
         unknown: what else is between, where that cannot be said. Nothing can then be attributed to logits.
     """
 
     path: str = ""
     factor_in: float = 1.0
-    factor_out: float = 1.0
-    bias: str | None = None
+    output_transform: Affine = field(default_factory=Affine)
     soft_cap: float | None = None
     unknown: str = ""
+
+    def __post_init__(self) -> None:
+        if self.output_transform.weight:
+            raise ValueError(f"behind the output layer, {self.output_transform} multiplies with a parameter: not known")
+
+    @property
+    def factor_out(self) -> float:
+        """What is multiplied with behind the output layer."""
+        return self.output_transform.factor
+
+    @property
+    def bias(self) -> str | None:
+        """What is added behind it."""
+        return self.output_transform.plus
 
     @property
     def factor(self) -> float:
@@ -148,7 +162,7 @@ class Head:
         name: the canonical name.
         path: the module.
         linear: its linear layer.
-        hook: the name of the hook point on its output, with its `axes` (None: it has none).
+        hook: the name of the hook point on its output, one row for each text (None: it has none).
         norm: its norm.
         unembeds: the unembedding reads what it makes.
     """
@@ -157,6 +171,5 @@ class Head:
     path: str
     linear: str
     hook: str | None = None
-    axes: str = "batch d_model"
     norm: Norm | None = None
     unembeds: bool = False

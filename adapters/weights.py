@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
-from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_gate, has_layers
+from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_gate, has_layers, router_matrix
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
@@ -307,7 +307,8 @@ class _Getters(Weights):
     def _add_experts(self, name: str, path: str, moe: MoE) -> None:
         """The router and each expert, oriented as the linear layers that HookedTransformer keeps them in."""
         inside = join(path, moe.path)
-        at, router = join(inside, moe.experts), join(inside, moe.router, moe.router_matrix)
+        at, router = join(inside, moe.experts), join(inside, moe.router)
+        router = join(router, router_matrix(self.module(router)))
         self.getters[f"{name}.W_gate.weight"] = self.parameter(router)
         if getattr(self.module(router), "bias", None) is not None:
             self.getters[f"{name}.W_gate.bias"] = self.parameter(router, "bias")
@@ -326,8 +327,8 @@ class _Getters(Weights):
                 add(e, part)
         if moe.shared:
             self._add_mlp(f"{name}.shared_expert", inside, moe.shared, moe.shared_factor)
-        if moe.shared_gate:
-            self.getters[f"{name}.shared_expert_gate.weight"] = self.parameter(join(inside, moe.shared_gate))
+        if gate := moe.shared_gate:
+            self.getters[f"{name}.shared_expert_gate.weight"] = self.parameter(join(inside, gate.projection.path))
 
     def _add_heads(self) -> None:
         for head in self.architecture.heads:

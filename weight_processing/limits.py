@@ -29,8 +29,8 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
         )
     if reason := architecture.why_no_sum():
         return reason
-    steps = list(architecture.steps())
-    if any(parameters_of(step.output_transform) or step.reads is not None for step in steps):
+    steps, blocks = list(architecture.steps()), architecture.stack.every_block
+    if any(parameters_of(step.output_transform) for step in steps) or any(each.adds_late for each in blocks):
         return "its blocks change what a part puts out by parameters of their own, or add it later than it was made"
     if architecture.stack.shares_modules:
         return "its blocks are one module: what is folded into one would be folded into all of them"

@@ -252,9 +252,8 @@ class Parts:
                 paths += [join(path, part.path, at) for at in _inside(part)]
             elif isinstance(part, MoE):
                 shared = [join(part.shared.path, at) for at in _inside(part.shared)] if part.shared else []
-                paths += [
-                    join(path, part.path, at) for at in (part.router, part.experts, part.shared_gate, *shared) if at
-                ]
+                gate = [part.shared_gate.projection.path] if part.shared_gate else []
+                paths += [join(path, part.path, at) for at in (part.router, part.experts, *gate, *shared)]
         if (bias := a.readout.bias_of(self.weights.core_model)) is not None:
             known.add(id(bias))
         for path in paths:

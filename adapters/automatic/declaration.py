@@ -44,6 +44,7 @@ from adapters.norms import Norm
 from adapters.paths import base_path, core_path
 from adapters.proofs.evidence import evaluating, outside_of_modes
 from adapters.proofs.twin import model_or_twin
+from adapters.views import PositionsFirst, SeveralStreams
 
 
 class NotInferable(Exception):
@@ -180,6 +181,7 @@ class _Inference:
         if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
             what = "ln_final" if name == "blocks" else f"{name}_final_ln"
             self.not_offered[what] = "no norm that is known reads the last stream"
+        several = None if found.n_streams is None else SeveralStreams(found.n_streams)
         stack = Stack(
             self.relative(found.path),
             block,
@@ -188,9 +190,8 @@ class _Inference:
             name=name,
             members=found.members,
             output=(found.outputs[0].key, found.blocks[0].n_left),
-            positions_first=found.positions_first,
             block_inputs=self._block_inputs(found, factor),
-            n_streams=found.n_streams,
+            stream_view=PositionsFirst() if found.positions_first else several,
             collapse=(path := collapse_path(self.recording, found)) and self.relative(path),
         )
         return stack, final
@@ -259,9 +260,12 @@ class _Inference:
         parts = Parts(call, self.recording, norms, sums, found.sums)
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
+        firsts: list[int] = []
         for total in found.sums:
+            firsts.append(len(steps))
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
-                note = dict(part.missing)
+                note, earlier = dict(part.missing), parts.reads(term, total)
+                parallel_to = firsts[-1 if earlier is None else earlier] if nth else None
                 declared = self._part(part, norms, call, note)
                 on_stream = _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
@@ -271,17 +275,16 @@ class _Inference:
                         post=_inside(part.post, call),
                         output_transform=term.transform,
                         stream_norm=on_stream,
-                        parallel=nth > 0,
+                        parallel_to=parallel_to,
                         residual_transform=total.carry if nth == 0 else (),
                         residual_sum_module=None if total.total is None else relative(total.total.path, call.path),
-                        reads=parts.reads(term, total),
                         mix=None if total.mix is None else total.mix.of(call.path),
                         **_ends(part, declared, call),
                     )
                 )
                 notes.append(note)
-        entry, left = stack.ends[place] if stack.ends else ("", "")
-        block = Block(tuple(steps), _changed(call, inside), entry, left, norm=_norm(found.norm, norms, call))
+        ends = stack.ends[place] if stack.ends else None
+        block = Block(tuple(steps), _changed(call, inside), ends, norm=_norm(found.norm, norms, call))
         for named, note in zip(block.named, notes, strict=True):
             for what, why in note.items():
                 if what == "entry":

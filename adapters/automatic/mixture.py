@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from adapters.attention import Gate, Projection
 from adapters.automatic.feed_forward import FoundMLP, activations
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import rounded, tolerance
@@ -26,9 +27,10 @@ from adapters.experts import (
     stacked,
     width,
 )
-from adapters.feed_forward import MLP, MoE
+from adapters.feed_forward import MLP, ChosenBy, MoE
 from adapters.offloaded import held
 from adapters.paths import members_of
+from adapters.views import times
 
 
 def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
@@ -201,10 +203,6 @@ class FoundMixture:
 
     def _corrected(self) -> bool:
         """Whether the chosen experts are others than those of the largest logits."""
-        if (
-            self.chosen_by() == "scores"
-        ):  # in groups, or with a term for each expert, which may not show in a few tokens
-            return True
         logits = self.router.left[0].value.flatten(0, -2)
         best = logits.topk(self.experts_per_token).values
         routed = (self.router.indices_seen if self.chosen is None else self.chosen).flatten(0, -2)
@@ -222,22 +220,22 @@ class FoundMixture:
         linear = [call for call in self.recording.calls if self.router.holds(call) and call.is_linear]
         if not linear and getattr(self.router.module, "weight", None) is None:
             raise NotFound(f"{self.router.path} has no matrix of its own")
+        chosen_by: ChosenBy = self.chosen_by()
+        if chosen_by == "probabilities" and self._corrected():
+            chosen_by = "corrected probabilities"
+        gates = () if gate is None else (Gate(Projection(relative(gate.path, owner)), "sigmoid"),)
         return MoE(
             relative(owner, self.block),
             router=relative(self.router.path, owner),
             experts=relative(self.experts.path, owner),
-            chosen_by=self.chosen_by(),
-            margin=(self._margin() or 0.0) if self.chosen_by() == "in turn" else 0.0,
-            router_returns="choice" if self.chosen is None else "logits",
-            router_matrix=relative(linear[0].path, self.router.path) if linear and linear[0] is not self.router else "",
-            corrected=self._corrected(),
+            chosen_by=chosen_by,
+            margin=(self._margin() or 0.0) if chosen_by == "in turn" else 0.0,
+            router_returns="weights" if self.in_batches else "choice" if self.chosen is None else "logits",
             factor=self.factors[0],
             shared=shared,
-            shared_factor=self.factors[1],
-            shared_gate=None if gate is None else relative(gate.path, owner),
+            shared_transform=(*gates, *times(self.factors[1])),
             layers=self.layers,
             flat=self.part.out[1].value.ndim == 2,
-            in_batches=self.in_batches,
         )
 
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:

@@ -30,7 +30,7 @@ _MODULES = {
     "adapters.registry": ("register",),
     "adapters.views": (
         "Affine", "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead",
-        "SinkScores", "columns", "gathered", "interleaved",
+        "PositionsFirst", "SeveralStreams", "SinkScores", "columns", "gathered", "interleaved",
     ),
 }  # fmt: skip
 _WIDTH = 110

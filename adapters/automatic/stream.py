@@ -13,6 +13,7 @@ from adapters.architecture import Mix
 from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import rounded, tolerance
 from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen
+from adapters.block import MixElement
 from adapters.views import Affine, Chain, times, transformed
 
 
@@ -54,7 +55,9 @@ class FoundMix:
 
     def of(self, block: str) -> Mix:
         """The declaration in a block at this path."""
-        return Mix(relative(self.call.path, block), self.read, self.write, self.keep)
+        names: dict[int | None, MixElement] = {self.read: "read", self.write: "write", self.keep: "keep"}
+        last = max(self.read, self.write, self.keep or 0)
+        return Mix(relative(self.call.path, block), tuple(names.get(i, "") for i in range(last + 1)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,12 +82,13 @@ class BlockBuilder:
         self.path = join(base, stack.place_of(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
-        self.rows = (Site(join(self.path, self.block.entry), "input"),)
+        first, self.exit = self.block.ends or ("", "")
+        self.rows = (Site(join(self.path, first), "input"),)
 
     def build(self) -> list[Point]:
         """The points, in the order of the computation."""
         # Without a module around it all, what its first module is given is also what is added to.
-        view = WriteThrough() if self.block.entry else None
+        view = WriteThrough() if self.block.ends else None
         self._add_stream("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
         if self.block.norm:
             self._add_norm("ln0", self.block.norm)
@@ -99,7 +100,7 @@ class BlockBuilder:
             if norm := named.step.stream_norm:
                 following = steps[index + 1].step.part if index + 1 < len(steps) else None
                 self._add_norm_on_the_stream(named, norm, following)
-        output = Site(join(self.path, self.block.exit), "output", self.stack.output[0])
+        output = Site(join(self.path, self.exit), "output", self.stack.output[0])
         if steps and steps[-1].step.stream_norm:
             self.points.add("hook_normalized_resid_post", output, aliases=("hook_out",))
         else:
@@ -136,10 +137,9 @@ class BlockBuilder:
         other_names: tuple[str, ...] = (),
     ) -> None:
         """Adds a point of the stream; where the block carries several, of all of them."""
-        axes = None
-        if self.stack.n_streams is not None:
+        axes, apart = None, self.stack.stream_view
+        if isinstance(apart, SeveralStreams):
             axes = f"batch {self.stack.pos} n_streams d_model"
-            apart = SeveralStreams(self.stack.n_streams)
             view = Composed(view, apart) if view else apart
         self.points.add(name, site, view, axes, aliases=aliases, other_names=other_names)
 

@@ -129,10 +129,10 @@ def add_final_norm(
     points.add(f"{name}.hook_out", site, group="extra", aliases=aliases)
 
 
-def _axes_behind(head: Head, points: PointList, model: nn.Module, d_model: int) -> str | None:
-    """The axes of what the layer of a head makes; None: those of the residual stream."""
+def _width_behind(head: Head, model: nn.Module, d_model: int) -> str:
+    """The axis of what the layer of a head makes."""
     width = getattr(module_at(model, path_from(model, head.linear)), "out_features", d_model)
-    return None if width == d_model else f"batch {points.pos} {width}"
+    return "d_model" if width == d_model else str(width)
 
 
 def add_head(points: PointList, head: Head, model: nn.Module, d_model: int) -> None:
@@ -149,9 +149,17 @@ def add_head(points: PointList, head: Head, model: nn.Module, d_model: int) -> N
         return
     if head.norm:
         norm = Site(path_from(model, head.norm.path), "output")
-        norm_points(points, f"{head.name}.ln", head.norm.kind, norm, axes=_axes_behind(head, points, model, d_model))
+        norm_points(
+            points,
+            f"{head.name}.ln",
+            head.norm.kind,
+            norm,
+            axes=f"batch {points.pos} {_width_behind(head, model, d_model)}",
+        )
     if head.hook:
-        points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=head.axes)
+        points.add(
+            f"{head.name}.{head.hook}", Site(path, "output"), axes=f"batch {_width_behind(head, model, d_model)}"
+        )
 
 
 def add_unembedding(points: PointList, architecture: Architecture, model: nn.Module, d_model: int) -> None:
@@ -169,7 +177,7 @@ def add_unembedding(points: PointList, architecture: Architecture, model: nn.Mod
         between = (
             head for head in architecture.heads if head.unembeds and has_module(model, path_from(model, head.path))
         )
-        entered = next((_axes_behind(head, points, model, d_model) for head in between), None)
-        points.add("unembed.hook_in", Site(path, "input"), axes=entered, group="extra")
+        width = next((_width_behind(head, model, d_model) for head in between), "d_model")
+        points.add("unembed.hook_in", Site(path, "input"), axes=f"batch {points.pos} {width}", group="extra")
         axes = f"batch {points.pos} d_vocab_out"
         points.add("unembed.hook_out", Site(path, "output"), axes=axes, group="extra", aliases=("hook_unembed",))

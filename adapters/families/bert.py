@@ -50,7 +50,6 @@ def bert(config: PreTrainedConfig) -> Architecture:
                 ".cls.seq_relationship",
                 linear=".cls.seq_relationship",
                 hook="hook_nsp_out",
-                axes="batch 2",
             ),
         ),
         config_values={"attention_dir": "causal" if config.is_decoder else "bidirectional"},

@@ -17,6 +17,6 @@ from adapters.views import MaskedScores, SinkScores
 @register("FlintPreTrainedModel")
 def flint(config: PreTrainedConfig) -> Architecture:
     """Qwen 3 with attention sinks, and a shared expert without a gate."""
-    moe = replace(SIGMOID, corrected=False, shared=replace(FEED_FORWARD, path="shared_expert", flat=True))
+    moe = replace(SIGMOID, shared=replace(FEED_FORWARD, path="shared_expert", flat=True))
     attn = replace(NORMED_ATTENTION, scores=SinkScores(MaskedScores(), "sinks"))
     return sparse_steps(config, attn, moe, config.shared_expert_intermediate_size, {})

@@ -26,7 +26,7 @@ def hunyuan_moe(config: PreTrainedConfig) -> Architecture:
     n, per_token, width = config.num_experts, config.moe_topk, config.intermediate_size
     if isinstance(per_token, list):  # a number of its own for each layer
         only(config, moe_topk=None)
-    moe = MoE("mlp", router="gate", router_matrix="wg", shared=replace(FEED_FORWARD, path="shared_mlp"))
+    moe = MoE("mlp", router="gate", shared=replace(FEED_FORWARD, path="shared_mlp"))
     return mixture_like(config, moe, n, width, width, per_token=per_token, attn=NORMED_LAST)
 
 

@@ -44,7 +44,7 @@ def afmoe(config: PreTrainedConfig) -> Architecture:
     width = config.moe_intermediate_size
     return mixture_like(
         config,
-        replace(FLAT_SIGMOID, router="router", router_matrix="gate"),
+        replace(FLAT_SIGMOID, router="router"),
         config.num_experts,
         width,
         width * config.num_shared_experts,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Block, Part, feeds_forward
+from adapters.architecture import Architecture, Block, Part
 from adapters.attention import Attention
 from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE
@@ -116,8 +116,7 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     attentions = [part for part in parts if isinstance(part, Attention)]
     if steps:
         yield "attn_only", len(attentions) == len(parts)
-        parallel = any(step.parallel and step.reads is None and feeds_forward(step.part) for step in steps)
-        yield "parallel_attn_mlp", parallel
+        yield "parallel_attn_mlp", any(block.has_parallel_mlp for block in blocks)
         mixed = any(isinstance(part, MoE) for part in parts) and not _ungated_experts(evidence)
         yield "gated_mlp", mixed or any(isinstance(part, MLP) and part.gate is not None for part in parts)
         yield "use_qk_norm", any(part.qk_norms for part in attentions)

@@ -220,7 +220,7 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     """What leaves a block enters the next, as the declared element of what it returns."""
     before: Tensor | None = None
     for index, (prefix, entered, left, call) in enumerate(streams_of(evidence, stack)):
-        if before is not None and stack.every_block[0].exit:
+        if before is not None and stack.every_block[0].ends:
             before = zeroed(findings, before, entered)
         if index in stack.block_inputs:
             before = _entered(evidence, stack.block_inputs[index], before)
@@ -228,7 +228,7 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
         if before is not None:
             findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before)
         before = left
-        if stack.every_block[0].exit:
+        if stack.every_block[0].ends:
             continue  # no module returns it
         output = call.output if call else None
         length = len(output) if isinstance(output, tuple | list) else 1

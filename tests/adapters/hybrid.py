@@ -161,8 +161,8 @@ def hybrid(config: PreTrainedConfig) -> Architecture:
         Block(
             (
                 Step(attention("attn"), pre=rms("norm"), output_transform=times(FACTOR)),
-                Step(mixer, pre=rms("norm"), parallel=True),
-                Step(mlp, pre=layer_norm("other"), parallel=True),
+                Step(mixer, pre=rms("norm"), parallel_to=0),
+                Step(mlp, pre=layer_norm("other"), parallel_to=0),
             )
         ),
         Block((Step(attention("attn"), post=rms("after_attn")), Step(mlp, post=rms("after_mlp")))),

@@ -284,30 +284,27 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
 
 def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     """Everything that a mixture claims, changed one at a time."""
-    other = "logits" if part.chosen_by == "probabilities" else "probabilities"
+    other = "probabilities" if part.chosen_by in ("logits", "scores", "in turn") else "logits"
     yield f"chosen by {other}", replace(part, chosen_by=other), ""
     if part.margin:
         yield "margin times 2", replace(part, margin=part.margin * 2), ""
     yield "factor times 2", replace(part, factor=part.factor * 2), ""
-    yield (
-        "corrected or not",
-        replace(part, corrected=not part.corrected),
-        "it says how the choice is proved, not what it is",
-    )
+    if part.chosen_by == "probabilities":
+        same = "it says how the choice is proved, not what it is"
+        yield "chosen by corrected probabilities", replace(part, chosen_by="corrected probabilities"), same
     yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
-    returns = "choice" if part.router_returns == "logits" else "logits"
-    same = GIVEN if returns == "logits" and part.chosen_by == "probabilities" else ""
-    yield f"router returns {returns}", replace(part, router_returns=returns), same
-    yield "in batches or not", replace(part, in_batches=not part.in_batches), ""
-    if part.router_matrix:
-        yield "router's own matrix", replace(part, router_matrix=""), ""
+    for returns in ("choice", "logits", "weights"):
+        same = GIVEN if returns == "logits" and part.chosen_by.endswith("probabilities") else ""
+        if returns != part.router_returns:
+            yield f"router returns {returns}", replace(part, router_returns=returns), same
     if part.shared:
-        yield "shared expert times 2", replace(part, shared_factor=part.shared_factor * 2), ""
+        yield "shared expert times 2", replace(part, shared_transform=(*part.shared_transform, *times(2.0))), ""
         yield "shared expert left out", replace(part, shared=None), ""
         for text, changed, same in mlp_changes(part.shared, facts):
             yield f"shared: {text}", replace(part, shared=changed), same
     if part.shared_gate:
-        yield "shared gate left out", replace(part, shared_gate=None), ""
+        left = tuple(each for each in part.shared_transform if not isinstance(each, Gate))
+        yield "shared gate left out", replace(part, shared_transform=left), ""
 
 
 def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
@@ -351,11 +348,12 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     if step.mix:
         yield "mix left out", replace(step, mix=None), ""
         if step.mix.keep is not None:
-            yield "streams not mixed", replace(step, mix=replace(step.mix, keep=None)), ""
-    if step.reads is not None:
-        yield "reads what the others read", replace(step, reads=None), ""
+            returns = tuple("" if each == "keep" else each for each in step.mix.returns)
+            yield "streams not mixed", replace(step, mix=replace(step.mix, returns=returns)), ""
+    if step.parallel and step.parallel_to != index - 1:
+        yield "reads what the step before reads", replace(step, parallel_to=index - 1), ""
     if index:
-        other = replace(step, parallel=not step.parallel, residual_transform=(), reads=None)
+        other = replace(step, parallel_to=None if step.parallel else index - 1, residual_transform=())
         yield "sequential for parallel" if step.parallel else "parallel", other, ""
 
 
@@ -398,7 +396,7 @@ def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
         yield "all layers alike", replace(stack, layers={}), ""
         yield "other layers", replace(stack, layers={n - 1 - i: block for i, block in stack.layers.items()}), ""
     for which, without in (
-        ("block_inputs", {}), ("positions_first", False), ("n_streams", None), ("collapse", None),
+        ("block_inputs", {}), ("stream_view", None), ("collapse", None),
     ):  # fmt: skip
         if getattr(stack, which):
             yield f"{which} left out", replace(stack, **{which: without}), ""
@@ -442,12 +440,15 @@ def readout_changes(readout: Readout, facts: Facts) -> Iterator[tuple[str, Reado
     """How logits are made, with one claim changed."""
     if not facts.logits:  # the model has no output layer
         return
-    for name in ("factor_in", "factor_out"):
-        yield f"{name} times 2", replace(readout, **{name: getattr(readout, name) * 2})
-        if getattr(readout, name) != 1:
-            yield f"{name} left out", replace(readout, **{name: 1.0})
+    behind = readout.output_transform
+    yield "factor_in times 2", replace(readout, factor_in=readout.factor_in * 2)
+    if readout.factor_in != 1:
+        yield "factor_in left out", replace(readout, factor_in=1.0)
+    yield "factor_out times 2", replace(readout, output_transform=replace(behind, factor=behind.factor * 2))
+    if readout.factor_out != 1:
+        yield "factor_out left out", replace(readout, output_transform=replace(behind, factor=1.0))
     if readout.bias and readout.bias_of(facts.model) is not None:
-        yield "bias of the logits left out", replace(readout, bias=None)
+        yield "bias of the logits left out", replace(readout, output_transform=replace(behind, plus=None))
     yield "another soft cap", replace(readout, soft_cap=10.0 if readout.soft_cap is None else readout.soft_cap * 0.8)
     if readout.soft_cap is not None:
         yield "soft cap left out", replace(readout, soft_cap=None)

@@ -187,7 +187,7 @@ def test_a_part_of_a_mixture_that_is_not_declared(case: str) -> None:
         attend = replace(attend, part=replace(attend.part, scores=MaskedScores()))
     else:
         name = r"mlp\.shared_expert_gate\.weight"
-        mix = replace(mix, part=replace(mix.part, shared_gate=None))
+        mix = replace(mix, part=replace(mix.part, shared_transform=()))
     declare(bridge, attend, mix)
     values = copies(model)
     with pytest.raises(ProcessingError, match=f"does not say what these parameters read and write: .*{name}"):

@@ -17,6 +17,7 @@ from adapters.automatic.recording import ModuleCall, Recording, Seen, elements_o
 from adapters.inputs.made import Given
 from adapters.norms import Norm, normalized
 from adapters.stream_ends import Head, Readout
+from adapters.views import Affine
 
 
 def find_final_norm(recording: Recording, last: Seen, after: int) -> tuple[Norm | None, float]:
@@ -149,7 +150,7 @@ class End:
         name = None if bias is None else _holder_of(self.model.get_submodule(self.core), bias)
         if bias is not None and name is None:
             return Readout(path, factor_in, unknown=f"what is added behind {path} is no parameter of the model")
-        return Readout(path, factor_in, factor_out, name, cap)
+        return Readout(path, factor_in, Affine(factor_out, plus=name), cap)
 
 
 def _factor_between(x: Tensor, y: Tensor) -> float | None:

@@ -10,7 +10,7 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
-from adapters.views import times
+from adapters.views import Affine, times
 
 
 def bart_like(
@@ -49,7 +49,7 @@ def bart_like(
     start = {} if alone else {"decoder_start_token_id": getattr(config, "decoder_start_token_id", None)}
     return Architecture(
         stacks=tuple(stacks),
-        readout=Readout("lm_head", bias=None if alone else "final_logits_bias"),
+        readout=Readout("lm_head", output_transform=Affine(plus=None if alone else "final_logits_bias")),
         no_layer_runs="" if alone else "its decoder needs the encoder's output",
         config_values={"d_mlp": width, "attention_dir": "causal" if alone else "bidirectional", **start},
     )

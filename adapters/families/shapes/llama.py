@@ -13,7 +13,7 @@ from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import RMS_NORM, Norm, NormKind
-from adapters.views import columns, times
+from adapters.views import Affine, columns, times
 
 ATTENTION = Attention(
     "self_attn", Projection("q_proj"), Projection("k_proj"), Projection("v_proj"), o="o_proj", rotary="last"
@@ -106,11 +106,11 @@ def llama_like(
     """
     norms = [Norm(path, norm) if path else None for path in (*pre, *post)]
     first = Step(attn, norms[0], norms[2], times(factor), out=out[0])
-    last = Step(mlp, norms[1], norms[3], times(factor), parallel=parallel, out=out[1])
+    last = Step(mlp, norms[1], norms[3], times(factor), parallel_to=0 if parallel else None, out=out[1])
     others = {index: Block((first, replace(last, part=part))) for index, part in (layers or {}).items()}
     embedding = Embedding("embed_tokens", times(embed_factor))
     return Architecture(
         (Stack("layers", Block((first, last)), others, Norm(final_norm, norm), embedding),),
-        Readout("lm_head", factor_out=logit_factor, soft_cap=soft_cap),
+        Readout("lm_head", output_transform=Affine(logit_factor), soft_cap=soft_cap),
         config_values={**rotary_values(config), **(config_values or {})},
     )

@@ -55,7 +55,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
         stream = stream[:, :, 0]
     if made.module is not None:
         full = evidence.get("hook_full_embed")
-        if full is not None and architecture.stack.every_block[0].exit:
+        if full is not None and architecture.stack.every_block[0].ends:
             full = zeroed(findings, full, stream)
         findings.equal(ENDS, first, stream, full)
         _sum_of_embeddings(evidence, findings, made)

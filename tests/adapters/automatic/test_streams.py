@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adapters import verify
-from adapters.architecture import Block, Step
+from adapters.architecture import Block, Readout, Step
 from adapters.attention import Projection
 from adapters.feed_forward import MLP
 from adapters.proofs.protocol import Hook
@@ -59,8 +59,8 @@ CHANGED = {
     "beam": ("residual_transform",), "doge": ("residual_transform",),
     "minimax": ("residual_transform", "norm before the first"), "zaya": ("residual_transform", "output_transform"),
     "longcat_flash": ("reads what",),
-    "xlnet": ("positions_first",), "deepseek_v4": ("Opaque: streams not", "n_streams", "collapse"),
-    "hrm_text": ("block_inputs left", "parameters of the embedding"), "qwen4_exp_text": ("n_streams",),
+    "xlnet": ("stream_view",), "deepseek_v4": ("Opaque: streams not", "stream_view", "collapse"),
+    "hrm_text": ("block_inputs left", "parameters of the embedding"), "qwen4_exp_text": ("stream_view",),
 }  # fmt: skip
 
 
@@ -219,9 +219,9 @@ PART = MLP("mlp", Projection("up"), "down")
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Step(PART, parallel=True, residual_transform=times(2.0)), "the first of parallel steps says it"),
-        (lambda: Step(PART, reads=0), "is not parallel"),
-        (lambda: Block((Step(PART), Step(PART, parallel=True, reads=1))), "0 streams are earlier"),
+        (lambda: Step(PART, parallel_to=0, residual_transform=times(2.0)), "the first of parallel steps says it"),
+        (lambda: Block((Step(PART), Step(PART, parallel_to=1))), "none of the 1 before it"),
+        (lambda: Readout("lm_head", output_transform=Affine(weight="scale")), "multiplies with a parameter"),
     ],
 )
 def test_declarations_that_say_nothing_are_refused(make: Any, why: str) -> None:
