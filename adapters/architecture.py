@@ -13,7 +13,7 @@ from adapters.block import Block, Mix, NamedStep, Opaque, Part, Step, feeds_forw
 from adapters.norms import Norm, NormKind
 from adapters.paths import join, members_of, module_at
 from adapters.stream_ends import Embedding, Head, Readout
-from adapters.views import PositionsFirst, SeveralStreams
+from adapters.views import PositionsFirst, SeveralStreams, View
 
 __all__ = (
     "Architecture", "Block", "Embedding", "Head", "Mix", "NamedStep", "Opaque", "Part", "Readout", "Stack", "Step",
@@ -56,7 +56,7 @@ class Stack:
     output: tuple[int | None, int] = (None, 1)
     members: tuple[str, ...] = ()
     block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
-    stream_view: SeveralStreams | PositionsFirst | None = None
+    stream_view: View | None = None
     collapse: str | None = None
 
     def place_of(self, index: int) -> str:

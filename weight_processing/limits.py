@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adapters import Architecture
-from adapters.attention import SinkGate
-from adapters.views import parameters_of
+from adapters import Architecture, norms
+from adapters.attention import AddedOutput, Gate, SinkGate
+from adapters.views import Affine, parameters_of
 from weight_processing.parts import Norm, Parts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.steps import written
 
 #: How many rows or columns of a matrix are looked at.
 _SAMPLE = 64
+#: What may stand between values and the output projection, in words.
+_WORDS = {Gate: "gate", SinkGate: "gate", AddedOutput: "sum", norms.Norm: "norm", Affine: "factor"}
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -170,7 +172,7 @@ class Limits:
         if attn.clip is not None:
             return f"its values are clamped to {attn.clip:g}, biases included"
         if attn.z_transform or attn.v.norm:
-            between = "norm" if attn.v.norm else type(attn.z_transform).__name__
+            between = "norm" if attn.v.norm else _WORDS[type(attn.z_transform)]
             return f"a {between} stands between its values and its output projection"
         return ""
 

@@ -237,7 +237,7 @@ class BlockBuilder:
         part = named.step.part
         # With a shift, the norm's output alone does not say what the projections read; keys and values that are made
         # from one latent do not read the norm at all.
-        if not isinstance(part, Attention) or part.cross or part.qk_shift or part.from_latents:
+        if not isinstance(part, Attention) or part.cross or part.qk_shift or part.q.latent or part.k.latent:
             return ()
         return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in "qkv")
 

@@ -29,6 +29,7 @@ from adapters import (
 )
 from adapters.config import rotary_values
 from adapters.families.llama import ATTENTION, FEED_FORWARD, llama_like
+from adapters.families.shapes.llama import normed
 from adapters.norms import LAYER_NORM, RMS_NORM
 from adapters.proofs.ends.embeddings import ENDS
 from adapters.views import Affine, times
@@ -239,9 +240,8 @@ def granite(config: transformers.PreTrainedConfig) -> Architecture:
 
 
 def olmo2(config: transformers.PreTrainedConfig) -> Architecture:
-    norms = {"q_norm": Norm("q_norm", RMS_NORM), "k_norm": Norm("k_norm", RMS_NORM)}
     post = ("post_attention_layernorm", "post_feedforward_layernorm")
-    attn = replace(ATTENTION, **norms, qk_norm_over="width")
+    attn = replace(normed(ATTENTION, "q_norm", "k_norm"), norms_over="width")
     return llama_like(config, attn=attn, pre=(None, None), post=post)
 
 

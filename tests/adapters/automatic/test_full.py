@@ -34,7 +34,7 @@ CHANGED = {
     ("gemma4_text", "blocks: MLP: what it is multiplied with left out"): GATED,
     ("gpt_neox_japanese", "blocks: layer 1: Attention: output_transform left out"): "resid_pre + attn_out = resid_mid",
     ("kimi_linear", "blocks: layer 1: Attention: not rotary is"): SCORES,
-    ("llama4_text", "blocks: MoE: in batches or not"): "every hook point fires once, with its declared shape",
+    ("llama4_text", "blocks: MoE: router returns choice"): "every hook point fires once, with its declared shape",
     ("llama4_text", "blocks: MoE: chosen by probabilities"): CHOICE,
     ("minimax_m3_vl_text", "cfg.act_fn = 'silu'"): GATED,
     ("phimoe", "blocks: MoE: margin times 2"): CHOICE,
