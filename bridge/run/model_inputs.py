@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.inputs.arguments import Takes, accepted_arguments, takes
+from adapters.inputs.arguments import Takes, accepted_arguments, accepted_by, takes
 from adapters.offloaded import input_device
 from adapters.paths import learns_prompt, module_at, module_path
 from bridge.hooks.context import CURRENT
@@ -44,7 +44,7 @@ def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]
     """
     if not given:
         return
-    known = accepted_arguments(type(model).forward)
+    known = accepted_by(model)
     for name in given:
         if name in ("input_ids", "inputs_embeds"):
             raise TypeError(f"{name} is the input itself: pass it first, without a name")
