@@ -65,7 +65,7 @@ class MoE:
             probabilities``, by groups, or with a term of each expert's own, so that the chosen ones are not those of
             the largest weights; their ``logits``, with a softmax over the chosen ones afterwards; ``scores``, each made
             from its logit alone (a sigmoid), perhaps corrected so, too; or ``in turn``, each beside those that come
-            close to it (see `adapters.experts.chosen_in_turn`).
+            close to it (see `adapters.experts.sparsemixer_topk`).
         margin: of those that are chosen in turn: how close the others have to come.
         factor: what the sum of the chosen experts is multiplied with.
         shared: an expert that every token is sent to; its path is relative to `path`.

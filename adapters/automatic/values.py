@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from adapters.attention import GATE_FUNCTIONS, AddedOutput, Attention, Gate, Projection, SinkGate
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import heads_view, parameter_of, relative
-from adapters.automatic.norms import rounded, tolerance
+from adapters.automatic.norms import rounded
 from adapters.automatic.parts import Norms
-from adapters.automatic.recording import NotFound, is_linear_through
 from adapters.mixers.part import axes_of
 from adapters.norms import Norm
+from adapters.observe.errors import NotFound
+from adapters.observe.gradients import by_position, is_linear_through
+from adapters.observe.tolerance import tolerance
 from adapters.paths import join
-from adapters.proofs.gradients import by_position
 from adapters.views import Affine
 
 
