@@ -11,7 +11,7 @@ from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, gradient_of
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import FITTED, tolerance
 from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -187,7 +187,7 @@ def alibi_scale(attention: FoundAttention) -> float | None:
 def _ratio(made: Tensor, of: Tensor) -> float | None:
     """The factor between two tensors; None where they are not proportional."""
     factor = float((made * of).sum() / (of * of).sum())
-    return factor if bool(((made - factor * of).abs() <= 1e-3 * made.abs().max()).all()) else None
+    return factor if bool(((made - factor * of).abs() <= FITTED * made.abs().max()).all()) else None
 
 
 def _bias(attention: FoundAttention) -> Tensor | None:

@@ -14,7 +14,7 @@ from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import rounded
 from adapters.block import MixElement
 from adapters.observe.calls import Mark, ModuleCall, Recording, Seen
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import FITTED, tolerance
 from adapters.views import Affine, Chain, times, transformed
 
 
@@ -369,4 +369,4 @@ def _weight(seen: Tensor, parameters: Mapping[str, Tensor]) -> Chain | None:
 def _alike(x: Tensor, y: Tensor, size: float | None = None) -> bool:
     """Whether numbers are the same, but for what a fit of a few rows leaves open."""
     size = float(y.abs().max()) if size is None else size
-    return bool(((x - y).abs() <= 2e-3 * size).all())
+    return bool(((x - y).abs() <= FITTED * size).all())

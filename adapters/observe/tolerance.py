@@ -9,9 +9,9 @@ most that two results of what is declared right differ by, relative to the large
 | float32 | 5.5e-7 | 8.0e-7 | 2e-5 |
 | bfloat16 | 4.4e-7 (on a probe copy in float32) | 1.6e-2 | 5e-2 |
 
-A float64 model differs by more than its own rounding, as many compute norms, softmaxes and rotations in float32, whatever
-they are given. The factor of about 25 is for models of more layers and wider sums than these. That a wrong declaration differs
-by more is what the table of wrong declarations in the tests is for.
+A float64 model differs by more than its own rounding, as many compute norms, softmaxes and rotations in float32,
+whatever they are given. The factor of about 25 is for models of more layers and wider sums than these. That a wrong
+declaration differs by more is what the table of wrong declarations in the tests is for.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from torch import Tensor
 #: What computed values may differ by, relative to the largest, for each type of numbers.
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 5e-6, torch.float32: 2e-5}
 _HALF = 5e-2
+#: What is left of numbers that a factor, or three for each column, are fitted to, relative to the largest. Measured by
+#: inferring the 185 causal types of transformers: of 418 fits of one factor, 410 leave at most 2.1e-6 and 8 at least
+#: 2.0e-2; of 534 columns, 54 are a constant or a parameter up to 4.6e-7, and 480 are none by at least 0.13.
+FITTED = 1e-3
 
 
 def tolerance(of: Tensor | torch.dtype) -> float:
