@@ -130,7 +130,7 @@ class Step:
     entry: str | None = None
 
     def __post_init__(self) -> None:
-        if constant_of(self.output_transform) == 0:
+        if self.output_transform and constant_of(self.output_transform) == 0:
             raise ValueError(f"output_transform of the step of {self.part} multiplies with 0: nothing would be added")
         if self.pre and self.stream_norm:
             raise ValueError(f"the step of {self.part} has both pre and stream_norm: one step has one of them")
@@ -147,7 +147,7 @@ class Step:
     @property
     def last_factor(self) -> float | None:
         """What the result of its last matrix is multiplied with, where no norm stands between; None: by parameters."""
-        return 1.0 if self.post else constant_of(self.output_transform)
+        return constant_of(self.behind_last) if self.behind_last else 1.0
 
     @property
     def behind_last(self) -> Chain:

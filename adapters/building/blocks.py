@@ -297,7 +297,7 @@ class BlockBuilder:
         )
         chain = step.output_transform
         scaled = through(chain)
-        more = self.rows if parameters_of(chain) else ()
+        more = self.rows if chain and parameters_of(chain) else ()
         if step.changes_its_result:
             self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
         else:

@@ -139,6 +139,8 @@ class Adjusted(View):
 
 def through(chain: Chain) -> View | None:
     """What a module returns, behind a chain; None where that is the same."""
+    if not chain:
+        return None
     factor = None if parameters_of(chain) else constant_of(chain)
     return Adjusted(chain) if factor is None else None if factor == 1 else Scaled(factor)
 
