@@ -16,7 +16,7 @@ from adapters.paths import call_number, module_at, module_path
 from adapters.proofs.evidence import Place, places_of
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
 from adapters.proofs.report import Check
-from adapters.views import Kwargs, SinkPattern
+from adapters.views import Kwargs, SinkPattern, transformed
 
 #: Says of some hook points which do not hold, and why; what it raises is a reason, too.
 Test = Callable[[list[str]], dict[str, str]]
@@ -240,8 +240,8 @@ class Mechanics:
         if step.mix:
             result, write, *keep = (cache[name] for name in added)
             return step.mix.of(stream, result, write, keep[0] if keep else None)
-        carried = stream if step.carry is None else step.carry.of(stream, module_at(self.model, place.path))
-        return sum((cache[name] for name in added), carried)
+        stream = transformed(step.residual_transform, stream, module_at(self.model, place.path))
+        return sum((cache[name] for name in added), stream)
 
     def pattern_rows(self) -> None:
         """Pattern rows sum to one."""

@@ -238,7 +238,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
     parts = Parts(bridge.weights)
     steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
     begin = bridge.architecture.embedding
-    if steps or begin.norm or begin.project or begin.adjust or begin.types or begin.more or begin.unknown:
+    if steps or begin.norm or begin.project or begin.behind_embed or begin.types or begin.more or begin.unknown:
         what = steps[0] if steps else "the embeddings"
         raise ValueError(
             f"between the weights of {what} and the residual stream stands more than a sum: a direction cannot "
