@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bridge import TransformerBridge, UnknownHookError
+from bridge.bases import CrossLayer
 from bridge.patching import generic_activation_patch, layer_feature_patch_setter, layer_pos_feature_patch_setter
 from tests.bases.common import KINDS, Case, cases
 
@@ -48,9 +49,15 @@ def by_hand(case: Case, edit: Callable[[Tensor], Tensor] = halved) -> list[tuple
 
     def write(act: Tensor, hook: object) -> Tensor:
         features = case.basis.encode(seen["read"] if case.reads else act)
-        return act + case.basis.decode(edit(features)) - case.basis.decode(features)
+        seen["old"], seen["new"] = features, edit(features)
+        return act + case.basis.decode(seen["new"]) - case.basis.decode(features)
 
-    return ([(case.reads, read)] if case.reads else []) + [(case.point, write)]
+    def later(act: Tensor, hook: object) -> Tensor:
+        assert isinstance(case.basis, CrossLayer)
+        return act + (seen["new"] - seen["old"]) @ case.basis.W_dec[:, 1]
+
+    reading = [(case.reads, read)] if case.reads else []
+    return [*reading, (case.point, write), *([(case.later, later)] if case.later else [])]
 
 
 def features_by_hand(bridge: TransformerBridge, case: Case, tokens: Tensor) -> Tensor:
