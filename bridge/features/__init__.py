@@ -1,6 +1,7 @@
 """What is found in a basis: attribution to features, their graph, interchange interventions, subspaces, directions."""
 
 from bridge.features.attribution import feature_attribution, feature_logit_attrs
+from bridge.features.circuit import evaluate_features
 from bridge.features.directions import Direction, Steer, direction, write_into_weights, written_points
 from bridge.features.graph import AttributionGraph, Node, attribution_graph
 from bridge.features.interchange import RotationFit, fit_rotation, interchange
@@ -13,6 +14,7 @@ __all__ = [
     "Steer",
     "attribution_graph",
     "direction",
+    "evaluate_features",
     "feature_attribution",
     "feature_logit_attrs",
     "fit_rotation",

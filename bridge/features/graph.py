@@ -18,6 +18,8 @@ from bridge.hooks.hook_point import HookPoint
 
 #: What begins the residual stream.
 _BEGINNINGS = ("hook_embed", "hook_pos_embed")
+#: What bases may stand on: the stream, and what is added to it.
+_LINEAR_BEHIND = (".hook_resid_pre", ".hook_resid_mid", ".hook_resid_post", ".hook_attn_out", ".hook_mlp_out")
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,11 @@ def attribution_graph(
         named = ", ".join(hook.name for hook in hooks if hook not in bases) or "none"
         raise ValueError(f"points are hook points that add_basis placed; these are not: {named}")
     on = [hook.name.rpartition(".")[0] for hook in bases]
+    if inside := [name for name in on if not name.endswith(_LINEAR_BEHIND)]:
+        raise ValueError(
+            f"{', '.join(inside)} is inside a part, so what is behind it is not linear in its features: place bases on "
+            "the stream, or on what attention or an MLP adds to it"
+        )
     if twice := sorted({name for name in on if on.count(name) > 1}):
         raise ValueError(f"several bases stand on {', '.join(twice)}: a part is replaced by one of them")
     if gone := sorted(hook.name for hook in bases if takes_over(hook)):

@@ -1,5 +1,7 @@
 """Compiled programs: what they compute by hand, the compiler's own stream, and methods scored on known circuits."""
 
+import itertools
+import random
 from collections import Counter
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from bridge.bases import Neurons
 from bridge.circuits import EdgeScores, Graph, edge_attribution, edge_effects
-from bridge.features import interchange
+from bridge.features import fit_rotation, interchange
 from bridge.tasks import Compiled, compiled
 from bridge.tasks.compiled import PROGRAMS
 
@@ -81,3 +83,50 @@ def test_the_known_variable_carries_the_answer() -> None:
 def test_another_program_is_refused() -> None:
     with pytest.raises(ValueError, match="there are frac_prevs, reverse, hist, sort_unique"):
         compiled("sort")
+
+
+def known_subspace(task: Compiled, variable: str) -> torch.Tensor:
+    """The directions in which the values of a categorical variable differ, orthonormal, ``[d_model, values - 1]``."""
+    names = [label.split(":") for label in task.labels]
+    values = [name == variable and rest not in (["BOS"], ["compiler_pad"]) and bool(rest) for name, *rest in names]
+    one_hot = torch.eye(len(names))[:, torch.tensor(values)]
+    return torch.linalg.svd(one_hot - one_hot.mean(1, keepdim=True)).U[:, : sum(values) - 1]
+
+
+def test_a_fitted_rotation_finds_the_known_variable() -> None:
+    """The last position of `reverse` holds its own token and, after the last layer, the first one: the answer."""
+    task, generator = compiled("reverse"), torch.Generator().manual_seed(0)
+    words = [task.vocabulary[word] for word in "abcd"]
+    rows = torch.tensor([[task.vocabulary["BOS"], *row] for row in itertools.product(words, repeat=4)])
+    base, source = (rows[torch.randint(len(rows), (160,), generator=generator)] for _ in range(2))
+    labels = torch.tensor([task.outputs.index(f"reverse_4:{'abcd'[words.index(int(row[1]))]}") for row in source])
+    fit = fit_rotation(
+        task.bridge, base, source, labels, "blocks.3.hook_resid_mid", dimension=3, steps=100, lr=2e-2
+    )  # fmt: skip
+    shares = [
+        float((known_subspace(task, name).T @ fit.rotation.columns.detach()).square().sum() / 3)
+        for name in ("reverse_4", "tokens")
+    ]
+    assert fit.accuracy == 1.0 and max(fit.before, *fit.controls.values()) < 0.5, fit
+    assert shares[0] > 0.95 and shares[1] < 0.05
+
+
+def test_a_fitted_rotation_tells_a_variable_from_another_one_at_its_place() -> None:
+    """In `sort_unique` the last position asks which token is the largest (its rank), and takes over what that is.
+
+    Where the first token is the largest and gets the value of another one, that value is the answer, as long as the rank
+    stays. Both are in the stream there.
+    """
+    task, rng = compiled("sort_unique"), random.Random(0)
+    orders = list(itertools.permutations("12345", 4))
+    pairs = rng.choices([row for row in orders if row[0] == max(row)], k=160), rng.choices(orders, k=160)
+    base, source = (torch.tensor([[task.vocabulary[word] for word in ("BOS", *row)] for row in rows]) for rows in pairs)
+    labels = torch.tensor([task.outputs.index(f"sort_12:{row[0]}") for row in pairs[1]])
+    given = task.bridge, base, source, labels, "blocks.1.hook_resid_pre"
+    fit = fit_rotation(*given, dimension=4, position=1, steps=100, lr=2e-2)
+    shares = [
+        float((known_subspace(task, name).T @ fit.rotation.columns.detach()).square().sum() / 4)
+        for name in ("tokens", "target_pos_14")
+    ]
+    assert fit.accuracy == 1.0 and max(fit.before, *fit.controls.values()) < 0.5, fit
+    assert shares[0] > 0.85 and shares[1] < 0.1

@@ -10,7 +10,11 @@ import pyvene
 import torch
 from safetensors.torch import save_file
 from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_mlp_out, get_act_patch_resid_pre
+from transformer_lens.patching import (
+    get_act_patch_attn_head_out_all_pos,
+    get_act_patch_mlp_out,
+    get_act_patch_resid_pre,
+)
 from transformer_lens.tools.analysis.interchange import SubspaceInterchange, collect_activations, run_with_intervention
 from transformers import AutoModelForCausalLM
 
@@ -68,7 +72,9 @@ def main() -> None:
         }  # fmt: skip
         for name, patch in patched.items():
             kept[f"{family}/patching/{name}"] = patch(theirs, BASE[:1], cache, metric)
-    save_file({name: value.detach().contiguous().clone() for name, value in kept.items()}, HERE / "interchange.safetensors")
+    save_file(
+        {name: value.detach().contiguous().clone() for name, value in kept.items()}, HERE / "interchange.safetensors"
+    )
     print({name: list(value.shape) for name, value in kept.items()})
 
 
