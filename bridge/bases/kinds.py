@@ -1,4 +1,4 @@
-"""Bases that come with the package: directions, rotations, single neurons, a layer of a cross-layer transcoder."""
+"""Bases that come with the package: directions, rotations, single neurons, layers of a cross-layer transcoder."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ def feature_logit_attrs(
     base = name.rpartition(".")[0]
     if not base.endswith(("_out", "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "embed")):
         raise ValueError(
-            f"what features of {base} write goes through the rest of its part first: place a basis on the stream, or on "
-            "what is added to it"
+            f"what features of {base} write goes through the rest of its part first: place a basis on the stream, or "
+            "on what is added to it"
         )
     found = cache[name]
     features = found.to_dense() if found.is_sparse else found

@@ -27,7 +27,7 @@ def evaluate_features(
     corrupted: Int[Tensor, "rows pos"] | None = None,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
 ) -> Evaluation:
-    """What the model does with some features alone, and what without them (Marks et al. 2024, "Sparse Feature Circuits").
+    """What the model does with some features alone, and without them (Marks et al. 2024, "Sparse Feature Circuits").
 
     What no basis explains stays as each run has it; `Evaluation.ablated` says how much of the metric that is.
 

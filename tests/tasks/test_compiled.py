@@ -114,8 +114,8 @@ def test_a_fitted_rotation_finds_the_known_variable() -> None:
 def test_a_fitted_rotation_tells_a_variable_from_another_one_at_its_place() -> None:
     """In `sort_unique` the last position asks which token is the largest (its rank), and takes over what that is.
 
-    Where the first token is the largest and gets the value of another one, that value is the answer, as long as the rank
-    stays. Both are in the stream there.
+    Where the first token is the largest and gets the value of another one, that value is the answer, as long as the
+    rank stays. Both are in the stream there.
     """
     task, rng = compiled("sort_unique"), random.Random(0)
     orders = list(itertools.permutations("12345", 4))
