@@ -131,8 +131,7 @@ class Sweep:
         for start, together in groups(jobs, run.length, run.batch, self.n_layers):
             together.sort(key=lambda job: (job.layer, job.hook.order, job.index))
             most = self.most(run.length - start)
-            for at in range(0, len(together), most):
-                some = together[at : at + most]
+            for some in _batches(together, most):
                 ends = _Ends(run, self._through(some, start), start)
                 for number, job in enumerate(some):
                     yield job, ends.logits(number)
@@ -164,6 +163,24 @@ class Sweep:
             )
         assert rows is not None
         return rows
+
+
+def _batches(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
+    """The patches that run together.
+
+    Others join them at later layers, where a new run begins: what hook points in later layers take over from an earlier
+    one would be lost there.
+
+    Args:
+        jobs: the patches, sorted by layer.
+        most: how many may run together.
+    """
+    parts = [jobs]
+    if any(job.hook.point.followers for job in jobs):
+        parts = [list(part) for _, part in itertools.groupby(jobs, key=lambda job: job.layer)]
+    for part in parts:
+        for at in range(0, len(part), most):
+            yield part[at : at + most]
 
 
 def _patching(patches: Sequence[Patch], before: int, batch: int, rows: int) -> Callable[..., Tensor]:

@@ -5,6 +5,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.bases import CrossLayer, Directions, Neurons, Rotation
+from bridge.patching import generic_activation_patch, layer_feature_patch_setter
 from tests.bases.common import SAE, cross_layer
 from tests.conftest import tiny
 
@@ -179,3 +180,30 @@ def test_the_layers_of_a_transcoder_go_together() -> None:
     assert list(bridge.hook_dict) == before
     with pytest.raises(ValueError, match="do not fit each other"):
         CrossLayer(torch.randn(4, 8), torch.randn(5), torch.randn(4, 2, 8), torch.randn(8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", ["keep", "drop"])
+@pytest.mark.parametrize("per_run", ["auto", 1])
+def test_sweeps_over_layers_that_are_written_later(per_run: int | str, error: str) -> None:
+    """A patch goes on through all layers that it writes into, whatever other patches join there."""
+    bridge, clean = TransformerBridge(tiny("gpt2")), torch.tensor([[8, 3, 50, 12, 7, 21]])
+    names = place_both(bridge, error)
+    _, cache = bridge.run_with_cache(clean, names_filter=names)
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return logits[0, -1, 5] - logits[0, -1, 9]
+
+    found = generic_activation_patch(
+        bridge, TOKENS, cache, metric, layer_feature_patch_setter, "mlp_out.clt", ("layer", "feature"), verbose=False,
+        patches_per_run=per_run,
+    )  # fmt: skip
+    for layer, name in enumerate(names):
+        for feature in (0, 7, 39):
+
+            def patch(features: torch.Tensor, hook: object, name: str = name, feature: int = feature) -> torch.Tensor:
+                features[..., feature] = cache[name][..., feature]
+                return features
+
+            right = metric(bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, patch)]))
+            assert torch.allclose(found[layer, feature], right, atol=1e-5)
