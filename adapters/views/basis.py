@@ -74,6 +74,12 @@ class InBasis(View):
         self.contextual = inner.contextual or reads is not None
         self.writes_through, self.at_once = inner.writes_through, inner.at_once
 
+    @property
+    def edits_alone(self) -> bool:
+        """Whether an edit changes the activation by what is decoded, and is of that activation alone."""
+        kept = isinstance(self.error, str) and self.error == "keep"
+        return kept and self.reads is None and not self.stateful
+
     def get(self, x: Tensor, call: Call) -> Tensor:
         return self.encode(self._read(x, call))
 
