@@ -317,7 +317,7 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
             output = output.detach().requires_grad_() * 1  # the graph begins here, also where no parameter is trained
         call.end = watch.tick()
         given = output
-        if isinstance(output, Tensor) and output.requires_grad:
+        if isinstance(output, Tensor) and output.is_floating_point():
             given = output.clone()  # what the model writes over is not what is kept here
             watched.append((call, "output", given, given._version))
         elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(elements_of(output)))
