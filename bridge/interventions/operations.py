@@ -209,7 +209,7 @@ class Cap(ProjectOut):
         >>> capped = Cap(bridge.tokens_to_residual_directions(" Mary"), 0.0)
         >>> with bridge.hooks(fwd_hooks=[("blocks.3.hook_resid_post", capped)]):
         ...     bridge("When Mary and John went to the store, John gave a drink to", return_type="predictions")
-        ' Anna'
+        ' John'
     """
 
     most: Number
