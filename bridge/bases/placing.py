@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapters.config import ModelConfig
 from adapters.norms import NormalizedOutput, NormNormalized
-from adapters.points import Follower, Point
+from adapters.points import LinkedPoint, Point
 from adapters.views import View
 from adapters.views.basis import Basis, Error, InBasis, WritesLater
 from bridge.hooks.hook_point import HookPoint
@@ -144,8 +144,8 @@ class Request:
         layer = cast(WritesLater, self.basis)
         name = f"{self.name}_of_{self.point.point.depth}"
         others = [self._point(hook, name, Later(layer, at), cfg, model) for at, hook in enumerate(self.later, start=1)]
-        followers = tuple(Follower(other.name, _as_it_is) for other in others)
-        return [replace(own, followers=followers), *others]
+        linked = tuple(LinkedPoint(other.name, _as_it_is) for other in others)
+        return [replace(own, linked=linked), *others]
 
     def _point(self, base: HookPoint, name: str, basis: Basis, cfg: ModelConfig, model: nn.Module) -> Point:
         full = f"{base.name}.{name}"
@@ -174,8 +174,8 @@ class Request:
             flag=None,
             aliases=tuple(f"{alias}.{name}" for alias in base.point.aliases),
             sources=base.point.sources if reads is None else (*base.point.sources, reads.point.site),
-            followers=(),
-            branches=(),
+            linked=(),
+            separate_consumers=(),
         )
 
     def _check(self, base: HookPoint, name: str, cfg: ModelConfig) -> None:
@@ -189,8 +189,8 @@ class Request:
             raise ValueError(
                 f"the name of a basis is {name!r}; it becomes the end of {base.name}.NAME: a word without dots"
             )
-        if base.point.followers:
-            fed = ", ".join(follower.name for follower in base.point.followers)
+        if base.point.linked:
+            fed = ", ".join(follower.name for follower in base.point.linked)
             raise ValueError(f"{base.name} hands on to {fed}, which would not see what a basis there changes")
         if len(base.point.axes.split()) < 3:
             raise ValueError(
@@ -232,7 +232,7 @@ def written_later(
     """
     found = []
     for layer in layers:
-        for follower in layer.point.followers:
+        for follower in layer.point.linked:
             view = hooks[follower.name].view
             if follower.name.rpartition(".")[0] == base and isinstance(view, InBasis):
                 found.append((layer, view))

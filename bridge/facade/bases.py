@@ -164,7 +164,7 @@ class BasisMethods(RunMethods):
         hook, _ = self._basis_at(point)
         if takes_over(hook):
             raise ValueError(f"{hook.name} takes over features of an earlier layer: remove_basis the one of that layer")
-        for follower in hook.point.followers:
+        for follower in hook.point.linked:
             self.wiring.take_out(self.hook_dict[follower.name])
         for other in self.bases:
             if other is hook or other.name.startswith(f"{hook.name}."):

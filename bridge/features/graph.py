@@ -226,7 +226,7 @@ class _Replaced:
         begin = [name for name in _BEGINNINGS if name in bridge.hook_dict]
         hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in begin]
         hooks += [(name, self._keep) for name in dict.fromkeys(reads)]
-        later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.followers]
+        later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
         made = bridge.run_with_hooks(tokens, fwd_hooks=hooks)[0, -1].float()

@@ -183,7 +183,7 @@ def _batches(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
         most: how many may run together.
     """
     parts = [jobs]
-    if any(job.hook.point.followers for job in jobs):
+    if any(job.hook.point.linked for job in jobs):
         parts = [list(part) for _, part in itertools.groupby(jobs, key=lambda job: job.layer)]
     for part in parts:
         for at in range(0, len(part), most):
@@ -218,7 +218,7 @@ def below_its_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
         hooks: all hook points.
     """
     view = job.hook.view
-    if not isinstance(view, InBasis) or job.hook.point.followers or not view.edits_alone:
+    if not isinstance(view, InBasis) or job.hook.point.linked or not view.edits_alone:
         return job
     base = hooks[job.hook.name.rpartition(".")[0]]
     own = [hook for hook in hooks.values() if hook.name.startswith(f"{base.name}.")]

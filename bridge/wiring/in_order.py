@@ -17,7 +17,7 @@ def put_behind_in_order(points: dict[str, HookPoint], hook: HookPoint, behind: H
     """
     in_order = [point for point in points.values() if point is not hook]
     at = in_order.index(behind) + 1
-    following = {follower.name for point in in_order for follower in point.point.followers}
+    following = {follower.name for point in in_order for follower in point.point.linked}
     last = hook.name in following
     while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
         if in_order[at].name in following and not last:
