@@ -33,6 +33,7 @@ class CorruptedRun:
         logits: ``[batch, pos, d_vocab]``.
         streams: the residual stream before each layer from the lowest of these on, ``[batch, pos, d_model]``.
         kept: the wanted activations, by name.
+        handed_on: where the next block is given the same that a block leaves: the names of these two hook points.
         positions: whether going from layer to layer gives these logits again for runs that start behind the first
             positions.
     """
@@ -52,7 +53,10 @@ class CorruptedRun:
         self._streams_known = all(name in model.hook_dict for name in names.values())
         self.streams: dict[int, Tensor] = {}
         self.kept: dict[str, Tensor] = {}
-        wanted = dict.fromkeys([*(names.values() if self._streams_known else ()), *keep])
+        self.handed_on: dict[str, str] = {}
+        ends = {f"blocks.{layer}.hook_resid_post": names.get(layer + 1) for layer in layers}
+        pairs = {end: after for end, after in ends.items() if after in model.hook_dict and end in model.hook_dict}
+        wanted = dict.fromkeys([*(names.values() if self._streams_known else ()), *pairs, *keep])
         options: dict[str, Any] = {"attention_mask": attention_mask}
         caching = self.length > 1 and _may_cache(model)
         if caching:
@@ -60,7 +64,9 @@ class CorruptedRun:
         if wanted:
             output, cache = model.run_with_cache(tokens, names_filter=list(wanted), **options)
             self.kept = {name: cache[name] for name in keep}
-            self.streams = {layer: cache[name] for layer, name in names.items()} if self._streams_known else {}
+            if self._streams_known:
+                self.streams = {layer: cache[name] for layer, name in names.items()}
+                self.handed_on = {end: after for end, after in pairs.items() if _same(cache[end], cache[after])}
         else:
             output = model(tokens, **options)
         self.logits: Float[Tensor, "batch pos d_vocab"] = output[0] if caching else output
@@ -85,7 +91,7 @@ class CorruptedRun:
             found = self.model(stream, start_at_layer=layer, stop_at_layer=layer + 1, **options)
             if layer == n_layers - 1:
                 found = self.logits_of(found)
-            if not _close(found, right):
+            if not close(found, right):
                 return False
             right = stream
         return True
@@ -131,9 +137,19 @@ class CorruptedRun:
         return cache
 
 
-def _close(found: Tensor, right: Tensor) -> bool:
+def close(found: Tensor, right: Tensor) -> bool:
+    """Whether two results are the same but for the rounding of another batch.
+
+    Args:
+        found: the one.
+        right: the other.
+    """
     tolerance = ROUNDING.get(right.dtype, 10 * torch.finfo(right.dtype).eps) * right.abs().max().item()
     return found.shape == right.shape and torch.allclose(found, right, rtol=0, atol=tolerance)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and torch.equal(one, other)
 
 
 def _may_cache(model: TransformerBridge) -> bool:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from adapters.views.basis import InBasis
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
@@ -18,7 +19,7 @@ from bridge.patching.memory import tokens_per_run
 from bridge.patching.regions import differences, first_change
 from bridge.patching.runs import PatchedRuns, may_start_later
 from bridge.patching.steps import Step
-from bridge.patching.sweep import Job, Patch, Sweep, starts_at_first
+from bridge.patching.sweep import Job, Patch, Sweep, by_position, starts_at_first
 
 #: From the logits ``[batch, pos, d_vocab]`` of one patched run to a number.
 Number = Callable[[Float[Tensor, "batch pos d_vocab"]], float]
@@ -92,13 +93,27 @@ class _Measured:
         self.model, self.steps, self.metric, self.patches_per_run = model, steps, metric, patches_per_run
         self.hooks = list(dict.fromkeys(step.hook for step in steps))
         keep = [step.hook.name for step in steps if step.region is not None]
+        keep += self._reads().values()
         layers = [hook.point.depth for hook in self.hooks]
         self.run = CorruptedRun(model, tokens, layers, list(dict.fromkeys(keep)), attention_mask)
         self.possible = self._without_gradients()
         if self.possible:
+            self.whole = {
+                hook
+                for hook, name in self._reads().items()
+                if isinstance(hook.view, InBasis) and not by_position(hook.view, self.run.kept[name])
+            }
             self.jobs = self._jobs()
             # Where each patch leaves the first positions alone, no run has all of them.
             self.possible = not starts_at_first(self.jobs, self.run.length) or self.run.steps
+
+    def _reads(self) -> dict[HookPoint, str]:
+        """Of hook points in a basis, the names of those that their features are of."""
+        found = {}
+        for hook in self.hooks:
+            if isinstance(hook.view, InBasis):
+                found[hook] = hook.view.reads[0] if hook.view.reads else hook.name.rpartition(".")[0]
+        return found
 
     def _without_gradients(self) -> bool:
         """Whether the metric can do without gradients."""
@@ -137,12 +152,13 @@ class _Measured:
         for index, step in enumerate(self.steps):
             start = self._start(step, differs.get(step.hook))
             if start is not None:
-                jobs.append(Job(index, step.hook, start if self.run.positions else 0, _patch_from(step)))
+                start = start if self.run.positions else 0
+                jobs.append(Job(index, step.hook, start, _patch_from(step), by_position=step.hook not in self.whole))
         return jobs
 
     def _start(self, step: Step, differs: Bool[Tensor, "..."] | None) -> int | None:
         region = step.region
-        if region is None or differs is None:
+        if region is None or differs is None or step.hook in self.whole:
             return 0
         try:
             return first_change(region, step.place, differs)

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from bridge.patching.setters import (
     PatchSetter,
-    layer_feature_patch_setter,
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
     layer_head_vector_patch_setter,
-    layer_pos_feature_patch_setter,
     layer_pos_head_vector_patch_setter,
     layer_pos_patch_setter,
 )
@@ -40,8 +38,6 @@ REGIONS: dict[PatchSetter, Region] = {
     layer_pos_patch_setter: Region((0,), 0, False),
     layer_pos_head_vector_patch_setter: Region((0, 1), 0, False),
     layer_head_vector_patch_setter: Region((1,), 0, False),
-    layer_feature_patch_setter: Region((1,), 0, False),
-    layer_pos_feature_patch_setter: Region((0, 1), 0, False),
     layer_head_pattern_patch_setter: Region((0,), 1, True),
     layer_head_pos_pattern_patch_setter: Region((0, 1), 1, True),
     layer_head_dest_src_pos_pattern_patch_setter: Region((0, 1, 2), 1, True),

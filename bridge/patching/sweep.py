@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adapters.views.basis import InBasis
 from bridge.hooks.hook_point import HookPoint
-from bridge.patching.corrupted import CorruptedRun
+from bridge.patching.corrupted import CorruptedRun, close
 from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
 
 #: What a run costs beside its tokens, for each layer, in tokens of one layer: reading the weights, mostly. (A sweep of
@@ -44,6 +44,7 @@ class Job:
         start: the first position that it changes; 0 where that is not known.
         patch: called with the first position that runs; gives what makes the patched activation.
         basis: the point in a basis whose activation is patched, where `hook` is one that shows what it stands on.
+        by_position: whether what is done to one position is the same whatever the others are (see `by_position`).
     """
 
     index: int
@@ -51,6 +52,7 @@ class Job:
     start: int
     patch: Callable[[int], Patch]
     basis: HookPoint | None = None
+    by_position: bool = True
 
     @property
     def layer(self) -> int:
@@ -131,7 +133,7 @@ class Sweep:
             jobs: the patches.
         """
         run = self.corrupted
-        jobs = [below_its_basis(job, run.model.hook_dict) for job in jobs]
+        jobs = [self._later(below_its_basis(job, run.model.hook_dict)) for job in jobs]
         for start, together in groups(jobs, run.length, run.batch, self.n_layers):
             together.sort(key=lambda job: (job.layer, job.hook.order, job.basis is not None, job.index))
             most = self.most(run.length - start)
@@ -139,6 +141,11 @@ class Sweep:
                 ends = _Ends(run, self._through(some, start), start)
                 for number, job in enumerate(some):
                     yield job, ends.logits(number)
+
+    def _later(self, job: Job) -> Job:
+        """A patch of what a block leaves as one of what the next block is given: this block need not run."""
+        after = self.corrupted.handed_on.get(job.hook.name)
+        return job if after is None else replace(job, hook=self.corrupted.model.hook_dict[after])
 
     def _through(self, jobs: Sequence[Job], start: int) -> Float[Tensor, "rows pos d_model"]:
         """The residual stream after the last block, patch by patch. The patches are sorted by layer."""
@@ -208,6 +215,23 @@ def _patching(patches: Sequence[Patch], before: int, batch: int, rows: int) -> C
     return patch
 
 
+def by_position(view: InBasis, read: Tensor) -> bool:
+    """Whether a basis gives each position the same, wherever it is and whatever the others are: tried on an activation.
+
+    Args:
+        view: what is seen in the basis.
+        read: what its features are of, ``[batch, pos, ...]``.
+    """
+
+    def reconstructed(x: Tensor) -> Tensor:
+        features = view.encode(x)
+        return view.basis.decode(features.to_dense() if features.is_sparse else features)
+
+    moved = read.roll(1, 1)
+    moved[:, ::2] = 0
+    return read.shape[1] == 1 or close(reconstructed(moved)[:, 1::2], reconstructed(read).roll(1, 1)[:, 1::2])
+
+
 def below_its_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
     """A patch in a basis as one of the point that the basis stands on, where that is the same.
 
@@ -218,7 +242,7 @@ def below_its_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
         hooks: all hook points.
     """
     view = job.hook.view
-    if not isinstance(view, InBasis) or job.hook.point.linked or not view.edits_alone:
+    if not isinstance(view, InBasis) or job.hook.point.linked or not (view.edits_alone and job.by_position):
         return job
     base = hooks[job.hook.name.rpartition(".")[0]]
     own = [hook for hook in hooks.values() if hook.name.startswith(f"{base.name}.")]
@@ -238,18 +262,26 @@ def _patching_features(basis: HookPoint, patches: Sequence[Patch], before: int, 
     assert isinstance(view, InBasis)
 
     def patch(activation: Tensor, hook: HookPoint) -> Tensor:
-        rows = slice(before, before + batch * len(patches))
         own = activation[before : before + batch]
         old = view.encode(own)
         old = old.to_dense() if old.is_sparse else old
-        features = old.repeat(len(patches), *[1] * (old.ndim - 1))
-        for part, function in zip(features.split(batch), patches, strict=True):
-            made = function(part)
-            if made is not None and made is not part:
-                part.copy_(made)
-        kept = view.decoded(old, own).repeat(len(patches), *[1] * (own.ndim - 1))
+        kept = view.decoded(old, own)
         new = activation.clone()
-        new[rows] += view.decoded(features, activation[rows]) - kept
+        places, rows = [], []
+        for number, function in enumerate(patches):
+            features = old.clone()
+            made = function(features)
+            features = features if made is None else made
+            changed = (features != old).flatten(2).any(-1).nonzero(as_tuple=True)
+            places.append((changed[0] + before + number * batch, changed[0], changed[1]))
+            rows.append(features[changed])
+        into, row, position = (torch.cat(parts) for parts in zip(*places, strict=True))
+        if len(into):  # only what changed is decoded, in rows of as many positions as there are
+            n, length = len(into), own.shape[1]
+            filler = old.new_zeros(-n % length, *old.shape[2:])
+            packed = torch.cat([*rows, filler]).unflatten(0, (-1, length))
+            found = view.decoded(packed, own[:1].expand(len(packed), *own.shape[1:])).flatten(0, 1)[:n]
+            new[into, position] += found - kept[row, position]
         return new
 
     return patch

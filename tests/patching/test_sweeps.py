@@ -12,7 +12,11 @@ from bridge.embedded import MODEL_DIR
 from bridge.legacy import HookedTransformer
 from bridge.patching.generic import generic_activation_patch, make_df_from_ranges
 from bridge.patching.runs import PatchedRuns, may_start_later
-from bridge.patching.setters import layer_head_vector_patch_setter, layer_pos_patch_setter
+from bridge.patching.setters import (
+    layer_head_vector_patch_setter,
+    layer_pos_feature_patch_setter,
+    layer_pos_patch_setter,
+)
 from tests.conftest import tiny, torch_hooks
 from tests.reference import DATA, FAMILIES, reference
 
@@ -383,3 +387,36 @@ def test_legacy_names_are_these():
     assert patching.generic_activation_patch is generic_activation_patch
     assert {f"get_act_patch_{kind}" for kind in READY} < set(patching.__all__)
     assert all(getattr(patching, name).__doc__ for name in patching.__all__ if name[0].islower())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("point", ["resid_post", "resid_pre"])
+def test_features_that_depend_on_other_positions(point):
+    """A basis that adds up positions: a run that left out the first ones would see other features."""
+    bridge = TransformerBridge.boot_embedded()
+    clean, corrupted = bridge.to_tokens(["Mary and John went to", "Mary and John ran to"])[:, None]
+    generator = torch.Generator().manual_seed(0)
+    W = torch.randn(128, 8, generator=generator) / 11
+
+    def encode(x):
+        return x.cumsum(1) @ W
+
+    def decode(features):
+        return (features + features.cumsum(1)) @ W.T
+
+    hook = bridge.add_basis(f"blocks.1.hook_{point}", "own", encode=encode, decode=decode)
+    _, cache = bridge.run_with_cache(clean, names_filter=hook.name)
+    metric = lambda logits: logits[0, -1, 7]
+    options = {"index_axis_names": ("layer", "pos", "feature"), "verbose": False}
+    found = generic_activation_patch(
+        bridge, corrupted, cache, metric, layer_pos_feature_patch_setter, f"{point}.own", **options
+    )
+    for pos in range(found.shape[1]):
+
+        def patch(features, hook, pos=pos):
+            features[:, pos, 3] = cache[hook.name][:, pos, 3]
+            return features
+
+        right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(hook.name, patch)]))
+        assert float(found[1, pos, 3]) == pytest.approx(float(right), abs=1e-4)
+    assert found[1].std() > 1e-2
