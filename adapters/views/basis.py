@@ -86,7 +86,7 @@ class InBasis(View):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         act, read = self._activation(x, call), self._read(x, call)
         if isinstance(self.error, str) and self.error == "keep":
-            change = -self.decoded(_dense(self.encode(read)), act)
+            change = -self.decoded(dense(self.encode(read)), act)
             if self.stateful:
                 self.encode(read)
             made = act + (self.decoded(new, act) + change)
@@ -159,6 +159,10 @@ class InBasis(View):
         return self.reads[1].get(seen, Call(module, (seen,), {}))
 
 
-def _dense(features: Tensor) -> Tensor:
-    """Features as whoever changed them has them, so that their decoding has the same bits."""
+def dense(features: Tensor) -> Tensor:
+    """Features as whoever changed them has them, so that their decoding has the same bits.
+
+    Args:
+        features: sparse or not.
+    """
     return features.to_dense() if features.is_sparse else features

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.views.basis import InBasis
+from adapters.views.basis import InBasis, dense
 from bridge.analysis.attribution import Tokens
 from bridge.analysis.requirements import Index, pick
 from bridge.bridge import TransformerBridge
@@ -72,7 +72,7 @@ def feature_attribution(
     with torch.no_grad():
         _, cache = bridge.run_with_cache(tokens, names_filter=hook, **masked)
     act = cache[hook.name]
-    act = act.to_dense() if act.is_sparse else act
+    act = dense(act)
     start = torch.zeros_like(act) if baseline is None else baseline.to(act)
     if start.shape not in (act.shape, act.shape[1:]):
         raise ValueError(f"the baseline has shape {list(start.shape)}; {hook.name} has {list(act.shape)}")
@@ -143,7 +143,7 @@ def feature_logit_attrs(
             "on what is added to it"
         )
     found = cache[name]
-    features = found.to_dense() if found.is_sparse else found
+    features = dense(found)
     with torch.no_grad():
         n, decode = features.shape[-1], view.basis.decode
         zero = decode(features.new_zeros(1, 1, n))

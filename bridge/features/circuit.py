@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from adapters.views.basis import dense
 from bridge.bridge import TransformerBridge
 from bridge.circuits.evaluation import ABLATIONS, Evaluation
 from bridge.circuits.metrics import Metric
@@ -97,8 +98,7 @@ def _others(
     if corrupted is None:
         return {}
     _, cache = bridge.run_with_cache(corrupted, names_filter=[hook.name for hook in hooks])
-    found = {hook.name: cache[hook.name] for hook in hooks}
-    found = {name: act.to_dense() if act.is_sparse else act for name, act in found.items()}
+    found = {hook.name: dense(cache[hook.name]) for hook in hooks}
     return {name: act.mean(0, keepdim=True) for name, act in found.items()} if ablation == "mean" else found
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.views.basis import InBasis
+from adapters.views.basis import InBasis, dense
 from bridge.bases.placing import takes_over, written_later
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
@@ -261,8 +261,7 @@ class _Replaced:
                 view = basis.view
                 assert isinstance(view, InBasis)
                 read = self._read[view.reads[0]] if view.reads else act
-                found = view.encode(read)
-                found = found.to_dense() if found.is_sparse else found
+                found = dense(view.encode(read))
                 leaf = found.detach().requires_grad_()
                 entries = (leaf[0] * self.kept[:, None]).nonzero()
                 nodes = [Node("feature", basis.name, int(pos), int(index)) for pos, index in entries]

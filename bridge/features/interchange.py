@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import cached
 
+from adapters.views.basis import dense
 from bridge.bases.kinds import Rotation
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
@@ -68,8 +69,7 @@ def interchange(
     (hook,) = bridge.select_hooks(point)
     with torch.no_grad():
         _, cache = bridge.run_with_cache(source, names_filter=hook)
-    found = cache[hook.name]
-    found = found.to_dense() if found.is_sparse else found
+    found = dense(cache[hook.name])
     at = position if source_position is None else source_position
     given = found if at is None else found[:, at]
 

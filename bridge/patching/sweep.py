@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adapters.views.basis import InBasis
+from adapters.views.basis import InBasis, dense
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun, close
 from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
@@ -224,8 +224,7 @@ def by_position(view: InBasis, read: Tensor) -> bool:
     """
 
     def reconstructed(x: Tensor) -> Tensor:
-        features = view.encode(x)
-        return view.basis.decode(features.to_dense() if features.is_sparse else features)
+        return view.basis.decode(dense(view.encode(x)))
 
     moved = read.roll(1, 1)
     moved[:, ::2] = 0
@@ -263,8 +262,7 @@ def _patching_features(basis: HookPoint, patches: Sequence[Patch], before: int, 
 
     def patch(activation: Tensor, hook: HookPoint) -> Tensor:
         own = activation[before : before + batch]
-        old = view.encode(own)
-        old = old.to_dense() if old.is_sparse else old
+        old = dense(view.encode(own))
         kept = view.decoded(old, own)
         new = activation.clone()
         places, rows = [], []

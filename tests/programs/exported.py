@@ -254,8 +254,6 @@ AFTERWARDS = """
 import torch
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
-from tests.interventions.cases import LENGTH, NAMES, by_hand
-from tests.interventions.cases import cases as operations
 
 program = TransformerBridge(tiny("llama-gqa")).program(capture=["blocks.1.attn.hook_pattern"])
 tokens = torch.tensor([[5, 6, 7, 8]])
