@@ -88,7 +88,8 @@ class WrappedModel(nn.Module):
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
         self.__dict__["architecture"] = found.architecture
-        self.names = Names(self.wiring.points)
+        self.names = Names(self.wiring.points, found.not_offered)
+        self.layout = found.layout
         self._read_weights()
         read_record(self)
 
@@ -138,7 +139,7 @@ class WrappedModel(nn.Module):
             >>> print(TransformerBridge.boot_embedded().report().splitlines()[-1])
             embedded: 135 hook points, as its adapter declares
         """
-        return report(self.original_model, self.core, self.offered(), self.cfg.processed)
+        return report(self.original_model, self.core, self.offered(), self.cfg.processed, self.layout)
 
     @property
     def weights(self) -> Weights:
@@ -209,6 +210,7 @@ class WrappedModel(nn.Module):
                 f"{cfg.d_vocab} tokens",
                 f"hook_dict       {len(self.hook_dict)} hook points, from {next(iter(self.hook_dict), 'none')} on",
                 f"tokenizer       {tokenizer}",
+                *([] if self.layout is None else [f"spread          {self.layout.said}"]),
             ]
         )
 

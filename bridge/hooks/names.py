@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bridge.hooks.act_names import act_name
 from bridge.hooks.hook_point import HookPoint
@@ -40,10 +40,11 @@ class Names:
 
     Args:
         points: by canonical name, in the order of the computation.
+        not_offered: names, or what they begin with, of points that are left out, with the reason.
     """
 
-    def __init__(self, points: dict[str, HookPoint]) -> None:
-        self.points = points
+    def __init__(self, points: dict[str, HookPoint], not_offered: Mapping[str, str] | None = None) -> None:
+        self.points, self._not_offered = points, not_offered or {}
         self._aliases: dict[str, str] | None = None
 
     def refresh(self) -> None:
@@ -69,6 +70,8 @@ class Names:
             if canonical is None:
                 if not isinstance(name, str):
                     raise UnknownHookError(f"{name!r} is no name of a hook point: names are strings")
+                if reason := self._not_offered.get(name):
+                    raise UnknownHookError(f"{name} cannot be shown: {reason}")
                 known = (*self.points, *self.aliases)
                 hint = self._of_all_layers(name) or suggestion(name, known)
                 raise UnknownHookError(f"there is no hook point {name!r}.{hint}")
