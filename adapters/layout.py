@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -19,8 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from adapters.gathering import Cut
 from adapters.paths import core_path, module_at, module_path
 from adapters.points import Point, Site
+from adapters.views import View
+from adapters.views.heads import HeadsFirst
+from adapters.views.stream import Composed
 
 #: Layers of these styles give a part of their columns to what follows.
 _GIVES_PART = "colwise"
@@ -40,24 +44,6 @@ class SpreadModelError(TypeError):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A tensor of which each process holds a part: equal parts, in the order of the processes.
-
-    Attributes:
-        axis: along which it is cut.
-        group: the processes.
-    """
-
-    axis: int
-    group: dist.ProcessGroup
-
-    @property
-    def parts(self) -> int:
-        """How many there are."""
-        return self.group.size()
-
-
-@dataclass(frozen=True)
 class Layout:
     """How a model is spread over processes.
 
@@ -66,12 +52,14 @@ class Layout:
         group: the processes that share each layer; None where none is shared.
         styles: how each module is cut, by its path from the wrapped model.
         sizes: over how many columns, of modules that give or take a part.
+        heads_first: the norms of heads that are given heads before positions.
     """
 
     said: str
     group: dist.ProcessGroup | None = None
     styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    heads_first: frozenset[str] = frozenset()
 
     def cut(self, site: Site) -> Cut | None:
         """How a site's tensor is cut; None where it is whole.
@@ -92,16 +80,20 @@ class Layout:
             axis = None
         return None if axis is None else Cut(axis, self.group)
 
+    def of(self, points: Iterable[Point]) -> Layout:
+        """The same, of a model with these hook points, whose views say in which order some modules have their axes."""
+        first = (module_path(point.site.path) for point in points if _sees_heads_first(point.view))
+        return replace(self, heads_first=frozenset(first))
+
     def not_shown(self, points: Iterable[Point]) -> dict[str, str]:
         """The hook points that would show a part that cannot be put together, with the reason."""
         found = {}
         for point in points:
             try:
                 for site in (point.site, *point.sources):
-                    if self.cut(site) is not None:
-                        raise SpreadModelError(f"each process computes a part of {site.path}")
+                    self.cut(site)
                 if point.view.contextual and module_path(point.site.path) in self.styles:
-                    raise SpreadModelError(f"each process has a part of the weights of {point.site.path}")
+                    self.cut(Site(point.site.path, "input"))
             except SpreadModelError as error:
                 found[point.name] = f"{error}: {self.said}"
         return found
@@ -118,7 +110,7 @@ class Layout:
         if style is None and region is None:
             return None
         if style == _OF_HEADS and region is not None and self._axis_of_heads(region) is not None:
-            return -2
+            return 1 if path in self.heads_first else -2
         raise SpreadModelError(f"each process computes a part of {path} ({style or f'inside {region}'})")
 
     def _axis_of_heads(self, path: str) -> int | None:
@@ -151,6 +143,12 @@ class Layout:
         assert self.group is not None
         if self.sizes[path] % self.group.size():
             raise SpreadModelError(f"the {self.sizes[path]} columns of {path} are cut into unequal parts")
+
+
+def _sees_heads_first(view: View) -> bool:
+    if isinstance(view, Composed):
+        return _sees_heads_first(view.inner) or _sees_heads_first(view.outer)
+    return isinstance(view, HeadsFirst)
 
 
 def _is_inside(path: str, module: str) -> bool:

@@ -108,6 +108,7 @@ def map_model(
     declared_map = _mapped(model, core, architecture, None)
     if layout is None:
         return declared_map
+    layout = layout.of(declared_map.points)
     return replace(declared_map.without(layout.not_shown(declared_map.points)), layout=layout)
 
 

@@ -82,7 +82,7 @@ class WrappedModel(nn.Module):
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
     def _wire(self, found: ModelMap) -> None:
-        self.wiring = Wiring(self.original_model, found.points, self.makes_points)
+        self.wiring = Wiring(self.original_model, found.points, self.makes_points, found.layout)
         self.block_paths, self.block_output = found.block_paths, found.block_output
         self._inferred, self._not_offered = found.inferred, found.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.

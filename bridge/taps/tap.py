@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from adapters.gathering import Cut
 from adapters.paths import call_number
 from adapters.views import Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
@@ -31,6 +32,7 @@ class Tap:
         points: the hook points, by channel.
         opened: the scopes that may begin to listen while the module runs.
         original: the forward that it stands before.
+        cut: how heads are spread over processes; None where all are here.
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
@@ -38,6 +40,7 @@ class Tap:
         self.module = module
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
+        self.cut: Cut | None = None
 
     # A copy of the model that is made meanwhile has its class's forward.
     def __reduce__(self) -> tuple[object, ...]:
@@ -149,6 +152,10 @@ class TappedCall(Protocol):
     """One call of a tapped module, in a run or in a program."""
 
     @property
+    def parts(self) -> int:
+        """Over how many processes the heads are spread."""
+
+    @property
     def asking(self) -> bool:
         """Whether a user's function is being called: what it computes is not the model's."""
 
@@ -177,6 +184,11 @@ class RunCall:
     def __init__(self, tap: Tap, call: Call) -> None:
         self.tap, self.call, self.module = tap, call, tap.module
         self._run: ForwardPass | None = CURRENT.get().run
+
+    @property
+    def parts(self) -> int:
+        """Over how many processes the heads are spread."""
+        return 1
 
     @property
     def asking(self) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import nn
 
+from adapters.layout import Layout
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
 from bridge.hooks.context import CURRENT, open_scope
@@ -27,6 +28,7 @@ from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
 from bridge.wiring.in_order import put_behind_in_order
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
+from bridge.wiring.shared_site import SharedSite
 from bridge.wiring.site import SiteHook
 
 
@@ -37,6 +39,7 @@ class Wiring:
         model: the Hugging Face model.
         points: what its adapter declares.
         make: the class of its hook points.
+        layout: how the model is spread over processes; None where it is not.
 
     Attributes:
         points: the hook points by name, in the order of the computation.
@@ -47,8 +50,15 @@ class Wiring:
         lock: held while hooks come and go.
     """
 
-    def __init__(self, model: nn.Module, points: Iterable[Point], make: type[HookPoint] = HookPoint) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        points: Iterable[Point],
+        make: type[HookPoint] = HookPoint,
+        layout: Layout | None = None,
+    ) -> None:
         self._model = Finder(model, "")
+        self._layout = None if layout is None or layout.group is None else layout
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
         self.tapped: dict[str, str] = {}
@@ -327,6 +337,8 @@ class Wiring:
         if home is None:
             site = point.point.site
             tap = tap_on(site.kind, Finder(self.model, site.path).module)
+            if self._layout is not None:
+                tap.cut = self._layout.cut(site)
             self._taps[point] = tap
             tap.connect(str(site.key), point)
         else:
@@ -353,7 +365,12 @@ class Wiring:
     def _site(self, site: Site) -> SiteHook:
         hook = self._sites.get(site)
         if hook is None:
-            hook = self._sites[site] = SiteHook(site, Finder(self.model, site.path), self._attached)
+            find = Finder(self.model, site.path)
+            if self._layout is None:
+                hook = SiteHook(site, find, self._attached)
+            else:
+                hook = SharedSite(site, find, self._attached, self._layout)
+            self._sites[site] = hook
         return hook
 
     def _listeners_changed(self, point: HookPoint) -> None:

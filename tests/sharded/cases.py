@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
+from adapters import verify
+from adapters.gathering import DifferentEditsError
 from adapters.layout import SpreadModelError
 from bridge import TransformerBridge
 from bridge.hooks.names import UnknownHookError
@@ -18,6 +20,8 @@ from tests.sharded.models import TOKENS, difference, load
 from weight_processing.check import ProcessingError
 
 CLOSE = 1e-5
+#: What a sum of parts may differ by behind two layers.
+FAR = 1e-4
 
 
 def pair(kind: str, folder: Path) -> tuple[TransformerBridge, TransformerBridge]:
@@ -25,30 +29,167 @@ def pair(kind: str, folder: Path) -> tuple[TransformerBridge, TransformerBridge]
     return TransformerBridge(load(kind, folder, tp_plan="auto")), TransformerBridge(load(kind, folder))
 
 
-def stream_of_tensor_parallel(kind: str, folder: Path) -> None:
-    """The residual stream, its edits and its gradients are those of one process."""
-    ours, plain = pair(kind, folder)
+def said_to_be_tensor_parallel(kind: str, folder: Path) -> None:
+    """The bridge says how its model is spread."""
+    ours, _ = pair(kind, folder)
     assert "tensor parallel over 2 processes" in str(ours)
     assert "tensor parallel over 2 processes" in ours.report()
-    names = [name for name in ours.hook_dict if "resid" in name or name in ("hook_embed", "ln_final.hook_normalized")]
-    assert len(names) >= 8
-    _, found = ours.run_with_cache(TOKENS, names_filter=names)
-    _, wanted = plain.run_with_cache(TOKENS, names_filter=names)
-    for name in names:
-        assert difference(found[name], wanted[name]) < CLOSE, name
-    for name in names:
-        assert _gradient(ours, name).sub(_gradient(plain, name)).abs().max() < CLOSE, name
-        edit = [(name, lambda x, hook: x * 0.5 + 1)]
-        assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), plain.run_with_hooks(TOKENS, fwd_hooks=edit)) < (
-            10 * CLOSE
-        ), name
 
 
-def _gradient(bridge: TransformerBridge, name: str) -> torch.Tensor:
+def every_activation(kind: str, folder: Path) -> None:
+    """Each point shows what it does in one process, in a cache of all and alone, with and without gradients."""
+    ours, plain = pair(kind, folder)
+    names = list(ours.hook_dict)
+    missing = set(plain.hook_dict) - set(names)
+    assert missing == set(ours.offered().not_offered)
+    assert all(".experts." in name for name in missing), missing
+    for context in (torch.no_grad, torch.enable_grad):
+        with context():
+            logits, found = ours.run_with_cache(TOKENS, names_filter=names)
+            wanted_logits, wanted = plain.run_with_cache(TOKENS, names_filter=names)
+        assert difference(logits, wanted_logits) < FAR
+        for name in names:
+            assert difference(found[name], wanted[name]) < FAR, name
+    for name in names:
+        _, found = ours.run_with_cache(TOKENS, names_filter=name)
+        assert difference(found[name], wanted[name]) < FAR, name
+    _, default = ours.run_with_cache(TOKENS)
+    assert set(default) == set(plain.run_with_cache(TOKENS)[1]) - missing
+
+
+def every_edit(kind: str, folder: Path) -> None:
+    """An edit at any point, and the gradient there, have the effect that they have in one process."""
+    ours, plain = pair(kind, folder)
+    base = plain(TOKENS)
+    for name in ours.hook_dict:
+        if name.startswith("blocks.1") or "indices" in name or "topk" in name:
+            continue
+        edit = [(name, _halved)]
+        wanted = plain.run_with_hooks(TOKENS, fwd_hooks=edit)
+        assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted) < FAR, name
+        with torch.no_grad():
+            assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted.detach()) < FAR, name
+        assert difference(wanted, base) > 1e-3 or _changes_nothing(name), name
+        mine, gradients = _gradients(ours, name), _gradients(plain, name)
+        assert len(mine) == len(gradients), name
+        for one, other in zip(mine, gradients, strict=True):
+            assert difference(one, other) < FAR * (float(other.abs().max()) + 1), name
+
+
+def _halved(x: torch.Tensor, hook: object) -> torch.Tensor:
+    """Another factor for each entry of the last axis: parts that were exchanged would be seen."""
+    return x * torch.linspace(0.2, 0.9, x.shape[-1]) if x.is_floating_point() else x
+
+
+def _changes_nothing(name: str) -> bool:
+    return not name.endswith(("hook_z", "hook_q", "hook_v", "hook_post", "hook_pre", "hook_resid_mid", "hook_result"))
+
+
+def gradients_of_parameters(kind: str, folder: Path) -> None:
+    """With an edit in place, the gradient of every parameter is that of one process."""
+    ours, plain = pair(kind, folder)
+    edits = [(f"blocks.0.{name}", _halved) for name in ("attn.hook_z", "attn.hook_q", "attn.hook_pattern", "hook_mlp_out")]
     found = []
+    for bridge in (ours, plain):
+        bridge.run_with_hooks(TOKENS, fwd_hooks=edits, return_type="loss").backward()
+        found.append([_of(parameter) for parameter in bridge.core.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert difference(mine, theirs) < FAR * (float(theirs.abs().max()) + 1)
+
+
+def heads_knocked_out(kind: str, folder: Path) -> None:
+    """Each head is the head of its number."""
+    ours, plain = pair(kind, folder)
+    effects = []
+    for head in range(plain.cfg.n_heads):
+
+        def knock(z: torch.Tensor, hook: object, head: int = head) -> None:
+            z[:, :, head] = 0
+
+        edit = [("blocks.0.attn.hook_z", knock)]
+        wanted = plain.run_with_hooks(TOKENS, fwd_hooks=edit)
+        effects.append(difference(wanted, plain(TOKENS)))
+        assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted) < FAR
+    assert min(effects) > 1e-2
+
+
+def weights_in_full(kind: str, folder: Path) -> None:
+    """Weights are put together where they are read."""
+    ours, plain = pair(kind, folder)
+    for name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_U", "W_E", "b_Q", "b_out"):
+        if hasattr(plain, name):
+            assert difference(getattr(ours, name), getattr(plain, name)) == 0, name
+    assert difference(ours.OV[0, 1].AB, plain.OV[0, 1].AB) < CLOSE
+
+
+def generation(kind: str, folder: Path) -> None:
+    """Texts are those of one process, with and without an edit."""
+    ours, plain = pair(kind, folder)
+    how = {"max_new_tokens": 5, "do_sample": False, "verbose": False, "return_type": "tokens"}
+    for edits in ([], [("blocks.0.attn.hook_z", _halved)], [("blocks.1.attn.hook_pattern", _halved)]):
+        texts = []
+        for bridge in (ours, plain):
+            with bridge.hooks(fwd_hooks=edits):
+                texts.append(bridge.generate(TOKENS, **how))
+        assert torch.equal(*texts)
+
+
+def analysis(kind: str, folder: Path) -> None:
+    """A patching sweep, logit attribution and head results."""
+    from bridge.patching import get_act_patch_attn_head_out_all_pos
+
+    ours, plain = pair(kind, folder)
+    found = []
+    for bridge in (ours, plain):
+        _, cache = bridge.run_with_cache(TOKENS.flip(1))
+        heads = cache.stack_head_results(layer=-1)
+        attribution = cache.logit_attrs(cache.accumulated_resid(layer=-1), TOKENS[:, :1].expand(-1, TOKENS.shape[1]))
+        sweep = get_act_patch_attn_head_out_all_pos(bridge, TOKENS, cache, lambda logits: logits[:, -1, 5].sum())
+        found.append((heads, attribution, sweep))
+    for mine, theirs in zip(*found, strict=True):
+        assert difference(mine, theirs) < FAR
+
+
+def verified(kind: str, folder: Path) -> None:
+    """`verify` proves the same claims as in one process."""
+    ours, plain = pair(kind, folder)
+    mine, theirs = verify(ours), verify(plain)
+    assert str(mine) == str(theirs), f"{mine}\n{theirs}"
+
+
+def different_edits_are_refused(kind: str, folder: Path) -> None:
+    """An edit that is another on each process, or fails on one, or is there on one alone, ends the run on all."""
+    ours, _ = pair(kind, folder)
+    rank = torch.distributed.get_rank()
+    before = ours(TOKENS)
+
+    def noise(x: torch.Tensor, hook: object) -> torch.Tensor:
+        return x + rank
+
+    def alone(x: torch.Tensor, hook: object) -> torch.Tensor | None:
+        return x * 2 if rank == 0 else None
+
+    def fails(x: torch.Tensor, hook: object) -> None:
+        if rank == 1:
+            raise KeyError("mine")
+
+    for name in ("blocks.0.attn.hook_z", "blocks.0.attn.hook_pattern", "blocks.0.hook_resid_mid"):
+        for hook in (noise, alone):
+            with pytest.raises(DifferentEditsError, match=f"{name} differs .* seed random numbers alike"):
+                ours.run_with_hooks(TOKENS, fwd_hooks=[(name, hook)])
+        with pytest.raises(*((KeyError, "mine") if rank == 1 else (DifferentEditsError, f"{name} failed on process 1"))[:1]):
+            ours.run_with_hooks(TOKENS, fwd_hooks=[(name, fails)])
+        with pytest.raises(DifferentEditsError, match="other hook points"):
+            ours.run_with_hooks(TOKENS, fwd_hooks=[(name, _halved)] if rank == 0 else [])
+    assert torch.equal(ours(TOKENS), before)
+
+
+def _gradients(bridge: TransformerBridge, name: str) -> list[torch.Tensor]:
+    """Those that a point is shown: none where nothing goes through it (`hook_attn_in` if nobody asks for it)."""
+    found: list[torch.Tensor] = []
     with bridge.hooks(bwd_hooks=[(name, lambda gradient, hook: found.append(gradient.detach().clone()))]):
         bridge(TOKENS, return_type="loss").backward()
-    return found[0]
+    return found
 
 
 def processing_is_refused(kind: str, folder: Path) -> None:

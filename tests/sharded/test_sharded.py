@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CASES = (
-    "stream_of_tensor_parallel:llama",
+    "said_to_be_tensor_parallel:llama",
+    "every_activation:llama",
+    "every_edit:llama",
+    "gradients_of_parameters:llama",
+    "heads_knocked_out:llama",
+    "weights_in_full:llama",
+    "generation:llama",
+    "analysis:llama",
     "processing_is_refused:llama",
     "expert_parallel_is_refused:mixtral",
     "inside_experts_is_refused:mixtral",
