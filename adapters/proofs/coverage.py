@@ -65,7 +65,7 @@ def _plain_run(evidence: Evidence) -> tuple[Calls, dict[str, int]]:
         for path, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(enter(path)))
             handles.append(module.register_forward_hook(leave))
-        with torch.no_grad(), recorded(model) as calls, counted:
+        with torch.no_grad(), recorded(evidence.bridge) as calls, counted:
             evidence.bridge.core(**evidence.arguments)  # not what compiles it
     finally:
         for handle in handles:

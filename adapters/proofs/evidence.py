@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from adapters.architecture import NamedStep, Stack
 from adapters.config import config_of
+from adapters.gathering import Cut
 from adapters.inputs.made import Given, arguments_of, split, with_the_rest
+from adapters.layout import SpreadModelError
 from adapters.paths import base_path, call_number, has_module, join, module_path, path_from, token_embedding
+from adapters.points import Site
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
 
@@ -105,11 +108,11 @@ Calls = dict[str, list[ModuleCall]]
 
 
 @contextmanager
-def recorded(model: nn.Module, paths: Sequence[str] | None = None, *, copies: bool = True) -> Iterator[Calls]:
-    """Records the calls of modules while it is open.
+def recorded(bridge: Bridge, paths: Sequence[str] | None = None, *, copies: bool = True) -> Iterator[Calls]:
+    """Records the calls of modules while it is open; what each process has a part of is put together.
 
     Args:
-        model: the model.
+        bridge: the bridge of the model.
         paths: which modules; None: all that are in it.
         copies: keep what the tensors hold at the time of the call; False: the tensors themselves, with their graph.
     """
@@ -121,23 +124,30 @@ def recorded(model: nn.Module, paths: Sequence[str] | None = None, *, copies: bo
         return type(x)(keep(value) for value in x) if type(x) in (tuple, list) else x
 
     def before(path: str) -> Callable[..., None]:
+        cut = _cut(bridge, Site(path, "input"))
+
         def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # What enters may be changed in place while the module runs.
+            args = args if cut is None else (cut.whole(args[0]), *args[1:])
             given = keep(args), {name: keep(value) for name, value in kwargs.items()}
             calls.setdefault(path, []).append(ModuleCall(module, *given, None))
 
         return entered
 
     def after(path: str) -> Callable[..., None]:
-        def left(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        cut = _cut(bridge, Site(path, "output"))
+
+        def left(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             call = calls[path][-1]
-            calls[path][-1] = ModuleCall(module, call.args, call.kwargs, keep(output))
+            whole = output if cut is None else cut.whole(output)
+            calls[path][-1] = ModuleCall(module, call.args, call.kwargs, keep(whole))
+            return None if cut is None or copies else cut.part(whole)
 
         return left
 
     handles = []
     try:
-        for path, module in model.named_modules():
+        for path, module in bridge.original_model.named_modules():
             if paths is None or path in paths:
                 handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
                 handles.append(module.register_forward_hook(after(path)))
@@ -145,6 +155,14 @@ def recorded(model: nn.Module, paths: Sequence[str] | None = None, *, copies: bo
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _cut(bridge: Bridge, site: Site) -> Cut | None:
+    """How what passes a module is spread over processes; None where it is whole, or nobody knows."""
+    try:
+        return None if bridge.layout is None else bridge.layout.cut(site)
+    except SpreadModelError:
+        return None
 
 
 def add_numbered(calls: Calls, bridge: Bridge) -> Calls:
@@ -342,7 +360,7 @@ def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
         return new.to(x)
 
     hooks: list[NamedHook] = [(names, look)]
-    with torch.no_grad(), recorded(bridge.original_model) as calls:
+    with torch.no_grad(), recorded(bridge) as calls:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
     evidence.raw, evidence.output = add_numbered(calls, bridge), output if isinstance(output, Tensor) else None
     evidence.calls = _batch_first(evidence) if bridge.architecture.stack.positions_first else evidence.raw
@@ -390,7 +408,7 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
     wanted = [path for path, _ in model.named_modules() if any(path.startswith(f"{block}.") for block in plain)]
     handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in plain]
     try:
-        with torch.enable_grad(), recorded(model, wanted, copies=False) as calls:
+        with torch.enable_grad(), recorded(bridge, wanted, copies=False) as calls:
             bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
     finally:
         for handle in handles:

@@ -189,7 +189,7 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
         and getattr(config, "pad_token_id", None) is not None
     ):  # see what its labels become
         path = join(evidence.base, architecture.token_embeddings)
-        with torch.no_grad(), recorded(model, [path]) as calls:
+        with torch.no_grad(), recorded(evidence.bridge, [path]) as calls:
             evidence.bridge.core(**arguments_of(evidence.bridge.core, evidence.tokens[:1], {"labels": labels}))
         given = calls[path][0].input
         seen = -1 if given is None else int(given[0, 0])

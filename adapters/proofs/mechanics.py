@@ -235,7 +235,7 @@ class Mechanics:
             for place in places
         }
         names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")] + list(ends.values())
-        with recorded(self.model, [module_path(path) for path in sites.values()]) as calls:
+        with recorded(self.bridge, [module_path(path) for path in sites.values()]) as calls:
             cache = self.cache(names) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:

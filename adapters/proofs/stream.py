@@ -160,7 +160,7 @@ def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: At
     def other(x: Tensor, hook: Hook) -> Tensor:
         return x.flip(1) * 0.5
 
-    with torch.no_grad(), recorded(evidence.bridge.original_model, [path]) as calls:
+    with torch.no_grad(), recorded(evidence.bridge, [path]) as calls:
         evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, other)], **evidence.more)
     findings.equal(READS, f"{place.part}({part.k.path})", calls[path][0].input, key)
 

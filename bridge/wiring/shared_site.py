@@ -37,7 +37,8 @@ class SharedSite(SiteHook):
         heard = [point for point in self.points if point.is_heard]
         if not (heard or self.watchers or self.readers):
             return x
-        if any(point.view.contextual for point in heard):  # they compute from the module and its input
+        # What is read separately, and some views, are computed from the module and its input.
+        if self.readers or any(point.view.contextual for point in heard):
             module = _whole(module)
             args = (self._given.whole(args[0]), *args[1:]) if self._given is not None and args else args
         see = super().see

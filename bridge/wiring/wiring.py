@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,7 @@ from functools import partial
 
 from torch import nn
 
+from adapters.gathering import DifferentEditsError, agree
 from adapters.layout import Layout
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
@@ -159,6 +161,23 @@ class Wiring:
             raise RuntimeError(
                 f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
                 "modules first, and attach hooks then"
+            )
+
+    def check_all_listen(self) -> None:
+        """Looks whether hooks stand at the same points on all processes that share the model, all of which have to ask.
+
+        Raises:
+            DifferentEditsError: they do not.
+        """
+        if self._layout is None or self._layout.group is None:
+            return
+        heard = [(hook.name, [listener.kind for listener in hook.heard_by()]) for hook in self.points.values()]
+        here = zlib.crc32(repr([found for found in heard if found[1]]).encode())
+        if not agree(here, self._layout.group):
+            names = ", ".join(name for name, kinds in heard if kinds) or "no hook point"
+            raise DifferentEditsError(
+                f"hooks stand at {names} here, and at other hook points on other processes that share this model: do the "
+                "same on all"
             )
 
     def has_unseen_hooks(self) -> bool:
