@@ -1,4 +1,4 @@
-"""A tensor of which each process holds a part: put together, and cut again. For gradients each is the other's reverse."""
+"""A tensor of which each process holds a part: put together, and cut again; for gradients each is the other's reverse."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Cut:
 
     def whole(self, part: Tensor) -> Tensor:
         """All parts, one after the other. All processes have to ask for it."""
-        return cast(Tensor, _Whole.apply(part, self))
+        return cast(Tensor, _Split.apply(part, self.joined, self.own))
 
     def part(self, whole: Tensor) -> Tensor:
         """This process's part."""
-        return cast(Tensor, _Part.apply(whole, self))
+        return cast(Tensor, _Split.apply(whole, self.own, self.joined))
 
     def joined(self, part: Tensor) -> Tensor:
         """As `whole`, without a gradient."""
@@ -49,26 +49,51 @@ class Cut:
         return whole.narrow(self.axis, self.group.rank() * size, size).contiguous()
 
 
-class _Whole(torch.autograd.Function):
+@dataclass(frozen=True)
+class Summed(Cut):
+    """A tensor that is the sum of what the processes have. What is written is held by the first; the others have zeros."""
+
+    def joined(self, part: Tensor) -> Tensor:
+        """The sum."""
+        total = part.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def own(self, whole: Tensor) -> Tensor:
+        """What this process has of the sum."""
+        return whole.clone() if self.group.rank() == 0 else torch.zeros_like(whole)
+
+    def whole(self, part: Tensor) -> Tensor:
+        return cast(Tensor, _Split.apply(part, self.joined, _same))
+
+    def part(self, whole: Tensor) -> Tensor:
+        return cast(Tensor, _Split.apply(whole, self.own, _same))
+
+
+@dataclass(frozen=True)
+class SummedGradients(Summed):
+    """A tensor that all processes have, and the gradient of which is the sum of what they have."""
+
+    def whole(self, part: Tensor) -> Tensor:
+        return cast(Tensor, _Split.apply(part, _same, self.own))
+
+    def part(self, whole: Tensor) -> Tensor:
+        return cast(Tensor, _Split.apply(whole, _same, self.joined))
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
-        return cut.joined(part)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.cut.own(gradients[0]), None
-
-
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
-        return cut.own(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.cut.joined(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
 
 
 class DifferentEditsError(RuntimeError):
@@ -96,8 +121,8 @@ def agreed(make: Callable[[], Tensor], name: str, group: dist.ProcessGroup) -> T
         raise DifferentEditsError(f"a hook at {name} failed on process {failed - 1} of {group.size()}, which says why")
     if not same:
         raise DifferentEditsError(
-            f"what hooks made of {name} differs between the {group.size()} processes that share this model: seed random "
-            "numbers alike, and do the same on all"
+            f"what hooks made of {name} differs between the {group.size()} processes that share this model: seed "
+            "random numbers alike, and do the same on all"
         )
     return made
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adapters.gathering import Cut
+from adapters.gathering import Cut, Summed, SummedGradients
 from adapters.paths import core_path, module_at, module_path
 from adapters.points import Point, Site
 from adapters.views import View
@@ -32,6 +32,8 @@ _GIVES_PART = "colwise"
 _TAKES_PART = "rowwise"
 #: A norm of each head alone, between the two.
 _OF_HEADS = "replicated_with_grad_allreduce"
+#: How a mixture's experts are cut: each process has some neurons of all of them.
+_EXPERTS = {"moe_tp_experts", "packed_colwise", _TAKES_PART}
 #: Layers of these styles are cut inside, and are given and give whole tensors.
 _WHOLE_OUTSIDE = (
     "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise",
@@ -74,6 +76,8 @@ class Layout:
             axis = self._axis(path, site.kind)
         elif site.kind in ("attention", "softmax"):
             axis = self._axis_of_heads(path)
+        elif site.kind == "experts" and self._styles_in(path) == _EXPERTS:
+            return self._cut_of_expert(path, str(site.key).partition(".")[2])
         elif any(_is_inside(other, path) for other in self.styles):
             raise SpreadModelError(f"{path} is cut inside ({', '.join(sorted(self._styles_in(path)))})")
         else:
@@ -123,6 +127,14 @@ class Layout:
         for other in self._layers(path):
             self._check_even(other)
         return 1
+
+    def _cut_of_expert(self, path: str, part: str) -> Cut:
+        """How what is inside of an expert is cut: its neurons; what it returns is a sum over them."""
+        assert self.group is not None
+        self._check_even(f"{path}.down_proj")
+        if part in ("in", "out"):
+            return (Summed if part == "out" else SummedGradients)(-1, self.group)
+        return Cut(-1, self.group)
 
     def _layers(self, region: str) -> list[str]:
         """The layers in a module that give or take parts."""
@@ -239,6 +251,8 @@ def _by_plan(
         module = module_at(core, name) if f"{name}.weight" in spread else None
         if module is not None and style in (_GIVES_PART, _TAKES_PART):
             sizes[inside + name] = int(getattr(module, "out_features" if style == _GIVES_PART else "in_features"))
+        elif name in spread and style == _TAKES_PART:
+            sizes[inside + name] = spread[name].shape[-1]
     said.append(f"tensor parallel over {mesh.size()} processes")
     styles = {inside + name: style for name, style in plan.items()}
     return Layout("; ".join(said), mesh.get_group(), styles, sizes)

@@ -19,7 +19,7 @@ def held(module: nn.Module, name: str) -> Any:
     """
     found = getattr(module, name, None)
     if isinstance(found, DTensor):
-        return found.full_tensor()
+        return whole(found)
     if isinstance(found, Tensor) and found.is_meta:
         for hook in _hooks(module):
             values = getattr(hook, "weights_map", None)
@@ -28,6 +28,11 @@ def held(module: nn.Module, name: str) -> Any:
                 device = hook.execution_device
                 return value if device is None else value.to(device)
     return found
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter, put together where it is spread over processes, all of which have to ask for it."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def input_device(model: nn.Module) -> torch.device:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
+from adapters.gathering import Cut
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
@@ -39,7 +40,7 @@ class AttentionTap(Tap):
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
-        kind = _CallInRun if self.cut is None else _CallOverProcesses
+        kind = _CallOverProcesses if self.cuts else _CallInRun
         watch = AttentionWatch(kind(self, Call(self.module, args, kwargs)))
         implementation = implementation_of(self.module)
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
@@ -187,9 +188,7 @@ class AttentionWatch(Watch):
         if not points:
             return x
         n_heads = points[0].point.n_heads
-        return with_heads(
-            x, n_heads and n_heads // self.shown.parts, lambda shown: self.shown.show(channel, shown)
-        )
+        return with_heads(x, n_heads and n_heads // self.shown.parts, lambda shown: self.shown.show(channel, shown))
 
     def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
         """Runs the kernel, or computes what it would in full where somebody may change scores or pattern."""
@@ -260,21 +259,22 @@ class _CallOverProcesses(_CallInRun):
     """One call of an attention module of which each process computes some heads."""
 
     @property
+    def cut(self) -> Cut:
+        """How heads are spread: as on any channel."""
+        return next(iter(self.tap.cuts.values()))
+
+    @property
     def parts(self) -> int:
         """Over how many processes the heads are spread."""
-        assert self.tap.cut is not None
-        return self.tap.cut.parts
+        return self.cut.parts
 
     def show(self, channel: str, x: Tensor) -> Tensor:
         """Shows the tensor of all heads to the hook points of a channel, and returns what they make of these."""
         heard = self.tap.heard((channel,))
-        cut = self.tap.cut
-        assert cut is not None
-        return seen_by_all(x, cut, cut.group, heard, partial(super().show, channel)) if heard else x
+        return seen_by_all(x, self.cut, heard, partial(super().show, channel)) if heard else x
 
     def _whole(self, attention: AttentionCall) -> AttentionCall:
-        assert self.tap.cut is not None
-        return attention.whole(self.tap.cut)
+        return attention.whole(self.cut)
 
 
 def _are_heads(args: Args) -> bool:

@@ -32,7 +32,7 @@ class Tap:
         points: the hook points, by channel.
         opened: the scopes that may begin to listen while the module runs.
         original: the forward that it stands before.
-        cut: how heads are spread over processes; None where all are here.
+        cuts: how what is shown is spread over processes, by channel; nothing where all is here.
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
@@ -40,7 +40,7 @@ class Tap:
         self.module = module
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
-        self.cut: Cut | None = None
+        self.cuts: dict[str, Cut] = {}
 
     # A copy of the model that is made meanwhile has its class's forward.
     def __reduce__(self) -> tuple[object, ...]:

@@ -42,8 +42,7 @@ class SharedSite(SiteHook):
             module = _whole(module)
             args = (self._given.whole(args[0]), *args[1:]) if self._given is not None and args else args
         see = super().see
-        assert self._layout.group is not None
-        return seen_by_all(x, self._cut, self._layout.group, heard, lambda all_: see(all_, module, args, kwargs))
+        return seen_by_all(x, self._cut, heard, lambda all_: see(all_, module, args, kwargs), self._layout.group)
 
 
 def _whole(module: nn.Module) -> nn.Module:

@@ -176,8 +176,8 @@ class Wiring:
         if not agree(here, self._layout.group):
             names = ", ".join(name for name, kinds in heard if kinds) or "no hook point"
             raise DifferentEditsError(
-                f"hooks stand at {names} here, and at other hook points on other processes that share this model: do the "
-                "same on all"
+                f"hooks stand at {names} here, and at other hook points on other processes that share this model: "
+                "do the same on all"
             )
 
     def has_unseen_hooks(self) -> bool:
@@ -356,8 +356,9 @@ class Wiring:
         if home is None:
             site = point.point.site
             tap = tap_on(site.kind, Finder(self.model, site.path).module)
-            if self._layout is not None:
-                tap.cut = self._layout.cut(site)
+            cut = None if self._layout is None else self._layout.cut(site)
+            if cut is not None:
+                tap.cuts[str(site.key)] = cut
             self._taps[point] = tap
             tap.connect(str(site.key), point)
         else:

@@ -15,6 +15,7 @@ from adapters import verify
 from adapters.gathering import DifferentEditsError
 from adapters.layout import SpreadModelError
 from bridge import TransformerBridge
+from bridge.cache.activation_cache import ActivationCache
 from bridge.hooks.names import UnknownHookError
 from tests.sharded.models import TOKENS, difference, load
 from weight_processing.check import ProcessingError
@@ -41,8 +42,7 @@ def every_activation(kind: str, folder: Path) -> None:
     ours, plain = pair(kind, folder)
     names = list(ours.hook_dict)
     missing = set(plain.hook_dict) - set(names)
-    assert missing == set(ours.offered().not_offered)
-    assert all(".experts." in name for name in missing), missing
+    assert not missing and not ours.offered().not_offered
     for context in (torch.no_grad, torch.enable_grad):
         with context():
             logits, found = ours.run_with_cache(TOKENS, names_filter=names)
@@ -54,7 +54,7 @@ def every_activation(kind: str, folder: Path) -> None:
         _, found = ours.run_with_cache(TOKENS, names_filter=name)
         assert difference(found[name], wanted[name]) < FAR, name
     _, default = ours.run_with_cache(TOKENS)
-    assert set(default) == set(plain.run_with_cache(TOKENS)[1]) - missing
+    assert set(default) == set(plain.run_with_cache(TOKENS)[1])
 
 
 def every_edit(kind: str, folder: Path) -> None:
@@ -88,7 +88,9 @@ def _changes_nothing(name: str) -> bool:
 def gradients_of_parameters(kind: str, folder: Path) -> None:
     """With an edit in place, the gradient of every parameter is that of one process."""
     ours, plain = pair(kind, folder)
-    edits = [(f"blocks.0.{name}", _halved) for name in ("attn.hook_z", "attn.hook_q", "attn.hook_pattern", "hook_mlp_out")]
+    edits = [
+        (f"blocks.0.{name}", _halved) for name in ("attn.hook_z", "attn.hook_q", "attn.hook_pattern", "hook_mlp_out")
+    ]
     found = []
     for bridge in (ours, plain):
         bridge.run_with_hooks(TOKENS, fwd_hooks=edits, return_type="loss").backward()
@@ -125,12 +127,13 @@ def weights_in_full(kind: str, folder: Path) -> None:
 def generation(kind: str, folder: Path) -> None:
     """Texts are those of one process, with and without an edit."""
     ours, plain = pair(kind, folder)
-    how = {"max_new_tokens": 5, "do_sample": False, "verbose": False, "return_type": "tokens"}
     for edits in ([], [("blocks.0.attn.hook_z", _halved)], [("blocks.1.attn.hook_pattern", _halved)]):
         texts = []
         for bridge in (ours, plain):
             with bridge.hooks(fwd_hooks=edits):
-                texts.append(bridge.generate(TOKENS, **how))
+                texts.append(
+                    bridge.generate(TOKENS, max_new_tokens=5, do_sample=False, verbose=False, return_type="tokens")
+                )
         assert torch.equal(*texts)
 
 
@@ -142,8 +145,11 @@ def analysis(kind: str, folder: Path) -> None:
     found = []
     for bridge in (ours, plain):
         _, cache = bridge.run_with_cache(TOKENS.flip(1))
+        assert isinstance(cache, ActivationCache)
         heads = cache.stack_head_results(layer=-1)
-        attribution = cache.logit_attrs(cache.accumulated_resid(layer=-1), TOKENS[:, :1].expand(-1, TOKENS.shape[1]))
+        streams = cache.accumulated_resid(layer=-1)
+        assert isinstance(streams, torch.Tensor)
+        attribution = cache.logit_attrs(streams, TOKENS[:, :1].expand(-1, TOKENS.shape[1]))
         sweep = get_act_patch_attn_head_out_all_pos(bridge, TOKENS, cache, lambda logits: logits[:, -1, 5].sum())
         found.append((heads, attribution, sweep))
     for mine, theirs in zip(*found, strict=True):
@@ -236,13 +242,14 @@ def inferring_is_refused(kind: str, folder: Path) -> None:
         TransformerBridge(load(kind, folder, tp_plan="auto"), automatic="always")
 
 
-def inside_experts_is_refused(kind: str, folder: Path) -> None:
+def unequal_parts_are_refused(kind: str, folder: Path) -> None:
     """A point of which each process has a part that is not put together is refused with the reason."""
     ours = TransformerBridge(load(kind, folder, tp_plan="auto"))
-    name = "blocks.0.mlp.experts.0.hook_post"
-    with pytest.raises(UnknownHookError, match=r"cut inside .*tensor parallel over 2 processes"):
+    name = "blocks.0.mlp.hook_post"
+    with pytest.raises(UnknownHookError, match=r"the 95 columns .* unequal parts: tensor parallel over 2 processes"):
         ours.get_hook_point(name)
     assert name in ours.offered().not_offered
+    ours.get_hook_point("blocks.0.attn.hook_z")
 
 
 def rows_of_its_own(kind: str, folder: Path) -> None:

@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "cohere": ("Cohere", {}),
     "phi": ("Phi", {}),
+    "llama_odd": ("Llama", {"intermediate_size": 95}),
     "llama_of_four": ("Llama", {"num_key_value_heads": 4}),
     "phi3": ("Phi3", {}),
     "starcoder2": ("Starcoder2", {}),

@@ -10,23 +10,29 @@ from pathlib import Path
 
 import pytest
 
+from tests.sharded.models import KINDS
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+#: What is tried of every family.
+OF_EACH = ("every_activation", "every_edit", "gradients_of_parameters", "heads_knocked_out", "analysis", "verified")
+#: A small part, seconds long.
 CASES = (
     "said_to_be_tensor_parallel:llama",
-    "every_activation:llama",
-    "every_edit:llama",
-    "gradients_of_parameters:llama",
-    "heads_knocked_out:llama",
+    "every_activation:mixtral",
+    "every_edit:qwen3",
     "weights_in_full:llama",
     "generation:llama",
     "analysis:llama",
+    "different_edits_are_refused:llama",
     "processing_is_refused:llama",
     "expert_parallel_is_refused:mixtral",
-    "inside_experts_is_refused:mixtral",
+    "unequal_parts_are_refused:llama_odd",
     "spread_without_a_plan_is_refused:llama",
     "inferring_is_refused:llama",
     "rows_of_its_own:llama",
 )
+#: With as many heads for four processes.
+OF_FOUR = "llama_of_four"
 
 
 def run(folder: Path, cases: tuple[str, ...], processes: int) -> dict[str, str]:
@@ -50,3 +56,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_over_two_processes(results: dict[str, str], case: str):
     assert not results[case], results[case]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama_odd"])
+def test_each_family(kind: str, tmp_path: Path):
+    cases = [f"{case}:{kind}" for case in (*OF_EACH, "generation", "weights_in_full")]
+    wrong = {case: found for case, found in run(tmp_path, tuple(cases), 2).items() if found}
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+def test_over_four_processes(tmp_path: Path):
+    cases = [f"{case}:{OF_FOUR}" for case in (*OF_EACH, "generation", "weights_in_full")]
+    wrong = {case: found for case, found in run(tmp_path, tuple(cases), 4).items() if found}
+    assert not wrong, wrong
