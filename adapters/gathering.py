@@ -1,4 +1,4 @@
-"""A tensor of which each process holds a part: put together, and cut again; for gradients each is the other's reverse."""
+"""A tensor of which each process holds a part: put together, and cut again. Each undoes the other for gradients too."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Summed(Cut):
-    """A tensor that is the sum of what the processes have. What is written is held by the first; the others have zeros."""
+    """A tensor that is the sum of what the processes have. What is written is the first one's; the others have zeros."""
 
     def joined(self, part: Tensor) -> Tensor:
         """The sum."""
