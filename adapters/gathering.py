@@ -51,7 +51,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Summed(Cut):
-    """A tensor that is the sum of what the processes have. What is written is the first one's; the others have zeros."""
+    """A tensor that is the sum of what the processes have. What is written is held by the first; others have 0."""
 
     def joined(self, part: Tensor) -> Tensor:
         """The sum."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def held(module: nn.Module, name: str) -> Any:
+def materialized(module: nn.Module, name: str) -> Any:
     """A module's parameter, or what else it has under the name; None where it has nothing.
 
     Where `accelerate` has put the values elsewhere (``device_map``, ``cpu_offload``), they are fetched from there:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
+from adapters.observe.functions import LINEAR_PRODUCTS
 from adapters.views import Call, Kwargs
 from bridge.hooks.over_processes import seen_by_all
-from bridge.taps.tap import LINEAR_PRODUCTS, RunCall, Tap, Watch
+from bridge.taps.tap import RunCall, Tap, Watch
 
 
 class ExpertsTap(Tap):

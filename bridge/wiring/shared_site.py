@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from adapters.layout import Layout
-from adapters.offloaded import held
+from adapters.offloaded import materialized
 from adapters.paths import module_path
 from adapters.points import Site
 from adapters.views import Args, Kwargs
@@ -52,5 +52,5 @@ def _whole(module: nn.Module) -> nn.Module:
     new = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
     for name in dict(new.named_parameters()):
         del new._parameters[name]
-        new.__dict__[name] = held(module, name)  # no parameter: gradients go on to the module's own
+        new.__dict__[name] = materialized(module, name)  # no parameter: gradients go on to the module's own
     return new
