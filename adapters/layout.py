@@ -199,7 +199,7 @@ def layout_of(model: nn.Module) -> Layout | None:
             name, parameter = next(iter(spread.items()))
             raise SpreadModelError(
                 f"{name} is spread over processes ({parameter.placements}), and the model has no plan that says how: "
-                'load it with from_pretrained(..., tp_plan="auto")'
+                'load it with from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
             )
         return Layout("; ".join(said)) if said else None
     if sharded:
@@ -217,7 +217,7 @@ def _refuse_stages(core: nn.Module, config: Any) -> None:
                     if name == "pipeline"
                     else "each numbers its own experts from 0, and computes rows that the others do not"
                 )
-                + '. Load it with from_pretrained(..., tp_plan="auto"), or in one process'
+                + ". Load it with distributed_config=DistributedConfig(tp_plan='auto'), or in one process"
             )
     if getattr(config, "enable_sequence_parallel", False):
         raise SpreadModelError("the model is sequence parallel: a hook would be shown some of the positions")

@@ -1,6 +1,6 @@
 """What it costs to look into a model that two processes share, as ratios to the same model without a bridge.
 
-    torchrun --nproc-per-node 2 benchmarks/sharded.py
+    PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/sharded.py
 
 A Llama of d_model 512, 8 layers and 8 heads, one prompt of 128 tokens, on the CPU; the runs alternate in one process.
 """
@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from bridge import TransformerBridge
@@ -46,6 +47,12 @@ def runs(bridge: TransformerBridge, tokens: Tensor) -> dict[str, Callable[[], ob
     }
 
 
+def _load(folder: Path) -> PreTrainedModel:
+    config = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    return model.eval()
+
+
 def main() -> None:
     """Prints the table."""
     torch.set_num_threads(1)
@@ -58,7 +65,7 @@ def main() -> None:
         sizes = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1408}
         LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_key_value_heads=4, **sizes)).save_pretrained(folder[0])
     dist.barrier()
-    bridge = TransformerBridge(AutoModelForCausalLM.from_pretrained(Path(folder[0]), tp_plan="auto").eval())
+    bridge = TransformerBridge(_load(Path(folder[0])))
     tokens = torch.randint(3, 2048, (1, 128), generator=torch.Generator().manual_seed(0))
     timed = runs(bridge, tokens)
     ratios: dict[str, list[float]] = {name: [] for name in timed}

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from adapters import verify
@@ -25,16 +27,21 @@ CLOSE = 1e-5
 FAR = 1e-4
 
 
+def tensor_parallel(kind: str, folder: Path) -> PreTrainedModel:
+    """A model over all processes."""
+    return load(kind, folder, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
+
+
 def pair(kind: str, folder: Path) -> tuple[TransformerBridge, TransformerBridge]:
     """A bridge of the model over all processes by tensor parallelism, and one of it in one process."""
-    return TransformerBridge(load(kind, folder, tp_plan="auto")), TransformerBridge(load(kind, folder))
+    return TransformerBridge(tensor_parallel(kind, folder)), TransformerBridge(load(kind, folder))
 
 
 def said_to_be_tensor_parallel(kind: str, folder: Path) -> None:
     """The bridge says how its model is spread."""
     ours, _ = pair(kind, folder)
-    assert f"tensor parallel over {torch.distributed.get_world_size()} processes" in str(ours)
-    assert f"tensor parallel over {torch.distributed.get_world_size()} processes" in ours.report()
+    assert f"tensor parallel over {dist.get_world_size()} processes" in str(ours)
+    assert f"tensor parallel over {dist.get_world_size()} processes" in ours.report()
 
 
 def every_activation(kind: str, folder: Path) -> None:
@@ -81,6 +88,11 @@ def _halved(x: torch.Tensor, hook: object) -> torch.Tensor:
     return x * torch.linspace(0.2, 0.9, x.shape[-1]) if x.is_floating_point() else x
 
 
+def _mixed(x: torch.Tensor, hook: object) -> torch.Tensor:
+    """Each entry depends on those of other processes."""
+    return x * 0.5 + x.flip(-1) * 0.3 + x.flip(-2) * 0.1 if x.ndim > 3 else x * 0.6 + x.flip(-1) * 0.3
+
+
 def _changes_nothing(name: str) -> bool:
     return not name.endswith(("hook_z", "hook_q", "hook_v", "hook_post", "hook_pre", "hook_resid_mid", "hook_result"))
 
@@ -88,9 +100,9 @@ def _changes_nothing(name: str) -> bool:
 def gradients_of_parameters(kind: str, folder: Path) -> None:
     """With an edit in place, the gradient of every parameter is that of one process."""
     ours, plain = pair(kind, folder)
-    edits = [
-        (f"blocks.0.{name}", _halved) for name in ("attn.hook_z", "attn.hook_q", "attn.hook_pattern", "hook_mlp_out")
-    ]
+    places = ["attn.hook_z", "attn.hook_q", "attn.hook_pattern", "hook_mlp_out", "mlp.hook_post"]
+    places += [f"mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("in", "post", "out")]
+    edits = [(name, _mixed) for name in (f"blocks.0.{place}" for place in places) if name in plain.hook_dict]
     found = []
     for bridge in (ours, plain):
         bridge.run_with_hooks(TOKENS, fwd_hooks=edits, return_type="loss").backward()
@@ -167,7 +179,7 @@ def verified(kind: str, folder: Path) -> None:
 def different_edits_are_refused(kind: str, folder: Path) -> None:
     """An edit that is another on each process, or fails on one, or is there on one alone, ends the run on all."""
     ours, _ = pair(kind, folder)
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     before = ours(TOKENS)
 
     def noise(x: torch.Tensor, hook: object) -> torch.Tensor:
@@ -202,7 +214,7 @@ def _gradients(bridge: TransformerBridge, name: str) -> list[torch.Tensor]:
 
 def processing_is_refused(kind: str, folder: Path) -> None:
     """Weights that are spread are not processed, and are as they were."""
-    ours = TransformerBridge(load(kind, folder, tp_plan="auto"))
+    ours = TransformerBridge(tensor_parallel(kind, folder))
     before = ours(TOKENS)
     with pytest.raises(ProcessingError, match="tensor parallel over 2 processes"):
         ours.process_weights()
@@ -232,19 +244,19 @@ def spread_without_a_plan_is_refused(kind: str, folder: Path) -> None:
     layer.weight = torch.nn.Parameter(
         distribute_tensor(layer.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
     )
-    with pytest.raises(SpreadModelError, match=r"up_proj.weight is spread .* tp_plan"):
+    with pytest.raises(SpreadModelError, match=r"up_proj.weight is spread .*DistributedConfig"):
         TransformerBridge(model)
 
 
 def inferring_is_refused(kind: str, folder: Path) -> None:
     """An adapter is inferred in one process alone."""
     with pytest.raises(SpreadModelError, match="inferred in one process"):
-        TransformerBridge(load(kind, folder, tp_plan="auto"), automatic="always")
+        TransformerBridge(tensor_parallel(kind, folder), automatic="always")
 
 
 def unequal_parts_are_refused(kind: str, folder: Path) -> None:
     """A point of which each process has a part that is not put together is refused with the reason."""
-    ours = TransformerBridge(load(kind, folder, tp_plan="auto"))
+    ours = TransformerBridge(tensor_parallel(kind, folder))
     name = "blocks.0.mlp.hook_post"
     with pytest.raises(UnknownHookError, match=r"the 95 columns .* unequal parts: tensor parallel over 2 processes"):
         ours.get_hook_point(name)
@@ -254,7 +266,7 @@ def unequal_parts_are_refused(kind: str, folder: Path) -> None:
 
 def rows_of_its_own(kind: str, folder: Path) -> None:
     """DDP and FSDP2: each process sees its own rows whole; gradients of parameters are the mean over all."""
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     plain = TransformerBridge(load(kind, folder))
     sharded = load(kind, folder)
     for layer in sharded.model.layers:

@@ -22,6 +22,7 @@ CASES = (
     "every_edit:qwen3",
     "weights_in_full:llama",
     "generation:llama",
+    "gradients_of_parameters:mixtral",
     "analysis:llama",
     "different_edits_are_refused:llama",
     "processing_is_refused:llama",
