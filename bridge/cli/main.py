@@ -14,14 +14,11 @@ from bridge.cli.harvest import add_harvest, run_harvest
 
 def hooks(model: str) -> None:
     """Prints a model's hook points with their shapes and aliases, without loading its weights."""
-    from bridge.bridge import TransformerBridge
     from bridge.cli.demo import table
+    from bridge.cli.model import named_model
     from bridge.hooks.shapes import shape_text
 
-    if model == "embedded":
-        bridge = TransformerBridge.boot_embedded()
-    else:
-        bridge = TransformerBridge.boot_transformers(model, load_weights=False)
+    bridge = named_model(model, load_weights=None if model == "embedded" else False)
     cfg = bridge.cfg
     rows = [
         [name, shape_text(cfg, hook.point.axes), hook.point.group, ", ".join(hook.point.aliases)]
@@ -40,9 +37,9 @@ def verify(model: str, quick: bool = False) -> bool:
         quick: without gradients and the runs for each kind of hook point.
     """
     from adapters import verify as check
-    from bridge.bridge import TransformerBridge
+    from bridge.cli.model import named_model
 
-    bridge = TransformerBridge.boot_embedded() if model == "embedded" else TransformerBridge.boot_transformers(model)
+    bridge = named_model(model)
     report = check(bridge, level="quick" if quick else "full")
     print(report)
     return report.passed
@@ -53,9 +50,9 @@ def declare(model: str) -> bool:
     from adapters import verify as check
     from adapters.automatic.source import source_of
     from bridge.bridge import TransformerBridge
+    from bridge.cli.model import named_model
 
-    loaded = TransformerBridge.boot_embedded() if model == "embedded" else TransformerBridge.boot_transformers(model)
-    bridge = TransformerBridge(loaded.original_model, automatic="always")
+    bridge = TransformerBridge(named_model(model).original_model, automatic="always")
     names = [cls.__name__ for cls in type(bridge.core).__mro__]
     registered = next((name for name in names if name.endswith("PreTrainedModel")), names[0])
     print(source_of(bridge.architecture, registered, registered.removesuffix("PreTrainedModel")))
@@ -115,11 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "harvest":
         return run_harvest(given)
-    if given.model and _looks_like_a_path(given.model) and not Path(given.model).is_dir():
-        print(f"{given.model}: there is no such folder", file=sys.stderr)
-        return 2
+    from bridge.cli.model import CommandError
+
     try:
         return _run(given)
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
     except OSError as error:  # what transformers raises for what it cannot find or reach
         if given.model is None or Path(given.model).is_dir():
             raise
@@ -129,11 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-
-
-def _looks_like_a_path(model: str) -> bool:
-    """Whether a name can only be a folder's: those of the hub have one slash at most, and start with a letter."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
 
 
 def _run(given: argparse.Namespace) -> int:

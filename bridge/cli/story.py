@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bridge import pictures
 from bridge.analysis.logit_lens import head_contributions, logit_lens
-from bridge.bridge import TransformerBridge
 from bridge.cli.demo import ANSWERS, PROMPT, ablated, name, strongest
+from bridge.cli.model import check_prompt, named_model
 from bridge.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_block_every
 from bridge.pictures.labels import visible
 
@@ -31,13 +31,14 @@ def story(model: str | None = None, prompt: str | None = None) -> str:
         >>> story(prompt="The capital of France is").startswith("<!doctype html>")
         True
     """
-
-    bridge = TransformerBridge.boot_transformers(model) if model else TransformerBridge.boot_embedded()
-    bridge.eval()
+    bridge = named_model(model or "embedded")
+    ready_made = model is None and prompt is None
+    prompt = PROMPT if prompt is None else prompt
+    check_prompt(bridge, prompt)
     with torch.no_grad():
-        told = _Told(bridge, prompt or PROMPT, ANSWERS if model is None and prompt is None else None)
+        told = _Told(bridge, prompt, ANSWERS if ready_made else None)
         parts = [*told.answer(), *told.heads()]
-        if model is None and prompt is None:
+        if ready_made:
             parts += [*told.patching(), *told.ablation()]
     who = bridge.cfg.model_name if model else "the shipped model"
     return pictures.page(f"How {who} answers {told.prompt!r}", parts)

@@ -44,6 +44,8 @@ class TokenMethods(WrappedModel):
     ) -> Batch:
         """Texts as token rows of one length, with the mask that says which tokens are padding.
 
+        Words that the tokenizer does not know are named in an `UnknownWordWarning`, here and wherever a text is given.
+
         Args:
             texts: one or more.
             prepend_bos: start each with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
@@ -128,7 +130,7 @@ class TokenMethods(WrappedModel):
         """The id of a text that is one token.
 
         Raises:
-            ValueError: it is none, or more than one.
+            ValueError: it is none, or more than one, or has a word that the tokenizer does not know.
 
         Example:
             >>> from bridge import TransformerBridge

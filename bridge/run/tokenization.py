@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
@@ -20,6 +22,10 @@ Tokens = Int[Tensor, "..."] | Sequence[int] | Sequence[Sequence[int]]
 
 class TokenError(ValueError, AssertionError):
     """What was asked of text and tokens cannot be done. HookedTransformer gives an `AssertionError` there."""
+
+
+class UnknownWordWarning(UserWarning):
+    """A text has words that the tokenizer does not know: the model reads its unknown token in their place."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,29 @@ class TokenizerFacts:
             if not ids or ids[0] != self.bos:
                 ids = [self.bos, *ids]
         return ids + self.ending if keep_ending else ids
+
+    def unknown_words(self, text: str, ids: Sequence[int]) -> list[str]:
+        """The words of a text that the tokenizer makes its unknown token of; one that the text names is not among them.
+
+        Args:
+            text: the text.
+            ids: its tokens.
+        """
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None or ids.count(unknown) <= text.count(str(self.tokenizer.unk_token)):
+            return []
+        words = re.findall(r"\s*(?:\w+|[^\w\s]+)", text)
+        found = [word for word in words if unknown in self.tokenizer(word, add_special_tokens=False)["input_ids"]]
+        return list(dict.fromkeys(found)) or [text]
+
+    def explain_unknown(self, words: Sequence[str]) -> str:
+        """What is to be said of words that the tokenizer does not know."""
+        name, count = type(self.tokenizer).__name__, len(self.tokenizer)
+        named = ", ".join(map(repr, words[:10])) + (f" and {len(words) - 10} more" if len(words) > 10 else "")
+        return (
+            f"the tokenizer ({name}) does not know {named}: the model reads {self.tokenizer.unk_token} there. "
+            f"bridge.tokenizer.get_vocab() has the {count} tokens that it knows"
+        )
 
     def pad_rows(self, rows: Sequence[Sequence[int]], side: str) -> Batch:
         """Token rows, padded to one length on one side."""
@@ -152,6 +181,9 @@ def batch_of(
         raise ValueError(f'padding_side is {side!r}; it must be "left" or "right"')
     keep_ending = bridge.cfg.attention_dir == "bidirectional"
     rows = [facts.encode(text, prepend_bos, keep_ending) for text in texts]
+    unknown = [word for text, row in zip(texts, rows, strict=True) for word in facts.unknown_words(text, row)]
+    if unknown:
+        warnings.warn(facts.explain_unknown(list(dict.fromkeys(unknown))), UnknownWordWarning, stacklevel=3)
     if longest is not None:
         ending = facts.ending if keep_ending else []
         cut = longest - len(ending)
@@ -218,7 +250,10 @@ def _pieces(bridge: HasTokenizer, row: Int[Tensor, " pos"]) -> list[str]:
 
 def to_single_token(bridge: HasTokenizer, string: str) -> int:
     """The id of a text that is one token. See `TransformerBridge.to_single_token`."""
-    ids = bridge.tokenizer_facts.encode(string, prepend_bos=False, keep_ending=False)
+    facts = bridge.tokenizer_facts
+    ids = facts.encode(string, prepend_bos=False, keep_ending=False)
+    if unknown := facts.unknown_words(string, ids):
+        raise TokenError(f"{string!r} is no token: {facts.explain_unknown(unknown)}")
     if len(ids) != 1:
         pieces = [str(to_string(bridge, token)) for token in ids]
         raise TokenError(f"{string!r} is {len(ids)} tokens, not one: {pieces}")

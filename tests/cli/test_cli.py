@@ -1,5 +1,7 @@
 """The command line, on the shipped model and on a folder."""
 
+import re
+
 import pytest
 
 from bridge.cli.main import main
@@ -23,6 +25,20 @@ def test_demo(capsys):
 def test_demo_on_a_prompt(capsys):
     assert main(["demo", "--prompt", "The capital of"]) == 0
     assert "Prompt: 'The capital of'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("report", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "the prompt is empty"), ("Barack Obama was born in", "does not know 'Barack', ' Obama'.*' born'")],
+)
+def test_demo_refuses_what_the_model_cannot_read(capsys, tmp_path, prompt, message, report):
+    page = tmp_path / "page.html"
+    assert main(["demo", "--prompt", prompt, *(["--report", str(page)] if report else [])]) == 2
+    captured = capsys.readouterr()
+    assert re.search(message, captured.err)
+    assert not captured.out
+    assert not page.exists()
 
 
 def test_hooks_lists_names_shapes_and_aliases(capsys, tmp_path):
