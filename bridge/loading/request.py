@@ -20,6 +20,15 @@ DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | 
 MaxMemory = Mapping[int | str, int | str] | None
 
 
+def looks_like_a_path(model: str) -> bool:
+    """Whether a name can only be a folder's: those of the hub have one slash at most, and start with a letter.
+
+    Args:
+        model: the name.
+    """
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Which files a model is loaded from. The fields are arguments of `TransformerBridge.boot_transformers`."""
@@ -42,9 +51,12 @@ class Source:
             check_format: a model is loaded from there, not the tokenizer alone.
 
         Raises:
+            FileNotFoundError: a folder that does not exist.
             ValueError: a checkpoint that does not exist, or a format that is another's.
         """
         name = hub_name(self.name)
+        if looks_like_a_path(name) and not os.path.isdir(name):
+            raise FileNotFoundError(f"{self.name}: there is no such folder")
         if check_format and not os.path.isdir(name) and name.startswith(OWN_FORMAT):
             raise ValueError(
                 f"{name} is stored in HookedTransformer's own format: "

@@ -36,6 +36,21 @@ class Inputs:
     mask: Tensor | None
 
 
+#: Arguments of a bridge's other calls, for who gives them where they are not taken.
+TAKEN_BY = {
+    **dict.fromkeys(
+        ("names_filter", "incl_bwd", "pos_slice", "device", "remove_batch_dim", "return_cache_object"),
+        "run_with_cache takes it",
+    ),
+    **dict.fromkeys(
+        ("fwd_hooks", "bwd_hooks"), "run_with_hooks takes it, and so does `with bridge.hooks(...)` around any call"
+    ),
+    **dict.fromkeys(("reset_hooks_end", "clear_contexts"), "run_with_hooks and run_with_cache take it"),
+    **dict.fromkeys(("return_type", "loss_per_token"), "a plain run takes it, bridge(tokens)"),
+    "capture": "trace takes it",
+}
+
+
 def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]) -> None:
     """Refuses keyword arguments that neither the bridge nor the model knows.
 
@@ -48,6 +63,8 @@ def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]
     for name in given:
         if name in ("input_ids", "inputs_embeds"):
             raise TypeError(f"{name} is the input itself: pass it first, without a name")
+        if name not in known and name in TAKEN_BY:
+            raise TypeError(f"{name!r} is no argument of this call: {TAKEN_BY[name]}")
         if name not in known:
             raise TypeError(
                 f"{name!r} is an argument of neither the bridge nor {type(model).__name__}."
