@@ -173,21 +173,6 @@ def test_facts_are_the_models(embedded):
     assert llama.to_dict()["n_params"] == llama.n_params
 
 
-def test_another_distributions_adapters_is_named(tmp_path):
-    import os
-    import subprocess
-    import sys
-
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "__init__.py").write_text("")
-    out = subprocess.run(
-        [sys.executable, "-c", "import bridge"], capture_output=True, text=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert out.returncode
-    assert "AdapterHub's distribution of the same name hides it" in out.stderr.splitlines()[-1]
-
-
 def test_a_folder_goes_before_a_short_name(monkeypatch, tmp_path, tokens):
     model = tiny("gpt2")
     model.save_pretrained(tmp_path / "gpt2-small")
