@@ -1,4 +1,4 @@
-"""AdapterHub's `adapters` beside ours, installed before or after: what `import bridge` says, having imported nothing."""
+"""AdapterHub's `adapters`, installed before or after ours: what `import bridge` says, having imported nothing."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from jaxtyping import Int
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
-from bridge.run.checks import as_ids, check_texts
+from bridge.run.checks import as_ids, check_texts, is_chat
 
 #: Tokens in a tensor, or as ids in lists.
 Tokens = Int[Tensor, "..."] | Sequence[int] | Sequence[Sequence[int]]
@@ -195,7 +195,7 @@ def batch_of(
 
 def to_tokens(
     bridge: HasTokenizer,
-    input: str | Sequence[str],
+    input: str | Sequence[str] | Sequence[Mapping[str, Any]],
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
     move_to_device: bool = True,
@@ -205,8 +205,30 @@ def to_tokens(
     if isinstance(input, Tensor):
         raise TypeError("to_tokens takes text; these are tokens already")
     longest = bridge.cfg.n_ctx if truncate else None
+    if is_chat(input):
+        tokens = _chat(bridge.tokenizer_facts.tokenizer, input, prepend_bos)[:, :longest]
+        return tokens.to(bridge.cfg.device) if move_to_device else tokens
     tokens = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, padding_side, longest).tokens
     return tokens.to(bridge.cfg.device) if move_to_device else tokens
+
+
+def _chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], prepend_bos: bool | None
+) -> Int[Tensor, "1 pos"]:
+    """A chat as tokens, with what comes before the model's answer.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or BOS is spoken of, which is the template's business.
+    """
+    if not tokenizer.chat_template:
+        raise TokenError(
+            f"{type(tokenizer).__name__} has no chat template, so it makes no tokens of a chat: give a text, or set "
+            "bridge.tokenizer.chat_template"
+        )
+    if prepend_bos is not None:
+        raise TokenError(f"prepend_bos={prepend_bos}: whether a chat starts with BOS, its template says; leave it out")
+    ids = tokenizer.apply_chat_template([*map(dict, messages)], add_generation_prompt=True, return_dict=False)
+    return torch.tensor([ids])
 
 
 def to_string(
