@@ -87,8 +87,8 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/bases.py
 	$(BIN)/python benchmarks/imports.py
 
-# Tries every text architecture of transformers, and writes docs/models.md: some minutes.
-models: $(STAMP)
+# Tries every text architecture of transformers, and writes docs/models.md (some minutes) and docs/properties.md (an hour).
+models: $(STAMP) properties
 	PYTHONPATH=. $(BIN)/python benchmarks/models.py
 
 # Tries all that the documentation promises on every type, with each option of its recipe, and writes docs/properties.md:

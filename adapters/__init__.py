@@ -14,7 +14,7 @@ from adapters.weights import Weights
 
 if TYPE_CHECKING:
     from adapters.proofs.report import Report
-    from adapters.verification import verify
+    from adapters.proofs.verification import verify
 
 __all__ = [
     "MLP",
@@ -40,4 +40,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = lazily(__name__, Report="proofs.report", verify="verification")
+__getattr__, __dir__ = lazily(__name__, Report="proofs.report", verify="proofs.verification")

@@ -13,7 +13,7 @@ from torch import Tensor
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.norms import Norm, norm_points
 from adapters.paths import join, module_path
-from adapters.points import Follower, PointList, Site
+from adapters.points import LinkedPoint, PointList, Site
 from adapters.views import (
     Biased,
     Branch,
@@ -55,7 +55,7 @@ class PerHeadInput(Derived):
 
 @dataclass(frozen=True)
 class EveryHeadInput(Derived):
-    """`hook_attn_in`: one input per head for query, key and value together; its followers do the writing."""
+    """`hook_attn_in`: one input per head for query, key and value together; its linked points do the writing."""
 
     n_heads: int
 
@@ -355,8 +355,9 @@ def _add_every_head_input(
         group="heavy",
         flag="use_attn_in",
         aliases=(f"{name}.hook_attn_in",),
-        followers=tuple(
-            Follower(join(points.prefix, f"hook_{own}{letter}_input"), function) for letter, function in convert.items()
+        linked=tuple(
+            LinkedPoint(join(points.prefix, f"hook_{own}{letter}_input"), function)
+            for letter, function in convert.items()
         ),
     )
 

@@ -21,8 +21,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from adapters.linear import weight_in_out
-from adapters.offloaded import held
-from adapters.paths import gone, has_module
+from adapters.offloaded import materialized
+from adapters.paths import has_module, missing_module_message
 
 #: The projections of an expert, by HookedTransformer's names: before the activation function, beside it, after it.
 ExpertPart = Literal["W_gate", "W_in", "W_out"]
@@ -34,7 +34,7 @@ _STACKED = {"W_gate": "mlp.w1", "W_in": "mlp.v1", "W_out": "mlp.w2"}
 _USUAL: tuple[Layers, ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
-def chosen_in_turn(
+def sparsemixer_topk(
     logits: Float[Tensor, "row n_experts"], margin: float, n: int
 ) -> tuple[Float[Tensor, "row chosen"], Integer[Tensor, "row chosen"]]:
     """The weights and indices of experts that are chosen one after the other (SparseMixer, Liu et al. 2023).
@@ -89,7 +89,7 @@ def expert_layer(experts: nn.Module, index: int, part: ExpertPart, declared: Lay
     expert = experts.get_submodule(str(index))
     layers = layers_of(expert, declared)
     if layers is None:
-        raise RuntimeError(gone(f"{index}.{(declared or _USUAL[0])[2]} in {type(experts).__name__}"))
+        raise RuntimeError(missing_module_message(f"{index}.{(declared or _USUAL[0])[2]} in {type(experts).__name__}"))
     return expert.get_submodule(layers[("W_gate", "W_in", "W_out").index(part)])
 
 
@@ -99,7 +99,7 @@ def _held(experts: nn.Module, name: str) -> Tensor:
     Raises:
         TypeError: it holds no such tensor.
     """
-    found = held(experts, name)
+    found = materialized(experts, name)
     if not isinstance(found, Tensor):
         raise TypeError(f"{type(experts).__name__} does not keep its experts as transformers does: it has no {name}")
     return found
@@ -208,7 +208,7 @@ def expert_bias(
 ) -> Float[Tensor, " d_out"]:
     """The bias of one projection of one expert, ``[d_out]``: a view."""
     if (layer := expert_layer(experts, index, part, declared)) is not None:
-        bias: Tensor = held(layer, "bias")
+        bias: Tensor = materialized(layer, "bias")
         return bias
     if part == "W_out":
         return _held(experts, "down_proj_bias")[index]

@@ -64,7 +64,7 @@ class MoE:
         chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; their
             ``logits``, with a softmax over the chosen ones afterwards; or ``scores``, each made from its logit alone (a
             sigmoid), perhaps by groups; or ``in turn``, each beside those that come close to it (see
-            `adapters.experts.chosen_in_turn`).
+            `adapters.experts.sparsemixer_topk`).
         margin: of those that are chosen in turn: how close the others have to come.
         router_matrix: the module, relative to the router, whose weight makes the logits ("": the router's own).
         corrected: each expert has a term of its own in the choice, or experts are chosen by groups: the chosen ones are

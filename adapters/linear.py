@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
-from adapters.offloaded import held
+from adapters.offloaded import materialized
 from adapters.views import Call, View
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -19,7 +19,7 @@ def weight_in_out(module: nn.Module) -> Tensor | None:
     """The weight of a plain linear layer as ``[d_in, d_out]``, a view; None for anything else (LoRA, quantised)."""
     if type(module) is not nn.Linear and type(module) is not Conv1D:
         return None
-    weight: Tensor = held(module, "weight")
+    weight: Tensor = materialized(module, "weight")
     if type(weight) not in _PLAIN:
         return None  # a subclass may compute anything: torchao's quantised weights, weights spread over devices
     return weight if type(module) is Conv1D else weight.T
@@ -33,7 +33,7 @@ def bias_of(module: nn.Module, like: Tensor) -> Tensor:
         like: a tensor ``[..., d_in]`` of the right width, type and device.
     """
     if weight_in_out(module) is not None:
-        bias: Tensor | None = held(module, "bias")
+        bias: Tensor | None = materialized(module, "bias")
         if bias is not None:
             return bias
     return module.forward(torch.zeros_like(like[:1, :1]))
@@ -91,7 +91,7 @@ def project_per_head(module: nn.Module, part: View, x: Tensor, call: Call) -> Te
     if weight is not None:
         per_head = part.get(weight, call)  # d_model head d_head
         out = torch.einsum("bphm,mhd->bphd", x, per_head)
-        bias: Tensor | None = held(module, "bias")
+        bias: Tensor | None = materialized(module, "bias")
         return out if bias is None else out + part.get(bias, call)
     everything = part.get(module.forward(x), call)  # batch pos own head d_head
     return everything.diagonal(dim1=-3, dim2=-2).movedim(-1, -2)

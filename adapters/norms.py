@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from adapters.offloaded import held
+from adapters.offloaded import materialized
 from adapters.points import PointList, Site
 from adapters.views import Call, Composed, Derived, View
 
@@ -70,7 +70,7 @@ class NormKind:
 
     def weight(self, module: nn.Module) -> Tensor | None:
         """The factor the norm multiplies with, ``[d_model]``, or None where it has none."""
-        weight: Tensor | None = held(self.normalizer(module), "weight")
+        weight: Tensor | None = materialized(self.normalizer(module), "weight")
         return weight + self.offset if weight is not None and self.offset else weight
 
     def epsilon(self, module: nn.Module) -> float:
@@ -208,7 +208,7 @@ def normalized(kind: NormKind, x: Tensor) -> Tensor:
 
 def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm makes of a value that has been centred and divided by the scale."""
-    weight, bias = kind.weight(module), held(kind.normalizer(module), "bias")
+    weight, bias = kind.weight(module), materialized(kind.normalizer(module), "bias")
     if weight is not None:
         normalized = normalized * weight
     if bias is not None:
@@ -237,7 +237,7 @@ def norm_points(
     view: View | None = None,
     sources: tuple[Site, ...] = (),
     axes: str | None = None,
-    branches: tuple[str, ...] = (),
+    separate_consumers: tuple[str, ...] = (),
 ) -> None:
     """Adds `hook_scale` and `hook_normalized` of a norm.
 
@@ -248,7 +248,7 @@ def norm_points(
         shared: for a norm that several parts share, its input; `site` is then where one of them reads it.
         view: how the norm's tensors are seen, and `sources`, the sites which that needs.
         axes: of `hook_normalized`; None: those of the residual stream.
-        branches: see `Point`.
+        separate_consumers: see `Point`.
     """
     if kind.identity or kind.opaque:
         return
@@ -260,4 +260,4 @@ def norm_points(
     )
     for suffix, own, shape in both:
         seen = Composed(own, view) if view else own
-        points.add(f"{name}.{suffix}", site, seen, shape, sources=sources, branches=branches)
+        points.add(f"{name}.{suffix}", site, seen, shape, sources=sources, separate_consumers=separate_consumers)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-def held(module: nn.Module, name: str) -> Any:
+def materialized(module: nn.Module, name: str) -> Any:
     """A module's parameter, or what else it has under the name; None where it has nothing.
 
     Where `accelerate` has put the values elsewhere (``device_map``, ``cpu_offload``), they are fetched from there:

@@ -70,7 +70,7 @@ def members_of(modules: nn.Module) -> list[nn.Module]:
 INFER = 'If a patch has another layout, TransformerBridge(model, automatic="always") finds out what is where'
 
 
-def gone(path: str) -> str:
+def missing_module_message(path: str) -> str:
     """What to say of a module that is not where it was when the bridge was made, or not where it is declared."""
     return (
         f"the model has no module {path}. If it was replaced since the bridge was made, make a new bridge of the "

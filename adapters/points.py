@@ -42,12 +42,12 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Follower:
+class LinkedPoint:
     """A point that takes over what was written at another one (`hook_attn_in` feeds the query, key and value inputs).
 
     Attributes:
         name: the point that takes over.
-        convert: from the value written to the follower's own activation.
+        convert: from the value written to the linked point's own activation.
     """
 
     name: str
@@ -66,9 +66,9 @@ class Point:
         group: see `Group`.
         aliases: other names for it.
         sources: further sites whose tensors the view needs.
-        followers: see `Follower`.
-        branches: the points that read this one separately in HookedTransformer, which runs the norm before attention
-            once for each of query, key and value: a gradient is taken for each of them.
+        linked: see `LinkedPoint`.
+        separate_consumers: the points that read this one separately in HookedTransformer, which runs the norm before
+            attention once for each of query, key and value: a gradient is taken for each of them.
         stack: the list of blocks it belongs to (``blocks``, ``encoder``, ``decoder``), or "" outside of all.
         n_heads: of a point inside attention, how many heads it shows, whatever the kernel repeats or packs.
         flag: for a heavy point, the ``cfg.use_*`` field that includes it in an unfiltered cache.
@@ -82,8 +82,8 @@ class Point:
     group: Group = "standard"
     aliases: tuple[str, ...] = ()
     sources: tuple[Site, ...] = ()
-    followers: tuple[Follower, ...] = ()
-    branches: tuple[str, ...] = ()
+    linked: tuple[LinkedPoint, ...] = ()
+    separate_consumers: tuple[str, ...] = ()
     stack: str = "blocks"
     flag: str | None = None
     n_heads: int | None = None
@@ -121,8 +121,8 @@ class PointList:
         aliases: tuple[str, ...] = (),
         other_names: tuple[str, ...] = (),
         sources: tuple[Site, ...] = (),
-        followers: tuple[Follower, ...] = (),
-        branches: tuple[str, ...] = (),
+        linked: tuple[LinkedPoint, ...] = (),
+        separate_consumers: tuple[str, ...] = (),
         flag: str | None = None,
         n_heads: int | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class PointList:
 
         Args:
             name: behind the prefix.
-            site, group, sources, followers, branches, flag, n_heads: see `Point`.
+            site, group, sources, linked, separate_consumers, flag, n_heads: see `Point`.
             view: see `Point`; None: the site's tensor as it is.
             axes: see `Point`; None: those of the residual stream.
             aliases: behind the prefix.
@@ -146,8 +146,8 @@ class PointList:
                 group,
                 (*(join(self.prefix, alias) for alias in aliases), *other_names),
                 sources,
-                followers,
-                branches,
+                linked,
+                separate_consumers,
                 self.stack,
                 flag,
                 n_heads,

@@ -126,6 +126,23 @@ def has_declaration(model: nn.Module) -> bool:
     )
 
 
+def inherits_declaration(model: nn.Module) -> str:
+    """The class of another package that a model's class takes its adapter from; "" where that is its own package's.
+
+    A subclass of yours may compute something else than its parent, of which the adapter is true.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    package = type(model).__module__.partition(".")[0]
+    for cls in type(model).__mro__:
+        declare = _declare(cls.__name__)
+        if declare is not None and not _is_namesake(cls, declare):
+            # torch's own subclasses (FSDP) run their parent's forward.
+            return "" if package in (cls.__module__.partition(".")[0], "torch") else cls.__name__
+    return ""
+
+
 def is_declared(model: nn.Module) -> bool:
     """Whether a model's class has an adapter that is for the options of its configuration.
 

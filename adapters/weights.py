@@ -21,8 +21,8 @@ from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, h
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
-from adapters.offloaded import held
-from adapters.paths import base_path, core_path, gone, has_module, join, module_at
+from adapters.offloaded import materialized
+from adapters.paths import base_path, core_path, has_module, join, missing_module_message, module_at
 from adapters.views import Affine, Call, Heads, View
 
 Get = Callable[[], Tensor]
@@ -79,7 +79,7 @@ class Weights:
         try:
             return module_at(self.model, at)
         except AttributeError:
-            raise RuntimeError(gone(at)) from None
+            raise RuntimeError(missing_module_message(at)) from None
 
     def has(self, path: str) -> bool:
         """Whether there is a module at such a path."""
@@ -91,7 +91,7 @@ class Weights:
 
     def parameter(self, path: str, name: str = "weight") -> Get:
         """A module's own parameter."""
-        return lambda: held(self.module(path), name)
+        return lambda: materialized(self.module(path), name)
 
     def matrix(self, path: str) -> Tensor:
         """The weight of a linear layer, ``[d_in, d_out]``.
@@ -112,7 +112,7 @@ class Weights:
         """A bias, seen through `part`, or zeros of this shape."""
 
         def get() -> Tensor:
-            bias = held(self.module(path), "bias")
+            bias = materialized(self.module(path), "bias")
             if bias is not None and not isinstance(bias, Tensor):
                 raise TypeError(
                     f"{path} is a {type(self.module(path)).__name__}, which has no plain bias; {_DEQUANTISE}"
@@ -178,7 +178,7 @@ class _Getters(Weights):
         def get() -> Tensor:
             module = self.module(path)
             scale = getattr(module, "scalar_embed_scale", 1.0) * factor
-            weight = held(module, "weight")
+            weight = materialized(module, "weight")
             if not isinstance(weight, Tensor):
                 raise TypeError(f"{path} is a {type(module).__name__}, which has no table of embeddings")
             return weight if scale == 1.0 else weight * scale
@@ -188,7 +188,7 @@ class _Getters(Weights):
     def _position_embedding(self, path: str) -> Get:
         def get() -> Tensor:
             module = self.module(path)
-            weight = held(module, "weight")
+            weight = materialized(module, "weight")
             if not isinstance(weight, Tensor):
                 raise TypeError(f"{path} is a {type(module).__name__}, which has no table of positions")
             return weight[getattr(module, "offset", 0) :]  # OPT keeps two rows before those of its positions

@@ -78,18 +78,25 @@ def refusals(found: Found) -> list[str]:
     """Each reason for which something is refused, by property, with how many types and one of them."""
     reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for case, outcome in found.items():
-        for name, each in outcome.items():
-            if each.verdict == "refused":
-                said = re.sub(r"(blocks|encoder|decoder)\.\d+", r"\1.i", each.says.partition(": ")[2])
-                said = said.replace(case.model_type, "it").partition(". Did you mean")[0]
-                said = re.sub(r"\b\w+For\w+\b|\b\w+Model\b", "it", said)
-                reasons[name][shortened(said, 110)].append(case.model_type)
+        said = {name: each.says for name, each in outcome.items() if each.verdict == "refused"}
+        if len(said) == len(PROPERTIES) and len(set(said.values())) == 1:
+            said = {"the model": next(iter(said.values()))}  # it is not wrapped at all
+        for name, why in said.items():
+            reasons[name][_reason(why, case.model_type)].append(case.model_type)
     lines = []
-    for name in PROPERTIES:
-        for said, types in sorted(reasons[name].items(), key=lambda item: -len(item[1])):
+    for name in ("the model", *PROPERTIES):
+        for said_of_it, types in sorted(reasons[name].items(), key=lambda item: -len(item[1])):
             several = len(dict.fromkeys(types))
-            lines.append(f"- **{name}**: {said} ({several}: {types[0]}{', ...' if several > 1 else ''})")
+            lines.append(f"- **{name}**: {said_of_it} ({several}: {types[0]}{', ...' if several > 1 else ''})")
     return lines
+
+
+def _reason(said: str, model_type: str) -> str:
+    """An error's text without what is of one model only."""
+    said = re.sub(r"(blocks|encoder|decoder)\.\d+", r"\1.i", said.partition(": ")[2])
+    said = said.partition(" None could be inferred either: ")[2] or said
+    said = said.replace(model_type, "it").partition(". Did you mean")[0]
+    return shortened(re.sub(r"\b\w+For\w+\b|\b\w+Model\w*\b", "it", said), 160)
 
 
 def page(found: Found) -> str:

@@ -56,6 +56,22 @@ ON_TOP = (
     "bridge.circuits", "bridge.tasks", "bridge.features",
 )  # fmt: skip
 
+#: The same inside of `adapters`, whose own files, and `mixers`, are the vocabulary of declarations.
+INSIDE_ADAPTERS = {
+    "imports": set(),
+    "views": set(),
+    "vocabulary": {"imports", "views"},
+    "families.__init__": set(),
+    "registry": {"vocabulary", "families.__init__"},
+    "families": {"imports", "views", "vocabulary", "registry"},
+    "inputs": {"views", "vocabulary"},
+    "building": {"views", "vocabulary"},
+    "observe": {"imports", "views", "vocabulary", "inputs"},
+    "automatic": {"imports", "views", "vocabulary", "inputs", "observe"},
+    "proofs": {"imports", "views", "vocabulary", "inputs", "observe", "building"},
+    "model": {"vocabulary", "inputs", "registry", "building", "automatic"},
+    "__init__": {"imports", "vocabulary", "registry", "model", "proofs"},
+}
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.
 INSIDE_FUNCTIONS = {
     "bridge/cli/main.py": "`python -m bridge --help` need not load torch",
@@ -125,8 +141,29 @@ def test_arrows_between_rooms_go_one_way():
     assert not wrong
 
 
-def test_no_circle_of_rooms():
-    todo = {room: set(used) for room, used in MAY_USE.items()}
+def room_inside_adapters(module: str) -> str:
+    """The room inside of `adapters`: a folder, the vocabulary, or a file that stands above it."""
+    if module in ("adapters", "adapters.families"):
+        return f"{module}.__init__".removeprefix("adapters.")
+    name = module.split(".")[1]
+    return name if name in INSIDE_ADAPTERS else "vocabulary"
+
+
+def test_arrows_inside_adapters_go_one_way():
+    """Vocabulary <- families; vocabulary <- building <- observing <- inferring, proving."""
+    wrong = []
+    for path in FILES:
+        room = room_inside_adapters(module_of(path)) if room_of(module_of(path)) == "adapters" else None
+        for node, module in imports(parsed(path)) if room else ():
+            used = room_inside_adapters(module) if room_of(module) == "adapters" else room
+            if used != room and used not in INSIDE_ADAPTERS[room]:
+                wrong.append(f"{where(path, node)}: {room} uses {used}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("arrows", [MAY_USE, INSIDE_ADAPTERS], ids=["rooms", "adapters"])
+def test_no_circle_of_rooms(arrows: dict[str, set[str]]):
+    todo = {room: set(used) for room, used in arrows.items()}
     while todo:
         free = [room for room, used in todo.items() if not used & todo.keys()]
         assert free, f"these rooms use each other in a circle: {sorted(todo)}"

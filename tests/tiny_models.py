@@ -38,9 +38,10 @@ MAPPINGS = {
 SIZES: dict[str, Any] = {
     # widths
     "hidden_size": 32, "d_model": 32, "n_embd": 32, "n_embed": 32, "dim": 32, "emb_dim": 32, "embedding_size": 32,
-    "word_embed_proj_dim": 32, "lru_width": 32, "audio_hidden_size": 32,
+    "word_embed_proj_dim": 32, "lru_width": 32, "audio_hidden_size": 32, "base_channels": 32, "num_filters": 2,
     "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48, "ffn_hidden_size": 48, "hidden_dim": 48, "mlp_dim": 48,
     "d_inner": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "intermediate_size_mlp": 48,
+    "speech_encoder_intermediate_size": 48,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16,
     "expert_intermediate_size": 16, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
     # heads
@@ -49,6 +50,7 @@ SIZES: dict[str, Any] = {
     "d_head": 8, "attention_head_dim": 8, "rotary_dim": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 12, "index_n_heads": 2, "index_head_dim": 8,
     "partial_rotary_factor": 1.0, "num_kv_shared_layers": 0,
+    "speech_encoder_attention_heads": 4,
     # lengths
     "vocab_size": 99, "vocab_size_per_layer_input": 99, "max_position_embeddings": 64, "n_positions": 64, "n_ctx": 64,
     "max_seq_len": 64, "max_sequence_length": 64, "max_source_positions": 64, "max_target_positions": 64,
@@ -56,7 +58,7 @@ SIZES: dict[str, Any] = {
     "attention_types": [[["global", "local"], 1]],
     # layers
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
-    "num_encoder_layers": 2, "num_decoder_layers": 2, "max_window_layers": 1,
+    "speech_encoder_layers": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_window_layers": 1,
     # mixtures
     "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_top_k": 2, "moe_topk": 2, "moe_k": 2, "top_k_experts": 2, "n_group": 1,
@@ -81,6 +83,10 @@ FACTORS = {
 }  # fmt: skip
 _MIXED = ["linear_attention", "full_attention"]
 _COMPASS_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_WINDOWS = {  # of the layers that have a sliding window
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8,
+    "swa_qk_nope_head_dim": 12, "swa_v_head_dim": 8, "swa_head_dim": 16, "swa_qk_rope_head_dim": 4,
+}  # fmt: skip
 #: What a model type needs besides.
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 1, "num_group": 1, "topk_group": 1, "num_expert_group": 1},
@@ -94,8 +100,8 @@ OWN: dict[str, dict[str, Any]] = {
         "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "position_buckets": 4,
         "norm_rel_ebd": "layer_norm", "position_biased_input": False,
     },
-    "dots3_note": {"num_key_value_heads": 4, "adapter_in_dim": 32},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note": {"num_key_value_heads": 4, "adapter_in_dim": 32} | _WINDOWS,
+    "dots3_note_text": {"num_key_value_heads": 4} | _WINDOWS,
     "speech-encoder-decoder": {"decoder_start_token_id": 1, "pad_token_id": 0},
     "encoder-decoder": {"decoder_start_token_id": 1},
     "esmc": {"num_key_value_heads": 4},

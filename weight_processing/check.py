@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from adapters.config import ModelConfig
 from adapters.inputs.arguments import accepted_arguments
-from adapters.inputs.made import with_the_rest
-from adapters.proofs.evidence import evaluating
+from adapters.inputs.made import with_required_inputs
+from adapters.observe.modes import evaluating
 
 _HALF = (torch.float16, torch.bfloat16)
 #: How much larger than before the rounding error of a model in half precision may be. Each transform rounds the weights
@@ -188,7 +188,7 @@ class Check:
         shape = (2, min(16, self.cfg.n_ctx or 16))
         most = max(self.cfg.d_vocab, 1)  # images and sound alone have no tokens
         tokens = torch.randint(most, shape, generator=generator, device="cpu").to(self.cfg.device)
-        given = with_the_rest(self.core, tokens, bool(self.core.config.is_encoder_decoder))
+        given = with_required_inputs(self.core, tokens, bool(self.core.config.is_encoder_decoder))
         cache = {"use_cache": False} if "use_cache" in accepted_arguments(type(self.core).forward) else {}
         with self.without_hooks(), evaluating(self.core):
             output = self.core(**given, **cache)

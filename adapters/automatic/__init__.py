@@ -6,6 +6,5 @@ from adapters.imports.lazily import lazily
 
 if TYPE_CHECKING:
     from adapters.automatic import declaration as declaration
-    from adapters.automatic import proof as proof
 
-__getattr__, __dir__ = lazily(__name__, "declaration", "proof")
+__getattr__, __dir__ = lazily(__name__, "declaration")

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from adapters.attention import Attention, Projection
 from adapters.automatic.layouts import heads_view, parameter_of, relative
-from adapters.automatic.norms import same_numbers, tolerance
+from adapters.automatic.norms import same_numbers
 from adapters.automatic.parts import FoundPart, Norms
-from adapters.automatic.recording import ModuleCall, NotFound, Recording, Softmax, gradient_of
 from adapters.norms import Norm
-from adapters.proofs.gradients import by_position, disjoint_sets, gradients_of_scores, gradients_of_z
-from adapters.proofs.report import said
+from adapters.observe.calls import ModuleCall, Recording, Softmax
+from adapters.observe.errors import NotFound, one_line
+from adapters.observe.gradients import by_position, disjoint_sets, gradient_of, gradients_of_scores, gradients_of_z
+from adapters.observe.tolerance import tolerance
 from adapters.views import Composed, Heads, OneHead
 
 #: The columns of each head, in a projection's output.
@@ -113,7 +114,7 @@ class FoundAttention:
             )
             from_values = gradients_of_z(self.mixed, live, query=query, key_pos=key_pos)
         except RuntimeError as error:
-            raise NotFound(f"no gradient can be taken: {said(error)}") from None
+            raise NotFound(f"no gradient can be taken: {one_line(error)}") from None
         values = [
             reached if self._from_before(call, query) else None
             for call, reached in zip(self.sources, from_values, strict=True)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters.automatic.norms import norm_kind
-from adapters.automatic.recording import ModuleCall, NotFound, Recording, Seen
 from adapters.config import config_of
 from adapters.inputs.arguments import accepted_arguments
+from adapters.observe.calls import ModuleCall, Recording, Seen
+from adapters.observe.errors import NotFound
 from adapters.paths import core_path, join, members_of
 
 
@@ -145,7 +146,8 @@ def _parallel(model: nn.Module, recording: Recording) -> FoundStack | None:
             first, last = calls[0], calls[-1]
             if first.entered is None or len(last.left) != 1 or last.left[0].key is not None:
                 break
-            block = ModuleCall(path, module, first.start - 1, last.end, first.entered, list(last.left))
+            block = ModuleCall(path, module, output=last.output, start=first.start - 1, end=last.end)
+            block.entered, block.left = first.entered, list(last.left)
             found.append(block)
             ends.append((first.path[len(path) + 1 :], last.path[len(path) + 1 :]))
         stack = None

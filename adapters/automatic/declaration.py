@@ -29,11 +29,10 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.mixture import FoundMixture, experts_of
 from adapters.automatic.norms import norm_kind, with_gated
 from adapters.automatic.parts import FoundPart, Norms, Parts, mixes_positions, modules_of, rerun
-from adapters.automatic.recording import Mark, ModuleCall, NotFound, Recording, record
 from adapters.automatic.several_streams.cycles import alike, find_cycles
 from adapters.automatic.several_streams.mixing import Mixed, collapse, collapse_path, first_of, with_streams
 from adapters.automatic.stream import Found, Sums, Value
-from adapters.automatic.values import beside, with_values
+from adapters.automatic.values import auxiliary_modules, with_values
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
 from adapters.inputs.arguments import takes
@@ -41,9 +40,12 @@ from adapters.inputs.made import CannotBeMade, Given, sample_inputs
 from adapters.inputs.places import text_places
 from adapters.mixers.part import Mixer, functions_of
 from adapters.norms import Norm
+from adapters.observe.calls import Mark, ModuleCall, Recording
+from adapters.observe.errors import NotFound
+from adapters.observe.modes import evaluating, outside_of_modes
+from adapters.observe.probe_copy import model_or_probe_copy
+from adapters.observe.recording import record
 from adapters.paths import base_path, core_path
-from adapters.proofs.evidence import evaluating, outside_of_modes
-from adapters.proofs.twin import model_or_twin
 
 
 class NotInferable(Exception):
@@ -84,7 +86,7 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
         # Wherever it is asked for: it goes by gradients.
         with outside_of_modes(model):
             refuse_two_towers(model)
-            subject = model_or_twin(model)
+            subject = model_or_probe_copy(model)
             with evaluating(subject):
                 given = sample_inputs(subject, inputs)
                 return _Inference(subject, given, record(subject, given)).run()
@@ -103,11 +105,45 @@ class _Inference:
         self.main = takes(model.get_submodule(self.core)).main
 
     def run(self) -> Inferred:
+        stacks = self._lists_of_blocks()
+        (found, *others) = stacks
+        number_norms(stacks, self.recording)
+        embedding = self._embedding(found)
+        self.not_offered |= embedding.missing
+        first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
+        unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
+        declared = [first_stack]
+        for other in others:
+            self.facts.freeze_first_stack()
+            decoder, last_norm = self._decoder(other, found)
+            declared.append(decoder)
+        values = self.facts.values(found, unembed)
+        declared[0] = replace(declared[0], embedding=embedding.declared(self.relative))
+        heads: tuple[Head, ...] = ()
+        readout = Readout()
+        if unembed is not None:
+            declared[-1], heads, readout = self._logits(stacks[-1], declared[-1], last_norm, unembed)
+        architecture = Architecture(
+            stacks=tuple(all_sized(stack, values) for stack in declared),
+            readout=readout,
+            changed_in_place=self._changed_before(found.blocks[0].start),
+            heads=heads,
+            no_layer_runs=why_no_layers(found, bool(others), self.main),
+            config_values=values,
+        )
+        return Inferred(architecture, dict(self.not_offered))
+
+    def _lists_of_blocks(self) -> list[FoundStack]:
+        """The lists of blocks that a stream runs through: one, or an encoder's and a decoder's.
+
+        Raises:
+            NotInferable: there are none, or several that are not these.
+        """
         stacks, reason = find_stacks(self.model, self.recording)
         if not stacks and (cycles := find_cycles(self.model, self.recording)):
             stacks = [cycles]
-        beside = any(x.is_floating_point() for x in self.given.values())
-        if beside and (self.main is None or ("decoder_input_ids" in self.given and len(stacks) != 2)):
+        more_than_text = any(x.is_floating_point() for x in self.given.values())
+        if more_than_text and (self.main is None or ("decoder_input_ids" in self.given and len(stacks) != 2)):
             # Not towers of images, nor an encoder of another kind than text's: the decoder alone.
             stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
         if not stacks:
@@ -119,51 +155,37 @@ class _Inference:
         two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
         if len(stacks) > 1 and not two:
             raise NotInferable(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
-        stacks = [with_streams(each, self.recording) for each in stacks]
-        (found, *others) = stacks
-        number_norms(stacks, self.recording)
-        embedding = None
-        if self.main is None:
-            text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
-            embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
-        if embedding is None and self.main is not None:
-            embedding = FoundEmbedding(Embedding())
+        return [with_streams(each, self.recording) for each in stacks]
+
+    def _embedding(self, found: FoundStack) -> FoundEmbedding:
+        """What the first stream begins with.
+
+        Raises:
+            NotInferable: the model reads tokens, and no embedding of them ran.
+        """
+        if self.main is not None:
+            return FoundEmbedding(Embedding())
+        text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
+        embedding = find_embedding(self.model, self.recording, first_of(found), text=text)
         if embedding is None:
             raise NotInferable("no token embedding ran")
-        self.not_offered |= embedding.missing
-        first_stack, last_norm = self._stack(found, "encoder" if two else "blocks")
-        unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
-        declared = [first_stack]
-        for other in others:
-            self.facts.speak_of_the_first()
-            decoder, last_norm = self._decoder(other, found)
-            declared.append(decoder)
-        values = self.facts.values(found, unembed)
-        declared[0] = replace(declared[0], embedding=embedding.declared(self.relative))
-        heads: tuple[Head, ...] = ()
-        readout = Readout()
-        if unembed is not None:
-            last = collapse(self.recording, stacks[-1])
-            on_stream = bool(declared[-1].block.steps and declared[-1].block.steps[-1].stream_norm)
-            end = End(self.model, self.recording, self.core, unembed, stacks[-1].blocks[-1].end)
-            normed, function = end.normed(last.value, last_norm, on_stream)
-            if function is not None:
-                declared[-1] = replace(declared[-1], final_norm=function)
-            heads = end.heads(normed)
-            readout = end.readout(self.given, normed, bool(heads))
-            if readout.unknown:
-                self.not_offered["logits of the stream"] = readout.unknown
-            else:
-                self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
-        architecture = Architecture(
-            stacks=tuple(all_sized(stack, values) for stack in declared),
-            readout=readout,
-            changed_in_place=self._changed_before(found.blocks[0].start),
-            heads=heads,
-            no_layer_runs=why_no_layers(found, two, self.main),
-            config_values=values,
-        )
-        return Inferred(architecture, dict(self.not_offered))
+        return embedding
+
+    def _logits(
+        self, found: FoundStack, stack: Stack, last_norm: Norm | None, unembed: ModuleCall
+    ) -> tuple[Stack, tuple[Head, ...], Readout]:
+        """What stands between the last stream and the logits, and the list of blocks with its final norm."""
+        last = collapse(self.recording, found)
+        on_stream = bool(stack.block.steps and stack.block.steps[-1].stream_norm)
+        end = End(self.model, self.recording, self.core, unembed, found.blocks[-1].end)
+        normed, function = end.normed(last.value, last_norm, on_stream)
+        heads = end.heads(normed)
+        readout = end.readout(self.given, normed, bool(heads))
+        if readout.unknown:
+            self.not_offered["logits of the stream"] = readout.unknown
+        else:
+            self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
+        return stack if function is None else replace(stack, final_norm=function), heads, readout
 
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
@@ -323,7 +345,7 @@ class _Inference:
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
-        return replace(declared, beside=beside(found, declared, norms))
+        return replace(declared, beside=auxiliary_modules(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts, self.config)

@@ -14,10 +14,10 @@ from adapters.automatic import measured
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.measured import FoundTable, find_table
-from adapters.automatic.recording import ModuleCall, Recording
 from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports.versions import rotation_of
+from adapters.observe.calls import ModuleCall, Recording
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
 
@@ -41,7 +41,7 @@ class Facts:
         self.table: FoundTable | None = None
         self._of_the_first: tuple[dict[str, Counter[object]], list[int | None]] | None = None
 
-    def speak_of_the_first(self) -> None:
+    def freeze_first_stack(self) -> None:
         """What is added from now on is said of the model only where its first stack says nothing."""
         self._of_the_first = {name: Counter(each) for name, each in self.counts.items()}, list(self.windows)
 

@@ -11,13 +11,15 @@ from transformers.activations import ACT2FN
 
 from adapters.attention import Projection
 from adapters.automatic.layouts import neurons_view, relative
-from adapters.automatic.norms import tolerance
 from adapters.automatic.parts import FoundPart, Norms
-from adapters.automatic.recording import ModuleCall, NotFound, Seen, gradient_of
 from adapters.config import first
 from adapters.feed_forward import MLP
 from adapters.norms import Norm
-from adapters.proofs.feed_forward import product
+from adapters.observe.activations import product
+from adapters.observe.calls import ModuleCall, Seen
+from adapters.observe.errors import NotFound
+from adapters.observe.gradients import gradient_of
+from adapters.observe.tolerance import tolerance
 
 #: The activation functions whose names are known, with HookedTransformer's first.
 ACTIVATIONS = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from adapters.automatic.recording import NotFound
+from adapters.observe.errors import NotFound
 from adapters.views import View, columns, gathered, interleaved
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
-from adapters.automatic.norms import tolerance
-from adapters.automatic.recording import NotFound, gradient_of
-from adapters.proofs.gradients import by_position
+from adapters.observe.errors import NotFound
+from adapters.observe.gradients import by_position, gradient_of
+from adapters.observe.tolerance import tolerance
 from adapters.views import AlibiScores, FilledScores, MaskedScores, View
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)

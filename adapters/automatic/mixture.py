@@ -12,22 +12,24 @@ from transformers.activations import ACT2FN
 
 from adapters.automatic.feed_forward import FoundMLP, activations
 from adapters.automatic.layouts import relative
-from adapters.automatic.norms import rounded, tolerance
+from adapters.automatic.norms import rounded
 from adapters.automatic.parts import FoundPart
-from adapters.automatic.recording import ModuleCall, NotFound, Recording
 from adapters.experts import (
     Layers,
     are_modules,
-    chosen_in_turn,
     first_projection,
     has_gate,
     in_batches,
     layers_of,
+    sparsemixer_topk,
     stacked,
     width,
 )
 from adapters.feed_forward import MLP, MoE
-from adapters.offloaded import held
+from adapters.observe.calls import ModuleCall, Recording
+from adapters.observe.errors import NotFound
+from adapters.observe.tolerance import tolerance
+from adapters.offloaded import materialized
 from adapters.paths import members_of
 
 
@@ -88,19 +90,19 @@ class FoundMixture:
                 name for name in ("is_transposed", "is_concatenated", "has_bias") if not hasattr(experts.module, name)
             ]
             entered = () if experts.entered is None else experts.entered.value.shape
-            everyone = len(held(experts.module, "down_proj")) * self._rows()
+            everyone = len(materialized(experts.module, "down_proj")) * self._rows()
             self.in_batches = in_batches(experts.module) and entered[:1] == (everyone,)
             if missing and not self.in_batches:
                 raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
-            self.num_experts, self.d_expert = len(held(experts.module, "down_proj")), width(experts.module)
+            self.num_experts, self.d_expert = len(materialized(experts.module, "down_proj")), width(experts.module)
             self.act_fn = self._activation()
         self.router = self._router()
         #: The router returns logits alone, and what is chosen is seen where the experts are given it.
         self.chosen = experts.given.get("top_k_index") if self.router.n_left == 1 else None
         if self.in_batches:
-            self.experts_per_token = int((self.router.output(0).value != 0).sum(-1).max())
+            self.experts_per_token = int((self.router.element(0).value != 0).sum(-1).max())
         else:
-            chosen = self.router.output(1).value if self.chosen is None else self.chosen
+            chosen = self.router.element(1).value if self.chosen is None else self.chosen
             self.experts_per_token = chosen.shape[-1]
         self.owner = self._owner()
         self.d_shared: int | None = None
@@ -129,7 +131,7 @@ class FoundMixture:
     def _is_chosen_from(self, call: ModuleCall) -> bool:
         """Whether a softmax of what a call returned, behind it, is what the experts that are given were chosen by."""
         logits = call.left[0].value
-        behind = [s.scores for s in self.recording.softmaxes if call.end < s.time < self.experts.start]
+        behind = [s.scores for s in self.recording.softmaxes_between(call.end, self.experts.start)]
         given = {"top_k_index", "top_k_weights"} <= self.experts.given.keys()
         return given and any(torch.equal(scores.detach(), logits) for scores in behind)
 
@@ -161,12 +163,12 @@ class FoundMixture:
 
     def _margin(self) -> float | None:
         """How close others have to come to experts that are chosen in turn: one of the router's own numbers."""
-        logits, weights = (self.router.output(key).value.flatten(0, -2).double() for key in (0, 1))
+        logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
         chosen = self.router.indices_seen.flatten(0, -2)
         for margin in [each for each in vars(self.router.module).values() if isinstance(each, float) and each > 0]:
-            shares, best = chosen_in_turn(logits, margin, chosen.shape[-1])
+            shares, best = sparsemixer_topk(logits, margin, chosen.shape[-1])
             if torch.equal(best, chosen) and bool(
-                ((shares - weights).abs() <= tolerance(self.router.output(0).value)).all()
+                ((shares - weights).abs() <= tolerance(self.router.element(0).value)).all()
             ):
                 return margin
         return None
@@ -177,7 +179,7 @@ class FoundMixture:
             return "scores"
         if self.chosen is not None:
             return "probabilities"
-        inside = [s for s in self.recording.softmaxes if self.router.start < s.time < self.router.end]
+        inside = self.recording.softmaxes_between(self.router.start, self.router.end)
         choice = [time for time in self.recording.choices if self.router.start < time < self.router.end]
         if not inside:
             self._are_sigmoids()
@@ -193,10 +195,10 @@ class FoundMixture:
 
     def _are_sigmoids(self) -> None:
         """The weights of the chosen experts are in the ratios of their logits' sigmoids."""
-        logits, weights = (self.router.output(key).value.flatten(0, -2).double() for key in (0, 1))
+        logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
         scores = logits.sigmoid().gather(-1, self.router.indices_seen.flatten(0, -2).long())
         shares = [x / x.sum(-1, keepdim=True) for x in (scores, weights)]
-        if bool(((shares[0] - shares[1]).abs() > 30 * tolerance(self.router.output(1).value)).any()):
+        if bool(((shares[0] - shares[1]).abs() > 30 * tolerance(self.router.element(1).value)).any()):
             raise NotFound(f"{self.router.path} weighs the experts by something else than a softmax or sigmoids")
 
     def _corrected(self) -> bool:

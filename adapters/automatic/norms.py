@@ -10,19 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.layouts import relative
-from adapters.automatic.recording import ModuleCall
 from adapters.norms import NormKind, eps_of
-from adapters.proofs.recognised import RecognisedNorm, recognise_module, recognise_norm
-from adapters.proofs.report import WRONG, said
-
-#: What computed values may differ by, relative to the largest, for each type of numbers. Many models compute norms,
-#: softmaxes and rotations in float32, whatever they are given.
-TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 5e-6, torch.float32: 3e-5}
-
-
-def tolerance(x: Tensor) -> float:
-    """What values of a tensor's type may differ by, relative to the largest."""
-    return TOLERANCES.get(x.dtype, 2e-2)
+from adapters.observe.calls import ModuleCall
+from adapters.observe.errors import WRONG, one_line
+from adapters.observe.recognised import RecognisedNorm, recognise_module, recognise_norm
+from adapters.observe.tolerance import tolerance
 
 
 def rounded(factor: float) -> float:
@@ -64,7 +56,7 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
         try:
             probed = recognise_module(call.module, x.shape[-1], x, weight=weight, bias=bias, tolerance=tolerance(x))
         except WRONG as error:  # it takes none of other sizes than it was given
-            said(error)  # which raises it again where the memory is full
+            one_line(error)  # which raises it again where the memory is full
             return None
     if probed is None or (found := _kind(probed, kept)) is None:
         return _of_numbers(x, y, weight, bias, kept)

@@ -9,20 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from adapters.automatic.layouts import relative
-from adapters.automatic.norms import tolerance
-from adapters.automatic.recording import (
-    ModuleCall,
-    NotFound,
-    Recording,
-    Seen,
-    Softmax,
-    elements_of,
-    gradient_of,
-)
 from adapters.automatic.stream import Sum, Term, Value
 from adapters.inputs.arguments import argument_names
 from adapters.mixers.part import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
+from adapters.observe.calls import ModuleCall, Recording, Seen, Softmax, elements_of
+from adapters.observe.errors import NotFound
+from adapters.observe.gradients import gradient_of
+from adapters.observe.tolerance import tolerance
 from adapters.views import Args, Kwargs
 
 #: The calls of a block that are norms, with what they compute.
@@ -113,7 +107,7 @@ class Parts:
                 elif producer.entered is not None:  # a sum that no module puts out: it stands where the norm reads it
                     out = producer, producer.entered
         linear = self._matrices(start, producer)
-        softmaxes = [s for s in self.recording.softmaxes if start < s.time < producer.end]
+        softmaxes = self.recording.softmaxes_between(start, producer.end)
         owner = self._owner(producer, linear, softmaxes, start)
         part = FoundPart(owner, out, producer, None, post, linear, softmaxes, total.before, start)
         part.inside = [call for call in self.inside if owner is not None and owner.holds(call) and call is not owner]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from adapters.architecture import Mix
 from adapters.automatic.layouts import parameter_of, relative
-from adapters.automatic.norms import rounded, tolerance
-from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen
+from adapters.automatic.norms import rounded
+from adapters.observe.calls import Mark, ModuleCall, Recording, Seen
+from adapters.observe.tolerance import tolerance
 from adapters.views import Affine
 
 
@@ -142,7 +143,7 @@ class Sums:
         self.y = self.values.get(output.mark) or Value(output.value.double().flatten(), output.mark, seen=block.end)
         self.width = block.entered.value.shape[-1]
         #: What may be there beside sums: 1: factors on the stream, and terms that were made earlier; 2: a new stream.
-        self.freedom = 0
+        self.search_level = 0
         self.close = tolerance(block.entered.value)
         #: What rounding leaves of a sum of streams, relative to them: parts may write far less than there is.
         self.rounding = 2 * torch.finfo(block.entered.value.dtype).eps
@@ -154,7 +155,7 @@ class Sums:
         entries = [(self.x, self.block.start, None)] + [
             (following, norm.end, norm) for norm in first if (following := self.values.get(norm.left[0].mark))
         ]  # fmt: skip
-        for self.freedom in range(3):  # the plainest that explains it
+        for self.search_level in range(3):  # the plainest that explains it
             for x, start, norm in entries:
                 if found := self._plain(x, start) or self._normed(x, start):
                     return Found(tuple(found), norm)
@@ -197,7 +198,7 @@ class Sums:
                 continue
             sums.append(replace(total, norm=norm))
             before, start = following, norm.end
-        if sums and before.mark != self.y.mark and self.freedom:
+        if sums and before.mark != self.y.mark and self.search_level:
             last = self._sum(before, self.y, start, self.block.end, sums)
             return None if last is None else [*sums, last]
         return sums if sums and before.mark == self.y.mark else None
@@ -206,7 +207,7 @@ class Sums:
         """The sum that makes one stream of another; None where there is none."""
         known = [before, after]
         terms = self.explain(after.x - before.x, start, end, known)
-        if terms is None and self.freedom:
+        if terms is None and self.search_level:
             used = [term.value for each in earlier for term in each.terms]
             streams = [value for each in earlier for value in (each.before, each.after)]
             terms = self.explain(after.x - before.x, self.block.start, end, [*known, *used, *streams])
@@ -214,7 +215,7 @@ class Sums:
             if terms and len(late) < len(terms):
                 return Sum(before, after, (*(t for t in terms if t not in late), *late), start, end)
             found = self._affine(before, after, start, end)
-            return found or (self._anew(before, after, start, end) if self.freedom > 1 else None)
+            return found or (self._without_residual(before, after, start, end) if self.search_level > 1 else None)
         return None if terms is None else Sum(before, after, terms, start, end)
 
     def _affine(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
@@ -237,7 +238,7 @@ class Sums:
                 return Sum(before, after, (term,), start, end, None, None if carry == Affine() else carry, total)
         return None
 
-    def _anew(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
+    def _without_residual(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
         """The same, where the stream before has no part in it."""
         terms = self.explain(after.x, start, end, [before, after])
         return None if terms is None else Sum(before, after, terms, start, end, carry=Affine(0.0))
@@ -266,29 +267,10 @@ class Sums:
             made = sorted(weights, key=lambda i: candidates[i].made[0][0].end)
             return tuple(Term(candidates[i], weights[i]) for i in made)
 
-        n, d = len(candidates), dots.tolist()
-        g = gram.tolist()
         rough = 1e-6 * square + bound  # a first look, by sums of squares that lose digits
-        for i in range(n):
-            if abs(square - 2 * d[i] + g[i][i]) <= rough and left({i: 1.0}) <= bound:
-                return terms({i: 1.0})
-        pairs = list(itertools.combinations(range(n), 2))
-        for i, j in pairs:
-            rest = square - 2 * (d[i] + d[j]) + g[i][i] + g[j][j] + 2 * g[i][j]
-            if abs(rest) <= rough and left({i: 1.0, j: 1.0}) <= bound:
-                return terms({i: 1.0, j: 1.0})
-        for i in range(n):
-            factor = d[i] / g[i][i]
-            if abs(square - factor * d[i]) <= rough and abs(factor) > 1e-3 and left({i: factor}) <= bound:
-                return terms({i: rounded(factor)})
-        for i, j in pairs:
-            det = g[i][i] * g[j][j] - g[i][j] ** 2
-            if det < 1e-9 * g[i][i] * g[j][j]:
-                continue
-            u, v = (d[i] * g[j][j] - d[j] * g[i][j]) / det, (d[j] * g[i][i] - d[i] * g[i][j]) / det
-            rest = square - u * d[i] - v * d[j]
-            if min(abs(u), abs(v)) > 1e-3 and abs(rest) <= rough and left({i: u, j: v}) <= bound:
-                return terms({i: rounded(u), j: rounded(v)})
+        for weights in _fits(square, dots.tolist(), gram.tolist(), rough):
+            if left(weights) <= bound:
+                return terms({i: rounded(weight) for i, weight in weights.items()})
         return self._with_parameter(difference, candidates)
 
     def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
@@ -302,6 +284,36 @@ class Sums:
                 if name is not None:
                     return (Term(value, adjust=Affine(plus=name)),)
         return None
+
+
+def _fits(
+    square: float, dots: Sequence[float], gram: Sequence[Sequence[float]], rough: float
+) -> Iterator[dict[int, float]]:
+    """Which vectors may add up to another, with their factors: one, two, one with a factor, two with a factor each.
+
+    Args:
+        square: of the vector.
+        dots: its products with each of the others.
+        gram: their products.
+        rough: how much of the square may be left.
+    """
+    d, g = dots, gram
+    each, pairs = range(len(d)), list(itertools.combinations(range(len(d)), 2))
+    yield from ({i: 1.0} for i in each if abs(square - 2 * d[i] + g[i][i]) <= rough)
+    for i, j in pairs:
+        if abs(square - 2 * (d[i] + d[j]) + g[i][i] + g[j][j] + 2 * g[i][j]) <= rough:
+            yield {i: 1.0, j: 1.0}
+    for i in each:
+        factor = d[i] / g[i][i]
+        if abs(square - factor * d[i]) <= rough and abs(factor) > 1e-3:
+            yield {i: factor}
+    for i, j in pairs:
+        det = g[i][i] * g[j][j] - g[i][j] ** 2
+        if det < 1e-9 * g[i][i] * g[j][j]:
+            continue
+        u, v = (d[i] * g[j][j] - d[j] * g[i][j]) / det, (d[j] * g[i][i] - d[i] * g[i][j]) / det
+        if min(abs(u), abs(v)) > 1e-3 and abs(square - u * d[i] - v * d[j]) <= rough:
+            yield {i: u, j: v}
 
 
 def fit(x: Tensor, v: Tensor, y: Tensor, close: float) -> tuple[Tensor, Tensor, Tensor] | None:

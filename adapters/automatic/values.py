@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from adapters.attention import GATE_FUNCTIONS, Attention, Projection
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import heads_view, parameter_of, relative
-from adapters.automatic.norms import rounded, tolerance
+from adapters.automatic.norms import rounded
 from adapters.automatic.parts import Norms
-from adapters.automatic.recording import NotFound, is_linear_through
 from adapters.mixers.part import axes_of
+from adapters.observe.errors import NotFound
+from adapters.observe.gradients import by_position, is_linear_through
+from adapters.observe.tolerance import tolerance
 from adapters.paths import join
-from adapters.proofs.gradients import by_position
 
 
 def with_values(found: FoundAttention, declared: Attention) -> Attention:
@@ -80,7 +81,7 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
 
 
-def beside(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
+def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
     """The modules with parameters in an attention that play no known part, with the axes of what they make."""
     paths = [p.path for p in (declared.q, declared.k, declared.v, declared.gate) if p]
     paths += [norm.path for norm in (declared.q_norm, declared.k_norm, declared.v_norm) if norm]

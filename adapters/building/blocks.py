@@ -198,42 +198,42 @@ class BlockBuilder:
                 f"hook_{name}_keep", Site(at, "output", mix.keep), axes=f"{axes} to_n_streams", group="extra"
             )
 
-    def _add_own_input(self, named: NamedStep, flat: bool, entry: Site, view: View) -> None:
+    def _add_own_input(
+        self, named: NamedStep, flat: bool, entry: Site, view: View, sources: tuple[Site, ...] = ()
+    ) -> None:
         """What this part alone reads of the stream."""
         part, norm_in = named.step.part, f"{named.norm}.hook_in"
         if isinstance(part, Attention) and not part.cross:
-            self._add(False, norm_in, entry, view, group="extra")
+            self._add(False, norm_in, entry, view, group="extra", sources=sources)
         elif isinstance(part, Attention):
             self._add(
-                False, f"hook_{named.name}_in", entry, view, group="heavy", aliases=(norm_in,), flag="use_attn_in"
+                False,
+                f"hook_{named.name}_in",
+                entry,
+                view,
+                group="heavy",
+                aliases=(norm_in,),
+                flag="use_attn_in",
+                sources=sources,
             )
         elif isinstance(part, Mixer) or not feeds_forward(part):
-            self._add(False, f"hook_{named.name}_in", entry, view, group="extra", aliases=(norm_in,))
+            hook = f"hook_{named.name}_in"
+            self._add(False, hook, entry, view, group="extra", aliases=(norm_in,), sources=sources)
         else:
             hook = f"hook_{named.name}_in"
             aliases = (norm_in,) if self.stack.one_of_two else (norm_in, f"{named.name}.{hook}")
-            self._add(flat, hook, entry, view, group="heavy", aliases=aliases, flag="use_hook_mlp_in")
+            self._add(flat, hook, entry, view, group="heavy", aliases=aliases, flag="use_hook_mlp_in", sources=sources)
 
     def _add_shared_norm(self, named: NamedStep, norm: Norm, entry: Site) -> None:
         """A norm that several parts read: its points are repeated for each, where that part reads it."""
         at = self._entry(named.step.part)
         if not named.leads:
-            hook, norm_in = f"hook_{named.name}_in", f"{named.norm}.hook_in"
-            heavy = feeds_forward(named.step.part)
-            self.points.add(
-                hook,
-                at,
-                SharedNormInput(),
-                group="heavy" if heavy else "extra",
-                aliases=(norm_in, f"{named.name}.{hook}") if heavy else (norm_in,),
-                sources=(entry,),
-                flag="use_hook_mlp_in" if heavy else None,
-            )
-        branches = self._separate_readers(named)
-        norm_points(self.points, named.norm, norm.kind, at, shared=entry, branches=branches)
+            self._add_own_input(named, False, at, SharedNormInput(), (entry,))
+        separate_consumers = self._separate_readers(named)
+        norm_points(self.points, named.norm, norm.kind, at, shared=entry, separate_consumers=separate_consumers)
 
     def _separate_readers(self, named: NamedStep) -> tuple[str, ...]:
-        """Queries, keys and values, which HookedTransformer gives a norm each (see `Point.branches`)."""
+        """Queries, keys and values, which HookedTransformer gives a norm each (see `Point.separate_consumers`)."""
         part = named.step.part
         # With a shift, the norm's output alone does not say what the projections read; keys and values that are made
         # from one latent do not read the norm at all.
@@ -241,16 +241,20 @@ class BlockBuilder:
             return ()
         return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in "qkv")
 
-    def _add_norm(self, name: str, norm: Norm, flat: bool = False, branches: tuple[str, ...] = ()) -> None:
+    def _add_norm(self, name: str, norm: Norm, flat: bool = False, separate_consumers: tuple[str, ...] = ()) -> None:
         site = Site(join(self.path, norm.path), "output")
         view, sources = (FlatRows(), self.rows) if flat else (None, ())
-        norm_points(self.points, name, norm.kind, site, view=view, sources=sources, branches=branches)
+        norm_points(
+            self.points, name, norm.kind, site, view=view, sources=sources, separate_consumers=separate_consumers
+        )
         seen = Composed(View(), FlatRows()) if flat else None
         if norm.kind.gate:
             self.points.add(
                 f"{name}.hook_gate", Site(join(self.path, norm.path, norm.kind.gate), "output"), group="extra"
             )
-        self.points.add(f"{name}.hook_out", site, seen, group="extra", sources=sources, branches=branches)
+        self.points.add(
+            f"{name}.hook_out", site, seen, group="extra", sources=sources, separate_consumers=separate_consumers
+        )
 
     def _add_inside(self, named: NamedStep) -> None:
         step, part = named.step, named.step.part

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 
 #: What tokens are to a model: those of its decoder, where its encoder reads images or sound.
 TokensArgument = Literal["input_ids", "decoder_input_ids"]
@@ -35,6 +36,29 @@ def _meant(annotation: Any, forward: Callable[..., Any]) -> Any:
     return annotation
 
 
+def accepted_by(core: nn.Module) -> frozenset[str]:
+    """The names of the arguments that a Hugging Face model takes.
+
+    Args:
+        core: the model, without what wraps it. ``use_cache`` counts where its forward passes it on to its decoder.
+
+    Example:
+        >>> import transformers
+        >>> from adapters.inputs.arguments import accepted_by
+        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10))
+        >>> {"use_cache", "past_key_values"} <= accepted_by(model)
+        True
+    """
+    forward = type(core).forward
+    names = accepted_arguments(forward)
+    if "past_key_values" not in names or "use_cache" in names or not isinstance(core, PreTrainedModel):
+        return names
+    passes_on = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(forward).parameters.values())
+    decoder = core.get_decoder()
+    taken = passes_on and decoder is not None and "use_cache" in accepted_arguments(type(decoder).forward)
+    return names | {"use_cache"} if taken else names
+
+
 def gives_cache(core: nn.Module) -> bool:
     """Whether a Hugging Face model takes keys and values of earlier tokens and gives those of all, as far as it says.
 
@@ -49,7 +73,7 @@ def gives_cache(core: nn.Module) -> bool:
         False
     """
     forward = type(core).forward
-    if not {"past_key_values", "use_cache"} <= accepted_arguments(forward):
+    if not {"past_key_values", "use_cache"} <= accepted_by(core):
         return False
     returned = _meant(inspect.signature(forward).return_annotation, forward)
     outputs = [kind for kind in (returned, *typing.get_args(returned)) if hasattr(kind, "__dataclass_fields__")]

@@ -65,10 +65,12 @@ def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Te
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
     tokens = tokens.to(parameter.device)
-    return with_the_rest(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
+    return with_required_inputs(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
 
 
-def with_the_rest(core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None) -> dict[str, Tensor]:
+def with_required_inputs(
+    core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None
+) -> dict[str, Tensor]:
     """All that a model takes, by the names of its arguments: tokens, and what it cannot run without.
 
     A decoder of its own is given a shorter text, so that its shapes are not the encoder's.

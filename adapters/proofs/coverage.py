@@ -5,72 +5,36 @@ And what is declared is there: what a patch to another layout has moved is said 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, softmax
-from torch.overrides import TorchFunctionMode
 
 from adapters.architecture import Opaque, Part
 from adapters.attention import Attention
 from adapters.experts import keeps_experts
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
+from adapters.observe.calls import Calls, Recording
+from adapters.observe.recognised import recognise_norm
+from adapters.observe.recording import Recorder, Watch
 from adapters.paths import INFER, has_module, join, module_path
-from adapters.proofs.evidence import Calls, Evidence, Place, add_numbered, recorded
-from adapters.proofs.recognised import recognise_norm
+from adapters.proofs.evidence import Evidence, Place, add_numbered
 from adapters.proofs.report import Check, Findings
 
 CLAIM = "nothing in a block is left out: its layers, norms and softmaxes are claimed"
 
 THERE = "what the declaration names is there"
 
-_SOFTMAXES = {torch.softmax, Tensor.softmax, softmax, scaled_dot_product_attention}
 
-
-class _Softmaxes(TorchFunctionMode):
-    """Counts the softmaxes of each module whose forward runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running: list[str] = []
-        self.found: dict[str, int] = {}
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _SOFTMAXES and self.running:
-            self.found[self.running[-1]] = self.found.get(self.running[-1], 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
-def _plain_run(evidence: Evidence) -> tuple[Calls, dict[str, int]]:
+def _plain_run(evidence: Evidence) -> tuple[Calls, Counter[str]]:
     """A run without hook points: the calls of all modules, and how many softmaxes each computed itself."""
-    model, counted = evidence.bridge.original_model, _Softmaxes()
-
-    def enter(path: str) -> Callable[..., None]:
-        return lambda module, args: counted.running.append(path)
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        counted.running.pop()
-
-    handles = []
-    try:
-        for path, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(enter(path)))
-            handles.append(module.register_forward_hook(leave))
-        with torch.no_grad(), recorded(model) as calls, counted:
-            evidence.bridge.core(**evidence.arguments)  # not what compiles it
-    finally:
-        for handle in handles:
-            handle.remove()
-    return add_numbered(calls, evidence.bridge), counted.found
+    recording = Recording(*evidence.tokens.shape[:2])
+    recorder = Recorder(evidence.bridge.original_model.named_modules(), recording)
+    with torch.no_grad(), recorder, Watch(recorder):
+        evidence.bridge.core(**evidence.arguments)  # not what compiles it
+    return add_numbered(recording.by_path, evidence.bridge), Counter(each.path for each in recording.softmaxes)
 
 
 def prove_coverage(evidence: Evidence, findings: Findings) -> None:
@@ -113,7 +77,7 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
             findings.holds(CLAIM, path, count == 1, f"{count} softmaxes, of which hook points show one")
         for place in places:
             if isinstance(place.named.step.part, Mixer):
-                findings.untold(CLAIM, f"what {place.module} computes inside is not offered")
+                findings.inconclusive(CLAIM, f"what {place.module} computes inside is not offered")
 
 
 def _biases(place: Place) -> list[str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,138 +12,11 @@ from torch import Tensor, nn
 
 from adapters.architecture import NamedStep, Stack
 from adapters.config import config_of
-from adapters.inputs.made import Given, arguments_of, split, with_the_rest
+from adapters.inputs.made import Given, arguments_of, split, with_required_inputs
+from adapters.observe.calls import Calls, ModuleCall
+from adapters.observe.recording import Recorder
 from adapters.paths import base_path, call_number, has_module, join, module_path, path_from, token_embedding
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside a ``with`` statement; afterwards every module is in the mode in which it was.
-
-    Args:
-        model: the model.
-
-    Example:
-        >>> from torch import nn
-        >>> from adapters.proofs.evidence import evaluating
-        >>> with evaluating(model := nn.Dropout()):
-        ...     inside = model.training
-        >>> inside, model.training
-        (False, True)
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def outside_of_modes(model: nn.Module) -> Iterator[None]:
-    """Gradients, no inference mode and no autocast inside a ``with`` statement, wherever that stands.
-
-    Args:
-        model: the model, whose devices say which autocast it is.
-
-    Example:
-        >>> import torch
-        >>> from adapters.proofs.evidence import outside_of_modes
-        >>> with torch.inference_mode(), outside_of_modes(torch.nn.Linear(2, 2)):
-        ...     torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        (True, False)
-    """
-    kinds = {parameter.device.type for parameter in model.parameters()}
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for kind in filter(torch.amp.is_autocast_available, sorted(kinds)):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """One call of a module.
-
-    Attributes:
-        module: the module.
-        args, kwargs: what it was called with.
-        output: what it returned.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-    @property
-    def input(self) -> Tensor | None:
-        """The first tensor that it was given."""
-        return next((x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)), None)
-
-    @property
-    def result(self) -> Tensor | None:
-        """What it returned, or the first tensor of a tuple."""
-        found = self.output if isinstance(self.output, Tensor) else next(iter(_tensors(self.output)), None)
-        return found
-
-
-def _tensors(x: object) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, Mapping):
-        yield from (value for value in x.values() if isinstance(value, Tensor))
-    elif isinstance(x, Sequence) and not isinstance(x, str):
-        yield from (value for value in x if isinstance(value, Tensor))
-
-
-Calls = dict[str, list[ModuleCall]]
-
-
-@contextmanager
-def recorded(model: nn.Module, paths: Sequence[str] | None = None, *, copies: bool = True) -> Iterator[Calls]:
-    """Records the calls of modules while it is open.
-
-    Args:
-        model: the model.
-        paths: which modules; None: all that are in it.
-        copies: keep what the tensors hold at the time of the call; False: the tensors themselves, with their graph.
-    """
-    calls: Calls = {}
-
-    def keep(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.detach().clone() if copies else x
-        return type(x)(keep(value) for value in x) if type(x) in (tuple, list) else x
-
-    def before(path: str) -> Callable[..., None]:
-        def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # What enters may be changed in place while the module runs.
-            given = keep(args), {name: keep(value) for name, value in kwargs.items()}
-            calls.setdefault(path, []).append(ModuleCall(module, *given, None))
-
-        return entered
-
-    def after(path: str) -> Callable[..., None]:
-        def left(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            call = calls[path][-1]
-            calls[path][-1] = ModuleCall(module, call.args, call.kwargs, keep(output))
-
-        return left
-
-    handles = []
-    try:
-        for path, module in model.named_modules():
-            if paths is None or path in paths:
-                handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
-                handles.append(module.register_forward_hook(after(path)))
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def add_numbered(calls: Calls, bridge: Bridge) -> Calls:
@@ -308,17 +180,17 @@ def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = Non
         given: as for `some_tokens`.
     """
     two = config_of(bridge.core).is_encoder_decoder and len(bridge.architecture.stacks) > 1
-    return split(bridge.core, with_the_rest(bridge.core, tokens, two, given))
+    return split(bridge.core, with_required_inputs(bridge.core, tokens, two, given))
 
 
-#: The activations that a driven run replaces by random numbers, by the ends of their names, and their size.
-DRIVEN = {
+#: The activations that `randomized_run` replaces by random numbers, by the ends of their names, and their size.
+RANDOMIZED = {
     ".hook_q": 2.0, ".hook_k": 2.0, ".hook_v": 1.0, ".hook_pre": 1.5, ".hook_pre_linear": 1.5, ".hook_gate": 1.5,
     "unembed.hook_out": 20.0,
 }  # fmt: skip
 
 
-def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
+def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
     """A run in which what enters every function is replaced by random numbers, wide enough to tell functions apart.
 
     Queries, keys, values, what enters activation functions, and what the unembedding makes. A model's own may be so
@@ -333,7 +205,7 @@ def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
     names = [name for name, hook in bridge.hook_dict.items() if hook.point.group != "heavy"]
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
-        size = next((size for end, size in DRIVEN.items() if hook.name.endswith(end)), None)
+        size = next((size for end, size in RANDOMIZED.items() if hook.name.endswith(end)), None)
         if size is None:
             evidence.activations[hook.name] = x.detach().clone()
             return None
@@ -342,9 +214,12 @@ def driven(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evidence:
         return new.to(x)
 
     hooks: list[NamedHook] = [(names, look)]
-    with torch.no_grad(), recorded(bridge.original_model) as calls:
+    with torch.no_grad(), Recorder(bridge.original_model.named_modules()) as recording:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
-    evidence.raw, evidence.output = add_numbered(calls, bridge), output if isinstance(output, Tensor) else None
+    evidence.raw, evidence.output = (
+        add_numbered(recording.by_path, bridge),
+        output if isinstance(output, Tensor) else None,
+    )
     evidence.calls = _batch_first(evidence) if bridge.architecture.stack.positions_first else evidence.raw
     return evidence
 
@@ -360,7 +235,7 @@ def _batch_first(evidence: Evidence) -> Calls:
 
     def call(each: ModuleCall) -> ModuleCall:
         kwargs = {name: turned(value) for name, value in each.kwargs.items()}
-        return ModuleCall(each.module, turned(each.args), kwargs, turned(each.output))
+        return replace(each, args=turned(each.args), kwargs=kwargs, output=turned(each.output))
 
     return {path: [call(each) for each in calls] for path, calls in evidence.raw.items()}
 
@@ -387,15 +262,15 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
 
     model = bridge.original_model
     plain = {module_path(block) for block in blocks}
-    wanted = [path for path, _ in model.named_modules() if any(path.startswith(f"{block}.") for block in plain)]
+    wanted = [each for each in model.named_modules() if any(each[0].startswith(f"{block}.") for block in plain)]
     handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in plain]
     try:
-        with torch.enable_grad(), recorded(model, wanted, copies=False) as calls:
+        with torch.enable_grad(), Recorder(wanted, copies=False) as recording:
             bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
     finally:
         for handle in handles:
             handle.remove()
-    evidence.calls = add_numbered(calls, bridge)
+    evidence.calls = add_numbered(recording.by_path, bridge)
     return evidence
 
 

@@ -13,8 +13,9 @@ from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs.arguments import takes
 from adapters.inputs.made import arguments_of
+from adapters.observe.recording import Recorder
 from adapters.paths import has_module, join
-from adapters.proofs.evidence import Evidence, recorded
+from adapters.proofs.evidence import Evidence
 from adapters.proofs.report import Findings
 
 CLAIM = "the facts of cfg"
@@ -24,7 +25,7 @@ def prove_facts(evidence: Evidence, findings: Findings) -> None:
     """What `cfg` says is what the model has and does. Rotation, scales and windows are proved with the scores.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
     findings.claim(CLAIM)
@@ -189,9 +190,9 @@ def _positions(evidence: Evidence, findings: Findings) -> None:
         and getattr(config, "pad_token_id", None) is not None
     ):  # see what its labels become
         path = join(evidence.base, architecture.token_embeddings)
-        with torch.no_grad(), recorded(model, [path]) as calls:
+        with torch.no_grad(), Recorder([(path, model.get_submodule(path))]) as recording:
             evidence.bridge.core(**arguments_of(evidence.bridge.core, evidence.tokens[:1], {"labels": labels}))
-        given = calls[path][0].input
+        given = recording.of(path)[0].input
         seen = -1 if given is None else int(given[0, 0])
     else:
         return

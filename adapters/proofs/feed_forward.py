@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from adapters.architecture import Step
 from adapters.config import config_of
-from adapters.experts import chosen_in_turn, expert_bias, expert_weight, has_bias
+from adapters.experts import expert_bias, expert_weight, has_bias, sparsemixer_topk
 from adapters.feed_forward import MLP, MoE
-from adapters.imports.versions import clamp_of
+from adapters.observe.activations import product
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place, like
 from adapters.proofs.report import Findings
@@ -22,35 +18,11 @@ GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
 CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"
 
 
-def _solu(x: Tensor) -> Tensor:
-    return x * x.softmax(-1)
-
-
-def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
-    """What an activation function computes, by `cfg.act_fn`; None for a name that nobody knows."""
-    if act_fn in ("solu", "solu_ln"):
-        return _solu
-    # It makes the function when it is asked with brackets, and only then.
-    return None if act_fn is None or act_fn not in ACT2FN else ACT2FN[act_fn]
-
-
-def product(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
-    """What an activation function makes of what enters it and what is beside it; None for an unknown name."""
-    if act_fn == "clamped_swiglu" and linear is not None:
-        limit, alpha = clamp_of(config)
-        clamped = pre.clamp(max=limit)
-        return (linear.clamp(-limit, limit) + 1) * clamped * (alpha * clamped).sigmoid()
-    function = function_of(act_fn)
-    if function is None:
-        return None
-    return function(pre) if linear is None else function(pre) * linear
-
-
 def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
     """Every MLP, and every expert, computes what is declared.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
     findings.claim(GATED)
@@ -133,7 +105,7 @@ class _Mixture:
         elif any(has_matrix(each) for each in router.module.modules()):
             self.findings.holds(CHOICE, f"{at}hook_router_logits", False, f"no matrix at {self.part.router_matrix!r}")
         else:
-            self.findings.untold(CHOICE, f"{at}hook_router_logits: the router has no matrix")
+            self.findings.inconclusive(CHOICE, f"{at}hook_router_logits: the router has no matrix")
         wide = logits.double()
         if self.part.in_batches:
             self._in_batches(wide, weights, chosen, router.input.flatten(0, -2))
@@ -167,7 +139,7 @@ class _Mixture:
         self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
         self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, weights.gather(-1, chosen.long()).to(top.dtype), 1.0)
         if chosen.shape[-1] == 1:
-            self.findings.untold(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
+            self.findings.inconclusive(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
         self._total(top, chosen)
 
     def _in_batches(self, logits: Tensor, weights: Tensor, chosen: Tensor, tokens: Tensor) -> None:
@@ -192,12 +164,12 @@ class _Mixture:
     def _in_turn(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
         """One after the other, each weighted beside those that come close to it."""
         at = self.place.part
-        shares, best = chosen_in_turn(logits, self.part.margin, chosen.shape[-1])
+        shares, best = sparsemixer_topk(logits, self.part.margin, chosen.shape[-1])
         same = bool((best == chosen).all())
         self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
         self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, shares.to(top.dtype), 1.0)
         if bool((shares == 1).all()):
-            self.findings.untold(CHOICE, f"{at}: no other expert came within the margin of a chosen one")
+            self.findings.inconclusive(CHOICE, f"{at}: no other expert came within the margin of a chosen one")
         everyone = torch.zeros_like(weights).scatter(-1, chosen.long(), top.to(weights.dtype))
         self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, everyone, 1.0)
         self._total(top, chosen)
@@ -210,7 +182,7 @@ class _Mixture:
         later = self.step.changes_its_result
         added = self.evidence.get(f"{at}hook_out" if later else f"{self.place.prefix}hook_{self.place.named.name}_out")
         if added is None:
-            self.findings.untold(CHOICE, f"{at}: what it returns is not seen")
+            self.findings.inconclusive(CHOICE, f"{at}: what it returns is not seen")
             return
         total = torch.zeros_like(added.flatten(0, 1), dtype=torch.float64)
         for e in range(self.evidence.bridge.cfg.num_experts or 0):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
+from adapters.observe.errors import WRONG, one_line
+from adapters.observe.recording import Recorder
 from adapters.paths import call_number, module_at, module_path
-from adapters.proofs.evidence import Place, places_of, recorded
+from adapters.proofs.evidence import Place, places_of
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
-from adapters.proofs.report import WRONG, Check, said
+from adapters.proofs.report import Check
 from adapters.views import Kwargs, SinkPattern
+
+#: Says of some hook points which do not hold, and why; what it raises is a reason, too.
+Test = Callable[[list[str]], dict[str, str]]
 
 
 class Mechanics:
@@ -34,6 +39,8 @@ class Mechanics:
         output = self.model(**arguments_of(bridge.core, tokens, more))
         self.plain: Tensor = output.logits if hasattr(output, "logits") else output[0]
         self.names = list(bridge.hook_dict)
+        #: The most that writing back has changed the logits by.
+        self.written_by = 0.0
 
     def quick(self) -> list[Check]:
         """The checks that take a few runs."""
@@ -60,13 +67,15 @@ class Mechanics:
             try:
                 check()
             except WRONG as error:
-                self.add((check.__doc__ or check.__name__).strip().rstrip("."), False, said(error))
+                self.add((check.__doc__ or check.__name__).strip().rstrip("."), False, one_line(error))
         return self.checks
 
     def add(self, name: str, passed: bool, detail: str = "") -> None:
         self.checks.append(Check(name, passed, detail))
 
     def close(self, a: Tensor, b: Tensor) -> tuple[bool, float]:
+        if a.shape != b.shape:
+            return False, float("inf")
         worst = (a.double() - b.double()).abs().max().item()
         return worst <= self.tolerance * max(1.0, b.double().abs().max().item()), worst
 
@@ -78,6 +87,11 @@ class Mechanics:
             return
         worst = max(results, key=lambda result: (not result[0], result[1]))
         self.add(name, all(ok for ok, _, _ in results), f"{len(results)} compared, worst {worst[1]:.1e} at {worst[2]}")
+
+    def add_failed(self, name: str, failed: dict[str, str], right: str) -> None:
+        """One check that holds if nothing failed; it shows the first three that did."""
+        wrong = "; ".join(f"{each}: {why}" for each, why in list(failed.items())[:3])
+        self.add(name, not failed, wrong or right)
 
     def count_hooks(self) -> int:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.model.modules())
@@ -92,85 +106,114 @@ class Mechanics:
         """Unhooked logits are the model's own."""
         self.add("unhooked logits are the model's own, bit by bit", torch.equal(self.logits(), self.plain))
 
-    def expected_shape(self, axes: str, first: Sequence[int]) -> list[int | None]:
+    def expected_shape(self, axes: Sequence[str], first: Sequence[int]) -> list[int | None]:
         """The sizes of axes, None where the model does not say; `first` is the shape of the first stream."""
-        pos = first[1] if self.tokens.is_floating_point() else self.tokens.shape[1]
+        pos = first[1] if self.tokens.is_floating_point() and len(first) > 1 else self.tokens.shape[1]
         sizes: dict[str, int | None] = {"batch": self.tokens.shape[0], "n_key_value_heads": self.cfg.n_kv_heads}
         sizes |= {"n_experts": self.cfg.num_experts, "pos": pos, "key_pos": pos}
         if isinstance(decoder := self.more.get("decoder_input_ids"), Tensor):
             sizes |= {"decoder_pos": decoder.shape[1], "decoder_key_pos": decoder.shape[1]}
-        sizes |= {axis: int(axis) for axis in axes.split() if axis.isdigit()}
-        return [sizes[axis] if axis in sizes else getattr(self.cfg, axis, None) for axis in axes.split()]
+        sizes |= {axis: int(axis) for axis in axes if axis.isdigit()}
+        return [sizes[axis] if axis in sizes else getattr(self.cfg, axis, None) for axis in axes]
+
+    def failing(self, names: list[str], test: Test, most: int | None = None) -> dict[str, str]:
+        """The hook points for which a test does not hold, and why. Where it raises for several, halves are tried apart.
+
+        Args:
+            names: which to try, all at once.
+            test: what says of some which of them fail; it may raise an error of `WRONG`.
+            most: how many to look for; None: all.
+        """
+        failed: dict[str, str] = {}
+        pending = [names]
+        while pending and (most is None or len(failed) < most):
+            some = pending.pop(0)
+            if not some:
+                continue
+            try:
+                failed |= test(some)
+            except WRONG as error:
+                why = one_line(error)
+                if len(some) > 1:
+                    pending = [some[: len(some) // 2], some[len(some) // 2 :], *pending]
+                else:
+                    failed[some[0]] = why
+        return failed
+
+    def seen_once(self, names: list[str]) -> dict[str, str]:
+        """Each hook point is seen once in a run, with the shape that its axes say."""
+        seen: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
+
+        def look(x: Tensor, hook: Hook) -> None:
+            seen[hook.name].append(tuple(x.shape))
+
+        self.logits([(names, look)])
+        first = next((shapes[0] for name, shapes in seen.items() if name.endswith("resid_pre") and shapes), ())
+        failed = {}
+        for name, shapes in seen.items():
+            axes = self.bridge.hook_dict[name].point.axes.split()
+            if not shapes and axes[0] == "row" and ".experts." in name:
+                continue  # an expert that is a module, to which none of these tokens was sent
+            sizes = self.expected_shape(axes, first)
+            if len(shapes) != 1:
+                failed[name] = f"it is seen {len(shapes)} times in a run"
+            elif len(shapes[0]) != len(axes) or any(
+                size not in (None, seen) for size, seen in zip(sizes, shapes[0], strict=True)
+            ):
+                failed[name] = f"its shape is {shapes[0]}, not [{' '.join(axes)}]"
+        return failed
 
     def every_hook_fires(self) -> None:
         """Every hook point fires once, with its declared shape."""
-        seen: dict[str, list[list[int]]] = {name: [] for name in self.names}
-
-        def look(x: Tensor, hook: Hook) -> None:
-            seen[hook.name].append(list(x.shape))
-
-        wrong = []
-        try:
-            self.logits([(self.names, look)])
-        except WRONG as error:
-            wrong = self.what_raises() or [said(error)]
-            seen = {}
-        first = next((shapes[0] for name, shapes in seen.items() if name.endswith("resid_pre") and shapes), [0, 0])
-        for name, shapes in seen.items():
-            expected = self.expected_shape(self.bridge.hook_dict[name].point.axes, first)
-            fits = len(shapes) == 1 and len(shapes[0]) == len(expected)
-            if not fits or any(want not in (None, size) for want, size in zip(expected, shapes[0], strict=True)):
-                wrong.append(f"{name} {shapes} for {expected}")
+        failed = self.failing(self.names, self.seen_once, most=3)
+        wrong = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:3])
         self.add(
             "every hook point fires once, with its declared shape",
-            not wrong,
-            f"{len(self.names)} hook points" if not wrong else "; ".join(wrong[:3]),
+            not failed,
+            wrong or f"{len(self.names)} hook points",
         )
 
-    def what_raises(self) -> list[str]:
-        """The first hook points at which a listener alone is enough to make a run fail, with the error."""
-        found: list[str] = []
-        for name in self.names:
-            try:
-                self.logits([(name, lambda x, hook: None)])
-            except WRONG as error:
-                found.append(f"{name}: {said(error)}")
-                if len(found) == 3:
-                    break
-        return found
+    def written_back(self, names: list[str]) -> dict[str, str]:
+        """Writing back what was read changes nothing.
 
-    def writing_back(self) -> None:
-        """Writing back what was read changes nothing."""
-        # Many kinds of hook point at once, in all layers; where that differs, half of them, and so on, and then each.
+        Raises:
+            RuntimeError: it does, of several.
+        """
 
         def same(x: Tensor, hook: Hook) -> Tensor:
             return x
 
-        # Which experts are chosen can depend on the last digit: each token keeps those that it has without hooks.
-        routes = [name for name in self.names if name.endswith("hook_expert_indices")]
-        chosen: Activations = self.cache(routes) if routes else {}
+        routes = self.routes  # before the run that is to keep to them
 
         def keep(x: Tensor, hook: Hook) -> Tensor:
-            return chosen[hook.name]
+            return routes[hook.name]
 
-        def result(names: list[str]) -> Tensor:
-            kept: list[NamedHook] = [(route, keep) for route in routes if route not in names]
-            return self.logits([(names, same), *kept])
+        kept: list[NamedHook] = [(name, keep) for name in routes if name not in names]
+        close, worst = self.close(self.logits([(names, same), *kept]), self.plain)
+        if close:
+            self.written_by = max(self.written_by, worst)
+            return {}
+        if len(names) > 1:
+            raise RuntimeError("written back, they change the logits")
+        return {names[0]: f"writing back what was read changes the logits by {worst:.1e}"}
 
-        def results(kinds: list[list[str]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-            names = [name for kind in kinds for name in kind]
-            together = result(names)
-            if len(names) == 1 or self.close(together, self.plain)[0]:
-                yield from ((kind[0], together, self.plain) for kind in kinds)
-            elif len(kinds) > 1:
-                yield from results(kinds[: len(kinds) // 2])
-                yield from results(kinds[len(kinds) // 2 :])
-            else:
-                yield from ((name, result([name]), self.plain) for name in names)
+    @cached_property
+    def routes(self) -> dict[str, Tensor]:
+        """Which experts each token is sent to without hooks: that can depend on the last digit."""
+        names = [name for name in self.names if _is_route(name)]
+        cache = self.cache(names) if names else {}
+        return {name: cache[name] for name in names}
 
+    def writing_back(self) -> None:
+        """Writing back what was read changes nothing."""
+        # Many kinds of hook point at once, in all layers; where that differs, half of them, and so on.
         kinds = self.kinds()
-        found = (pair for start in range(0, len(kinds), 18) for pair in results(kinds[start : start + 18]))
-        self.add_worst("writing back what was read changes nothing", found)
+        failed: dict[str, str] = {}
+        for start in range(0, len(kinds), 18):
+            names = [name for kind in kinds[start : start + 18] for name in kind]
+            failed |= self.failing(names, self.written_back)
+        right = f"{len(self.names)} hook points, worst {self.written_by:.1e}"
+        self.add_failed("writing back what was read changes nothing", failed, right)
 
     def kinds(self) -> list[list[str]]:
         """The hook points by what they are, whatever their layer or expert."""
@@ -235,7 +278,8 @@ class Mechanics:
             for place in places
         }
         names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")] + list(ends.values())
-        with recorded(self.model, [module_path(path) for path in sites.values()]) as calls:
+        watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
+        with Recorder(watched.items()) as recording:
             cache = self.cache(names) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
@@ -243,7 +287,7 @@ class Mechanics:
                 at, step, path = place.part, place.named.step, sites[place.part]
                 projection, z = module_at(self.model, path), cache[f"{at}hook_z"]
                 bias = bias_of(projection, z.flatten(-2))
-                made = calls[module_path(path)][call_number(path) or 0].output
+                made = recording.of(module_path(path))[call_number(path) or 0].output
                 yield f"{at}hook_z", head_results(projection, z).sum(-2) + bias, made
                 bias = bias if step.post else step.added(bias, module_at(self.model, place.path))
                 yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[ends[at]]
@@ -276,31 +320,34 @@ class Mechanics:
 
         self.add_worst("halving resid_mid reaches both branches", pairs())
 
+    def layer_runs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The logits of runs that start at a layer with what another stopped at, and those of a whole run."""
+        # Each layer alone, on what the one before it made; then the logits from each of a few of them.
+        n, more = self.cfg.n_layers, Kwargs(self.more)
+        residual = self.bridge(self.tokens, stop_at_layer=0, **more)
+        for layer in range(n):
+            if layer in (0, n // 2, n - 1):
+                yield f"layer {layer}", self.bridge(residual, start_at_layer=layer, **more), self.plain
+            if layer < n - 1:
+                residual = self.bridge(residual, start_at_layer=layer, stop_at_layer=layer + 1, **more)
+
     def starting_after_stopping(self) -> None:
         """start_at_layer after stop_at_layer gives the full logits."""
         name = "start_at_layer after stop_at_layer gives the full logits"
-        reason = self.bridge.no_layer_runs
-        if reason:
+        if reason := self.bridge.no_layer_runs:
             self.add(name, True, f"does not apply: {reason}")
-            return
-
-        def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:
-            # Each layer alone, on what the one before it made; then the logits from each of a few of them.
-            n, more = self.cfg.n_layers, Kwargs(self.more)
-            residual = self.bridge(self.tokens, stop_at_layer=0, **more)
-            for layer in range(n):
-                if layer in (0, n // 2, n - 1):
-                    yield f"layer {layer}", self.bridge(residual, start_at_layer=layer, **more), self.plain
-                if layer < n - 1:
-                    residual = self.bridge(residual, start_at_layer=layer, stop_at_layer=layer + 1, **more)
-
-        self.add_worst(name, pairs())
+        else:
+            self.add_worst(name, self.layer_runs())
 
     def nothing_left_behind(self) -> None:
         """No torch hook and no replaced forward is there that was not there before."""
         left = self.count_hooks() - self.hooks_before
         patched = [n for n, m in self.model.named_modules() if "forward" in m.__dict__ and _is_ours(m.forward)]
         self.add("no torch hook is left behind", not left and not patched, f"{left} hooks, {len(patched)} patches")
+
+
+def _is_route(name: str) -> bool:
+    return name.endswith("hook_expert_indices")
 
 
 def _is_ours(forward: object) -> bool:

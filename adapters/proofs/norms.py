@@ -10,10 +10,10 @@ from torch import Tensor
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
 from adapters.norms import Norm, NormKind, NormScale
+from adapters.observe.recognised import RecognisedNorm, probe, recognise_module
 from adapters.paths import join
 from adapters.proofs.evidence import Evidence
 from adapters.proofs.protocol import Hook
-from adapters.proofs.recognised import RecognisedNorm, probe, recognise_module
 from adapters.proofs.report import Findings
 from adapters.views import Call, Composed, View
 
@@ -107,7 +107,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
     square = rows.var(-1, correction=0) if declared.centered else rows.pow(2).mean(-1)
     eps = float((scale.squeeze(-1).double() ** 2 - square).mean())
     if found.eps is None:
-        findings.untold(CLAIM, "epsilons, where they are too small to be seen")
+        findings.inconclusive(CLAIM, "epsilons, where they are too small to be seen")
         return
     close = abs(eps - found.eps) <= max(100 * findings.tolerance, 1e-3) * found.eps
     findings.holds(CLAIM, name, close, f"{path} has an epsilon of {found.eps:.3g}, and {eps:.3g} is declared")

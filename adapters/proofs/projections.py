@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from adapters.attention import Attention
+from adapters.observe.calls import ModuleCall
+from adapters.observe.gradients import by_position, gradients_of_scores, gradients_of_z
 from adapters.paths import module_path
-from adapters.proofs.evidence import Evidence, ModuleCall, Place
-from adapters.proofs.gradients import by_position, gradients_of_scores, gradients_of_z
+from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.report import Findings
 from adapters.views import Biased, Call, Heads, View
 
@@ -35,11 +36,13 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
         scores, pattern = (evidence.get(f"{place.part}hook_{name}") for name in ("attn_scores", "pattern"))
         output = evidence.call(place.module, part.o)
         if scores is None or pattern is None:
-            findings.untold(CLAIM, f"{place.part}: its scores cannot be seen")
+            findings.inconclusive(CLAIM, f"{place.part}: its scores cannot be seen")
         elif output is None or output.input is None:
             findings.holds(CLAIM, place.part, False, f"{part.o} did not run")
         elif not scores.requires_grad and module_path(place.module) in graphs:
-            findings.untold(CLAIM, f"{place.part}: it runs without gradients; another call of its module has them")
+            findings.inconclusive(
+                CLAIM, f"{place.part}: it runs without gradients; another call of its module has them"
+            )
         else:
             z = _before_norm(evidence, place, output.input) if part.z_is == "norm" else output.input
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()
@@ -82,7 +85,7 @@ class _Columns:
             allowed[self.query] = False
         keys = allowed.nonzero().flatten().tolist()[-4:]
         if len(keys) < 2:
-            self.findings.untold(CLAIM, f"{self.place.part}: a query may attend to fewer than two other keys")
+            self.findings.inconclusive(CLAIM, f"{self.place.part}: a query may attend to fewer than two other keys")
             return
         calls = {letter: self.made(letter) for letter in "qkv"}
         missing = [letter for letter, call in calls.items() if call is None or call.result is None]
@@ -172,7 +175,7 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Pla
     """Each declared latent is what the projection made from it reads.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it, under the claim.
         claim: its name.
         place, part: the attention.

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from adapters.observe.errors import WRONG, one_line
+
 
 @dataclass(frozen=True)
 class Check:
@@ -48,28 +50,12 @@ class Report:
         return "\n".join(lines)
 
 
-#: What a run may raise that looks where a wrong declaration says.
-WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-
-
-def said(error: Exception) -> str:
-    """An error in one line.
-
-    Args:
-        error: the error; one that says that the memory is full is no finding, and is raised again.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        raise error
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}"[:300] if words else type(error).__name__
-
-
 @dataclass
 class _Claim:
     compared: int = 0
     worst: tuple[float, str] = (0.0, "")
     wrong: list[str] = field(default_factory=list)
-    untold: list[str] = field(default_factory=list)
+    inconclusive: list[str] = field(default_factory=list)
 
 
 class Findings:
@@ -144,13 +130,13 @@ class Findings:
         try:
             prove()
         except WRONG as error:
-            self.holds(claim, "a run", False, said(error))
+            self.holds(claim, "a run", False, one_line(error))
 
-    def untold(self, claim: str, reason: str) -> None:
+    def inconclusive(self, claim: str, reason: str) -> None:
         """Says that a claim could not be told from another one, and why."""
         entry = self._claims.setdefault(claim, _Claim())
-        if reason not in entry.untold:
-            entry.untold.append(reason)
+        if reason not in entry.inconclusive:
+            entry.inconclusive.append(reason)
 
     def checks(self) -> Iterator[Check]:
         """A check for each claim, in the order in which they were first looked at."""
@@ -163,6 +149,6 @@ class Findings:
             else:
                 where = f", worst {entry.worst[0]:.1e} at {entry.worst[1]}" if entry.worst[1] else ""
                 detail = f"{entry.compared} compared{where}"
-            if entry.untold:
-                detail = "; ".join([detail, *(f"not told apart: {reason}" for reason in entry.untold)])
+            if entry.inconclusive:
+                detail = "; ".join([detail, *(f"inconclusive: {reason}" for reason in entry.inconclusive)])
             yield Check(name, not entry.wrong, detail)

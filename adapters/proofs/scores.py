@@ -30,7 +30,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
     """Scores from queries and keys, the pattern from scores, `z` from pattern and values, in every attention.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
     for claim in (SCORES, PATTERN, VALUES, MASK):
@@ -43,7 +43,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
             continue
         if not part.shows_scores:
             for claim in (SCORES, PATTERN, VALUES, MASK):
-                findings.untold(claim, f"{place.part}: its scores cannot be seen")
+                findings.inconclusive(claim, f"{place.part}: its scores cannot be seen")
             continue
         proof = _Attention(evidence, findings, place, part)
         rotated = proof.prove(biases)
@@ -140,7 +140,7 @@ class _Attention:
             return False
         dims, said = q.shape[-1] - width, self.part.rotary_dim or self.cfg.rotary_dim
         self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
-        self.findings.untold(SCORES, f"{at}hook_rot_q: how fast its columns turn, and in which pairs")
+        self.findings.inconclusive(SCORES, f"{at}hook_rot_q: how fast its columns turn, and in which pairs")
         sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
         ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
         self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
@@ -234,7 +234,7 @@ class _Attention:
             return
         if bool((scores.amax(-1)[seen.any(-1)] == 0).all()):  # MiMo: the softmax is the same
             made = made - made.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
-            self.findings.untold(SCORES, f"{at} is less the largest score of each row")
+            self.findings.inconclusive(SCORES, f"{at} is less the largest score of each row")
         bias = torch.where(seen, scores.double() - made, torch.nan)
         kind = cfg.positional_embedding_type
         if self.padded and kind == "alibi":
@@ -294,7 +294,7 @@ class _Attention:
             rest = (scores - product).where(seen, 0)
             there = float((rest - rest.mean(-1, keepdim=True)).abs().max()) > 1e-4 * float(product.abs().max())
             self.findings.holds(SCORES, at, there, "something is declared to be added to it, and nothing is")
-            self.findings.untold(SCORES, f"{at} is the product and what queries, keys or places alone add to it")
+            self.findings.inconclusive(SCORES, f"{at} is the product and what queries, keys or places alone add to it")
 
     def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
         _, queries, keys = bias.shape
@@ -371,14 +371,14 @@ class _Attention:
         if self.local and window is not None:
             allowed = allowed & (back < window) & (back > -window)
             if window > queries:
-                self.findings.untold(MASK, f"a window of {window} is longer than the text of {queries} tokens")
+                self.findings.inconclusive(MASK, f"a window of {window} is longer than the text of {queries} tokens")
         at, sees = f"{self.place.part}hook_pattern", (pattern > 0).any(1)
         more, less = (seen & ~allowed).nonzero().tolist(), (allowed & ~seen).nonzero().tolist()
         if more:
             self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
         elif less and bool((sees != sees[:1]).any()) and {q - k for q, k in less} <= set(back[seen].tolist()):
             # Keys are chosen by what they are (an indexer), and others as far away have been.
-            self.findings.untold(MASK, f"{at}: whether token {less[0][0]} may attend to token {less[0][1]}")
+            self.findings.inconclusive(MASK, f"{at}: whether token {less[0][0]} may attend to token {less[0][1]}")
         elif less:
             self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
         else:

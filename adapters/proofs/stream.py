@@ -11,10 +11,12 @@ from adapters.architecture import Opaque, Stack
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
+from adapters.observe.calls import ModuleCall
+from adapters.observe.recording import Recorder
 from adapters.paths import call_number, join, module_at, module_path
 from adapters.proofs.ends.embeddings import CHAIN, ENDS, prove_beginning, zeroed
 from adapters.proofs.ends.logits import prove_end
-from adapters.proofs.evidence import Evidence, ModuleCall, Place, like, recorded
+from adapters.proofs.evidence import Evidence, Place, like
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
 
@@ -102,7 +104,7 @@ def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:
         read = call.result
     entries = _entries(place)
     if not entries:
-        findings.untold(READS, f"what {place.part.removesuffix('.')} reads")
+        findings.inconclusive(READS, f"what {place.part.removesuffix('.')} reads")
     for entry in entries:
         call_of_part = evidence.call(place.path, entry)
         seen = None if call_of_part is None else like(call_of_part.input, read)
@@ -160,9 +162,9 @@ def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: At
     def other(x: Tensor, hook: Hook) -> Tensor:
         return x.flip(1) * 0.5
 
-    with torch.no_grad(), recorded(evidence.bridge.original_model, [path]) as calls:
+    with torch.no_grad(), Recorder([(path, evidence.bridge.original_model.get_submodule(path))]) as recording:
         evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, other)], **evidence.more)
-    findings.equal(READS, f"{place.part}({part.k.path})", calls[path][0].input, key)
+    findings.equal(READS, f"{place.part}({part.k.path})", recording.of(path)[0].input, key)
 
 
 def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:

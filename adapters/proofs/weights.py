@@ -56,7 +56,7 @@ class _Layer:
         try:
             return get().detach()
         except TypeError as error:  # merged or quantised layers have none, and say how to get one
-            self.findings.untold(CLAIM, str(error))
+            self.findings.inconclusive(CLAIM, str(error))
             return None
 
     def own(self, point: str) -> tuple[Tensor, Tensor] | None:
@@ -118,7 +118,7 @@ class _Layer:
         if bias is not None:
             expected = expected + bias.double()
         elif bias_name is None and isinstance(own := self._bias_of(f"{inside}{point}"), Tensor):
-            self.findings.untold(CLAIM, "the bias of a gate, for which HookedTransformer has no name")
+            self.findings.inconclusive(CLAIM, "the bias of a gate, for which HookedTransformer has no name")
             expected = expected + own.double()
         expected = expected.to(made.dtype)
         self.findings.equal(CLAIM, f"{self.place.part}{inside}{point}", made, like(expected, made))

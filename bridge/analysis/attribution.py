@@ -129,7 +129,7 @@ class AttributionMethods(Activations):
         Raises:
             MissingActivationsError: the final norm's `hook_scale` is not cached.
             ValueError: shapes that do not fit; or logits that are no sum over terms (BERT's head), or of which it is
-                not known how they are made.
+                not known how they are made; or the weights that make them were changed since the run.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -233,6 +233,9 @@ def logit_attributions(
     """
     model = cache.model
     refuse_no_logit_sum(model)
+    for end in ("ln_final.hook_normalized", "unembed.hook_in"):
+        if end in model.hook_dict:
+            cache.module_of_the_run(end)
     norm = norm_of(model, "ln_final")
     if norm is not None:
         norm.refuse_gate()

@@ -73,8 +73,8 @@ def basis_point(
         raise ValueError(
             f"the name of a basis is {name!r}; it becomes the end of {base.name}.NAME: a word without dots"
         )
-    if base.point.followers:
-        fed = ", ".join(follower.name for follower in base.point.followers)
+    if base.point.linked:
+        fed = ", ".join(follower.name for follower in base.point.linked)
         raise ValueError(f"{base.name} only hands on to {fed}: place the basis there")
     if len(axes) < 3:
         raise ValueError(f"{base.name} has the axes [{base.point.axes}]: no axis of features that a basis could be of")
@@ -103,8 +103,8 @@ def basis_point(
         flag=None,
         aliases=tuple(f"{alias}.{name}" for alias in base.point.aliases),
         sources=base.point.sources if reads is None else (*base.point.sources, reads.point.site),
-        followers=(),
-        branches=(),
+        linked=(),
+        separate_consumers=(),
     )
 
 

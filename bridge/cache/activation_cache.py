@@ -32,15 +32,15 @@ class _Names:
 
 #: The hook points whose activations are multiplied with weights when heads or neurons are asked for.
 _READ_BY_WEIGHTS = (".attn.hook_z", ".mlp.hook_post")
+#: Those where the weights stand that make the logits of a stream, which need not be cached themselves.
+_ENDS = ("ln_final.hook_normalized", "unembed.hook_in")
 
 
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be multiplied with, by hook point."""
-    found, points = {}, model.hook_dict
-    for name in values:
-        if name.endswith(_READ_BY_WEIGHTS) and name in points:
-            found[name] = written_to(module_at(model.original_model, points[name].point.site.path))
-    return found
+    points = model.hook_dict
+    names = [name for name in (*values, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS)) and name in points]
+    return {name: written_to(module_at(model.original_model, points[name].point.site.path)) for name in names}
 
 
 class ActivationCache(ResidualMethods):
@@ -91,7 +91,9 @@ class ActivationCache(ResidualMethods):
         self._weights = _weights_behind(self._values, model)
 
     def module_of_the_run(self, name: str) -> nn.Module:
-        """The module at a hook point whose activation heads or neurons are made from, if its weights are the run's.
+        """The module at a hook point whose activation is multiplied with weights, if its weights are the run's.
+
+        Heads are made from ``hook_z``, neurons from ``hook_post``, logits from what stands at the stream's end.
 
         Args:
             name: of the hook point.
@@ -103,9 +105,9 @@ class ActivationCache(ResidualMethods):
         module = module_at(self.model.original_model, self.model.hook_dict[name].point.site.path)
         if written_to(module) != self._weights.get(name, written_to(module)):
             raise ValueError(
-                f"the weights that read {name} were changed since the run (processed, trained or written to): what its "
-                "heads or neurons wrote then cannot be computed any more. Take it before, cache hook_result in the "
-                "run, or run again"
+                f"the weights at {name} were changed since the run (processed, trained or written to): what heads, "
+                "neurons or logits they made then cannot be computed any more. Take it before, cache hook_result in "
+                "the run, or run again"
             )
         return module
 

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from adapters import Architecture, ModelMap, Weights, map_model
-from adapters import automatic as inference
+from adapters import Architecture, ModelMap, Weights, map_model, proofs
 from adapters.config import ModelConfig, is_language_part
-from adapters.inputs.made import Given
+from adapters.inputs.made import CannotBeMade, Given
 from adapters.model import Automatic
 from adapters.paths import base_path, join
-from adapters.registry import has_declaration, is_declared
+from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
 from bridge.facade.offered import Offered, beside
 from bridge.facade.report import report
 from bridge.hooks.hook_point import HookPoint
@@ -72,14 +71,37 @@ class WrappedModel(nn.Module):
         found = map_model(hf_model, automatic=automatic, inputs=inputs)
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
-        self.cfg: ModelConfig = found.cfg
-        self.no_layer_runs = found.no_layer_runs
-        self._wire(found)
+        self._take(found)
+        if parent := "" if found.inferred else inherits_declaration(found.core):
+            found = self._proved(found, parent, automatic, inputs)
         if found.inferred:
             self._keep_what_holds(found, inputs)
             _LOGGER.warning("%s", self.offered().summary)
         if tokenizer is not None:
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
+
+    def _take(self, found: ModelMap) -> None:
+        self.cfg: ModelConfig = found.cfg
+        self.no_layer_runs = found.no_layer_runs
+        self._wire(found)
+
+    def _proved(self, found: ModelMap, parent: str, automatic: Automatic, inputs: Given | None) -> ModelMap:
+        """What a subclass of another package's takes from its parent, if that holds of it; else what is inferred."""
+        derived = f"{self.cfg.model_name} is a subclass of {parent}, whose adapter"
+        try:
+            wrong = proofs.verification.why_refuted(self, inputs)
+        except CannotBeMade as why:
+            _LOGGER.warning("%s was not tried on it: %s", derived, why)
+            return found
+        if not wrong:
+            return found
+        said = f"{derived} does not hold of it ({wrong})"
+        if not automatic:
+            raise UnsupportedModelError(f"{said}. docs/adapters.md shows how to declare what it computes.")
+        _LOGGER.warning("%s", said)
+        found = map_model(self.original_model, automatic="always", inputs=inputs)
+        self._take(found)
+        return found
 
     def _wire(self, found: ModelMap) -> None:
         self.wiring = Wiring(self.original_model, found.points, self.makes_points)
@@ -99,7 +121,7 @@ class WrappedModel(nn.Module):
 
     def _keep_what_holds(self, found: ModelMap, inputs: Given | None) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""
-        proof = inference.proof.Proof(self, inputs).run()
+        proof = proofs.search.Proof(self, inputs).run()
         self.no_layer_runs = proof.no_layer_runs
         self._wire(found.without(proof.not_offered))
 

@@ -11,7 +11,7 @@ from torch import nn
 from adapters.paths import join
 
 _ADAPTERS = {
-    "none": "no adapter", "there": "an adapter, which was not asked",
+    "none": "no adapter", "there": "an adapter, which was not used",
     "other options": "an adapter for other options than these",
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ class StepRecorder:
         self.pos, self.key_pos = ("decoder_pos", "decoder_key_pos") if encoder_decoder else ("pos", "key_pos")
         self.seen = 0  # tokens before the present step
         self.new = 0  # tokens of the present step
+        self.steps = 0  # whose activations are kept
         self._parts: dict[HookPoint, list[Tensor]] = {}
         self._from_start: set[HookPoint] = set()  # ran at the prompt
         self._versions: list[tuple[HookPoint, Tensor, int]] = []
@@ -64,7 +65,9 @@ class StepRecorder:
         tokens = args[0] if args else next(value for value in given if value is not None)
         self.seen = self.seen + self.new if self.caching else 0
         self.new = tokens.shape[1]
+        self.steps += 1
         if not self.caching:
+            self.steps = 1
             self._parts.clear()  # this step processes everything again
             self._versions.clear()
 
@@ -84,6 +87,11 @@ class StepRecorder:
                 act = self._widen(act, axis, (total - keys, 0), hook)
         if self.pos in axes and act.shape[axes.index(self.pos)] > self.new:  # of the past too (keys from a latent)
             axis = axes.index(self.pos)
+            if act.shape[axis] < total and ".attn." not in hook.name:  # no window of keys
+                raise ValueError(
+                    f"{hook.name} has {act.shape[axis]} positions in a step of {self.new}: the model itself continues "
+                    "these rows wrongly (transformers' RWKV does so with several rows); generate them one by one"
+                )
             start = self.seen if act.shape[axis] >= total else act.shape[axis] - self.new
             act = act.narrow(axis, start, self.new).clone()
         kept = act if self.device is None else act.to(self.device)
@@ -119,24 +127,42 @@ class StepRecorder:
                 moved[hook.name] = torch.stack(rows)
         return moved
 
+    def _put_together(self, hook: HookPoint) -> Tensor | str:
+        """The steps of a hook point as one activation; or why they make none."""
+        if hook not in self._from_start:
+            return "did not run on this prompt"
+        total = self.seen + self.new
+        parts, axes = self._parts[hook], hook.point.axes.split()
+        grows = next((axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes), None)
+        if grows is None:
+            along = any("pos" in axis for axis in axes)  # of the encoder, which runs once
+            if not along and (len(parts) < self.steps or len({part.shape for part in parts}) > 1):
+                return "has no axis of positions, and is no state that each step makes anew"
+            return parts[-1]
+        if {self.pos, self.key_pos} <= set(axes):
+            key = axes.index(self.key_pos)
+            parts = [self._widen(part, key, (0, total - part.shape[key]), hook) for part in parts]
+        whole = torch.cat(parts, dim=grows)
+        if whole.shape[grows] != total:
+            return f"was computed at {whole.shape[grows]} of {total} tokens"
+        return whole
+
     def finish(self, processed: int, explicit: bool) -> dict[str, Tensor]:
         """The activations of every token that was processed, by canonical name.
 
-        Hook points that did not run on the prompt (those of the embedding, where embeddings were given) are left out.
+        Hook points are left out that did not run on the prompt (those of the embedding, where embeddings were given),
+        and those whose steps cannot be put together (a convolution that runs on the prompt alone).
 
         Args:
             processed: how many tokens of each row the model must have processed.
             explicit: the hook points were named one by one: each of them has to be there.
 
         Raises:
-            ValueError: they were others; or the model computed a point for some tokens alone.
-            RuntimeError: a point was named that did not run; or an activation was changed in place after it was
+            ValueError: they were others.
+            RuntimeError: a point was named that would be left out; or an activation was changed in place after it was
                 recorded.
         """
         total = self.seen + self.new
-        missing = [hook.name for hook in self.points if hook not in self._from_start]
-        if explicit and missing:
-            raise RuntimeError(f"these hook points did not run on this prompt: {', '.join(missing)}")
         if total != processed:
             raise ValueError(
                 f"the steps of this generation processed {total} tokens, and its sequence has {processed} that should "
@@ -148,21 +174,8 @@ class StepRecorder:
                     f"{hook.name} was changed in place after it was recorded, by the model or by a hook; "
                     "its adapter has to declare that it is to be copied"
                 )
-        done: dict[str, Tensor] = {}
-        for hook in self.points:
-            if hook not in self._from_start:
-                continue
-            parts = self._parts[hook]
-            axes = hook.point.axes.split()
-            grows = next((axes.index(axis) for axis in (self.pos, self.key_pos) if axis in axes), None)
-            if {self.pos, self.key_pos} <= set(axes):
-                key = axes.index(self.key_pos)
-                parts = [self._widen(part, key, (0, total - part.shape[key]), hook) for part in parts]
-            whole = parts[-1] if grows is None else torch.cat(parts, dim=grows)
-            if grows is not None and whole.shape[grows] != total:
-                raise ValueError(
-                    f"the steps of this generation computed {hook.name} at {whole.shape[grows]} of {total} tokens: use "
-                    "run_with_cache on the finished sequence"
-                )
-            done[hook.name] = whole
-        return done
+        made = {hook.name: self._put_together(hook) for hook in self.points}
+        missing = "; ".join(f"{name} {why}" for name, why in made.items() if isinstance(why, str))
+        if explicit and missing:
+            raise RuntimeError(f"{missing}: use run_with_cache on the finished sequence")
+        return {name: value for name, value in made.items() if isinstance(value, Tensor)}

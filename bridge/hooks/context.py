@@ -89,7 +89,7 @@ class Remembered:
     """What a forward pass remembers, in a run or in a program.
 
     Attributes:
-        written: what was written at points that others follow, by their names (see `Point.followers`).
+        written: what was written at points that others follow, by their names (see `Point.linked`).
         bodies: what runs in step with it, by what made it (see `EndsWithThePass`).
     """
 
@@ -124,7 +124,7 @@ class ForwardPass(Remembered):
     Attributes:
         opened_by: the module whose call began it; None where a run of the bridge did.
         sources: what was seen at sites that other hook points need: the module called there, and the tensor.
-        separate: for each reader of a norm that is given a copy of its own, that copy (see `Point.branches`).
+        separate: for each reader of a norm that is given a copy of its own, that copy (see `Point.separate_consumers`).
         start_at: the first block that runs; points before it stay silent.
         skipped: the blocks that are passed over.
         embeddings: the module of the token embeddings, and what was given in place of its output; None: it runs.

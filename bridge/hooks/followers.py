@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adapters.points import Follower
+from adapters.points import LinkedPoint
 from bridge.hooks.context import Remembered
 
 
@@ -16,7 +16,7 @@ class TakeOver:
         follower: how its value is the activation here.
     """
 
-    def __init__(self, leader: str, follower: Follower) -> None:
+    def __init__(self, leader: str, follower: LinkedPoint) -> None:
         self._leader, self._follower = leader, follower
 
     def __call__(self, run: Remembered | None) -> Tensor | None:

@@ -400,7 +400,7 @@ class HookPoint:
         """Writes an activation back, and tells the points that follow this one."""
         if changed:
             x = view.put(x, act, call)
-        if self.point.followers and now.run is not None:
+        if self.point.linked and now.run is not None:
             if changed:
                 now.run.written[self.name] = act
             else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adapters.paths import call_number, gone, module_path, token_embedding
+from adapters.paths import call_number, missing_module_message, module_path, token_embedding
 from adapters.views import Args, Kwargs
 
 
@@ -97,7 +97,7 @@ class Finder:
             child = found._modules.get(part)
             found = getattr(found, part, None) if child is None else child
             if found is None:
-                raise RuntimeError(gone(".".join(self.parts)))
+                raise RuntimeError(missing_module_message(".".join(self.parts)))
         return found
 
     @property

@@ -103,7 +103,7 @@ def lower(
     for hook, listener in listeners_of([*added, *interventions], declared):
         changes.setdefault(hook, []).append(listener)
     for hook in list(changes):
-        for follower in hook.point.followers:
+        for follower in hook.point.linked:
             other = bridge.wiring.points[follower.name]
             changes.setdefault(other, []).insert(0, Listener("leader", TakeOver(hook.name, follower)))
     chosen = sorted({*changes, *capture}, key=lambda hook: hook.order)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.inputs.arguments import Takes, accepted_arguments, takes
+from adapters.inputs.arguments import Takes, accepted_arguments, accepted_by, takes
 from adapters.offloaded import input_device
 from adapters.paths import learns_prompt, module_at, module_path
 from bridge.hooks.context import CURRENT
@@ -66,7 +66,7 @@ def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]
     """
     if not given:
         return
-    known = accepted_arguments(type(model).forward)
+    known = accepted_by(model)
     for name in given:
         if name in NAMES:
             raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")
@@ -163,7 +163,7 @@ def _place(bridge: Runs, mask: Tensor, length: int, kwargs: dict[str, Any]) -> N
     """Says at which positions tokens are that stand behind padding, where the model does not count so itself.
 
     Raises:
-        ValueError: PEFT would not pass it on.
+        ValueError: PEFT would not pass it on, or the model fails with it.
     """
     if "position_ids" in kwargs or not bridge.cfg.positions_from_mask or _places(bridge, kwargs.keys()):
         return
@@ -176,6 +176,11 @@ def _place(bridge: Runs, mask: Tensor, length: int, kwargs: dict[str, Any]) -> N
         raise ValueError(
             "padding before a token cannot be had with a learned prompt: PEFT does not pass position_ids "
             'on; use padding_side="right"'
+        )
+    if any(hasattr(module, "_pad_to_mult_of_chunk_length") for module in _around_blocks(bridge)):
+        raise ValueError(
+            "padding before a token cannot be had: this model lengthens its rows itself (Reformer), and transformers' "
+            'code that does so fails where it is told positions; use padding_side="right"'
         )
     kwargs["position_ids"] = positions[:, -length:].to(input_device(bridge.wiring.model))
 

@@ -126,7 +126,7 @@ class Recorder:
             self._keep(value, hook)
 
     def _edge(self, act: Tensor, hook: HookPoint) -> None:
-        # The first is kept: where several read the point separately, that is the query (see `Point.branches`).
+        # The first is kept: of several separate consumers (see `Point.separate_consumers`), that is the query.
         if act.requires_grad and hook not in self._edges:
             self._edges[hook] = (get_gradient_edge(act), act.detach())
 

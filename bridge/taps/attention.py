@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
+from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
-from bridge.taps.tap import FLAT_PRODUCT, PRODUCTS, SOFTMAXES, RunCall, Tap, TappedCall, Watch
+from bridge.taps.tap import RunCall, Tap, TappedCall, Watch
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")

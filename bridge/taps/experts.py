@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
+from adapters.observe.functions import LINEAR_PRODUCTS
 from adapters.views import Call, Kwargs
-from bridge.taps.tap import LINEAR_PRODUCTS, RunCall, Tap, Watch
+from bridge.taps.tap import RunCall, Tap, Watch
 
 
 class ExpertsTap(Tap):

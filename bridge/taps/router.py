@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from adapters.observe.functions import CHOICES, LINEAR_PRODUCTS
 from adapters.views import Args, Call, Kwargs
-from bridge.taps.tap import LINEAR_PRODUCTS, RunCall, Tap, TappedCall, Watch
-
-_CHOICES = {torch.topk, Tensor.topk}
+from bridge.taps.tap import RunCall, Tap, TappedCall, Watch
 
 
 class RouterWatch(Watch):
@@ -32,7 +30,7 @@ class RouterWatch(Watch):
         if func in LINEAR_PRODUCTS and not self._multiplied:
             self._multiplied = True
             return self.shown.show("product", func(*args, **kwargs))
-        if self._chosen or func not in _CHOICES:
+        if self._chosen or func not in CHOICES:
             return func(*args, **kwargs)
         self._chosen = True
         given = args[0] if args else kwargs.pop("input")

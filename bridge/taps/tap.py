@@ -7,7 +7,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -220,13 +219,3 @@ class Watch(TorchFunctionMode):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Calls a function of the module's, or does something else in its place."""
         raise NotImplementedError
-
-
-#: The functions that compute a softmax.
-SOFTMAXES = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
-#: The functions in which eager attention multiplies queries and keys.
-PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
-#: The one that does so with the heads in the batch, ``[(batch head), query, key]``, behind what it adds to.
-FLAT_PRODUCT = torch.baddbmm
-#: Those in which a linear layer multiplies its input with its matrix.
-LINEAR_PRODUCTS = {torch.nn.functional.linear, *PRODUCTS}

@@ -23,7 +23,7 @@ def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Ite
             given inputs of their own.
     """
     clash: Callable[[HookPoint], bool]
-    if point.point.branches and listener.kind in ("bwd", "edge"):
+    if point.point.separate_consumers and listener.kind in ("bwd", "edge"):
         clash, kinds = _own_inputs, frozenset({"fwd", "bwd", "edge", "follow", "leader"})
     elif _own_inputs(point):
         clash, kinds = _shared_norm, frozenset({"bwd", "edge"})
@@ -47,4 +47,4 @@ def _own_inputs(point: HookPoint) -> bool:
 
 
 def _shared_norm(point: HookPoint) -> bool:
-    return bool(point.point.branches)
+    return bool(point.point.separate_consumers)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adapters.paths import call_number, gone
+from adapters.paths import call_number, missing_module_message
 from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
@@ -139,7 +139,7 @@ class ReadingPlan:
             for place in self._places:
                 module = place.module()
                 if module is None:
-                    raise RuntimeError(gone(place.site.site.path))
+                    raise RuntimeError(missing_module_message(place.site.site.path))
                 reader = Reader(place, keep, scope)
                 readers.append((reader, module))
                 if place.before:

@@ -1,8 +1,8 @@
 """What a gradient at the norm before attention means in HookedTransformer, which runs that norm three times.
 
 Queries, keys and values each read a norm of their own there, so a gradient hook on it sees three gradients, one after
-the other. A Hugging Face model runs the norm once. While somebody asks for such gradients (`Point.branches` names the
-readers), each reader is given a copy of its own; nobody else pays for it.
+the other. A Hugging Face model runs the norm once. While somebody asks for such gradients
+(`Point.separate_consumers` names the readers), each reader is given a copy of its own; nobody else pays for it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def separate_readers(points: Iterable[HookPoint]) -> tuple[str, ...]:
     """The points that read this site one by one, when the present code asks for gradients here."""
     context = CURRENT.get()
     for point in points:
-        if point.point.branches:
+        if point.point.separate_consumers:
             for listener in point.listeners:
                 if listener.kind in ("bwd", "edge") and listener.scope in context.visible:
-                    return point.point.branches
+                    return point.point.separate_consumers
     return ()
 
 

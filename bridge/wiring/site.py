@@ -76,7 +76,7 @@ class SiteHook(AtSite):
         points: the hook points that have listeners here, in the order of their declaration.
         watchers: how many points elsewhere need the tensor seen here.
         attached_to: the module that the torch hook is on now.
-        readers: the hook points behind this site that may be given a copy of their own (see `Point.branches`).
+        readers: the hook points behind this site that may be given a copy of their own: `Point.separate_consumers`.
     """
 
     __slots__ = ("_attached", "_find", "_last_writer", "attached_to", "points", "readers", "site", "watchers")

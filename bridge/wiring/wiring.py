@@ -171,7 +171,7 @@ class Wiring:
         refuse_inside_compiled()
         with self.lock:
             declared = point.point
-            if listener.kind != "read" and (declared.branches or declared.flag is not None):
+            if listener.kind != "read" and (declared.separate_consumers or declared.flag is not None):
                 check_clash(point, listener, partial(self._in_block, declared.stack, declared.depth))
             if not point.listeners:
                 self._connect(point)
@@ -179,7 +179,7 @@ class Wiring:
             if listener.kind != "read":
                 self._count_editor(listener, 1)
                 self._listeners_changed(point)
-                if declared.followers or declared.branches:
+                if declared.linked or declared.separate_consumers:
                     self._connect_followers(point, listener)
 
     def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
@@ -374,26 +374,26 @@ class Wiring:
             self._boundary.detach()
 
     def _connect_followers(self, point: HookPoint, listener: Listener) -> None:
-        """Connects the points that take over what this one makes (see `Point.followers` and `Point.branches`)."""
-        branches = point.point.branches if listener.kind in ("bwd", "edge") else ()
+        """Connects the points that take over what this one makes (`Point.linked`, `Point.separate_consumers`)."""
+        separate_consumers = point.point.separate_consumers if listener.kind in ("bwd", "edge") else ()
         key = (point, listener.scope)
-        if not (point.point.followers or branches) or key in self._following:
+        if not (point.point.linked or separate_consumers) or key in self._following:
             return
         following: list[SeparateReading | Attachment] = []
-        for follower in point.point.followers:
+        for follower in point.point.linked:
             takes_over = Listener("leader", TakeOver(point.name, follower), listener.scope)
             other = self.points[follower.name]
             self.add(other, takes_over, prepend=True)
             following.append(Attachment(other, takes_over, self))
-        sites = [self.points[name].point.site for name in branches]
+        sites = [self.points[name].point.site for name in separate_consumers]
         fused = len(set(sites)) < len(sites)
-        for name, site in zip(branches, sites, strict=True):
+        for name, site in zip(separate_consumers, sites, strict=True):
             hook = self._site(site if fused else Site(site.path, "input"))
             following.append(SeparateReading(hook, self.points[name]))
         self._following[key] = following
 
     def _disconnect_followers(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
-        kinds = ("bwd", "edge") if point.point.branches else ("fwd", "bwd", "edge", "follow", "leader")
+        kinds = ("bwd", "edge") if point.point.separate_consumers else ("fwd", "bwd", "edge", "follow", "leader")
         needed = {listener.scope for listener in left if listener.kind in kinds}
         for key in [key for key in self._following if key[0] is point and key[1] not in needed]:
             for following in self._following.pop(key):

@@ -38,8 +38,8 @@ from adapters import (
 from adapters.config import ModelConfig
 from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
+from adapters.observe.recording import Recorder
 from adapters.paths import has_module, module_path
-from adapters.proofs.evidence import recorded
 from adapters.proofs.report import Report
 from adapters.views import AlibiScores, Call, Heads, MaskedScores, View
 from bridge import TransformerBridge
@@ -544,9 +544,9 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
     """The changed declarations of a model; of one without an adapter, of what is inferred for it."""
     bridge = TransformerBridge(model)
     declared, cfg = bridge.architecture, bridge.cfg
-    with torch.no_grad(), recorded(model) as calls:
+    with torch.no_grad(), Recorder(model.named_modules()) as recording:
         model(**sample_inputs(model))
-    tensors = frozenset(path for path, found in calls.items() if isinstance(found[0].output, Tensor))
+    tensors = frozenset(path for path, found in recording.by_path.items() if isinstance(found[0].output, Tensor))
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
     norms = [path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)]
     bare = all(

@@ -194,7 +194,7 @@ def test_it_says_what_was_seen() -> None:
 
 
 def test_initial_values_are_proved_on_a_twin() -> None:
-    """Norms of one and biases of zero are proved on a twin, and the model stays as it is."""
+    """Norms of one and biases of zero are proved on a probe copy, and the model stays as it is."""
     config = tiny("gpt2").config
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -202,6 +202,6 @@ def test_initial_values_are_proved_on_a_twin() -> None:
     before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
     report = verify(TransformerBridge(model))
     assert report.passed, str(report)
-    assert "a twin with the model's parameters, random numbers in" in str(report)
+    assert "a probe copy with the model's parameters, random numbers in" in str(report)
     for name, parameter in model.named_parameters():
         assert parameter is before[name][0] and torch.equal(parameter, before[name][1])

@@ -144,5 +144,5 @@ def test_importing_the_class_loads_no_family_and_no_proof() -> None:
     assert "bridge.run.forward" in loaded
     rooms = ("adapters.families.", "adapters.automatic.", "bridge.trace.", "bridge.programs.", "bridge.generation.")
     rooms += ("bridge.lens.", "bridge.loading.", "bridge.patching", "bridge.legacy", "bridge.pictures", "bridge.export")
-    rooms += ("adapters.verification", "beartype")
+    rooms += ("adapters.proofs.verification", "beartype")
     assert not [name for name in loaded if name.startswith(rooms)]

@@ -87,3 +87,19 @@ def test_a_pickled_cache_takes_the_model_that_it_is_given(bridge, tokens):
     halve_output(bridge, "mlp")
     with pytest.raises(ValueError, match="were changed since the run"):
         loaded.get_neuron_results(1)
+
+
+@pytest.mark.parametrize("end", ["lm_head", "transformer.ln_f"])
+def test_logits_of_an_old_stream_are_refused_when_what_makes_them_was_changed(bridge, tokens, end):
+    _, cache = bridge.run_with_cache(tokens)
+    sliced, terms = cache.apply_slice_to_batch_dim([0]), cache.decompose_resid()
+    before = cache.logit_attrs(terms, 5)
+    halve_output(bridge, "attn")  # of a layer: the stream's end is the run's
+    assert torch.equal(cache.logit_attrs(terms, 5), before)
+    with torch.no_grad():
+        bridge.original_model.get_submodule(end).weight.mul_(2)
+    for old, of_it in ((cache, terms), (sliced, terms[:, :1])):
+        with pytest.raises(ValueError, match=r"the weights at .* were changed since the run"):
+            old.logit_attrs(of_it, 5)
+    again = bridge.run_with_cache(tokens)[1]
+    assert not torch.equal(again.logit_attrs(again.decompose_resid(), 5), before)

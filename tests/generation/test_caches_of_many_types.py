@@ -43,3 +43,40 @@ def test_a_model_that_reads_in_both_directions_is_refused_or_reads_all_anew():
         _, right = bridge.run_with_cache(out[:, :-1])
     for name in cache:
         torch.testing.assert_close(cache[name], right[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_what_runs_on_the_prompt_alone_is_left_out_and_refused_when_named():
+    bridge = TransformerBridge(tiny_model("recurrent_gemma"))
+    name = "blocks.0.mixer.hook_conv"
+    out, cache = bridge.generate(prompt(), return_cache=True, **OPTIONS)
+    assert name in bridge.hook_dict and name not in cache
+    with torch.no_grad():
+        _, right = bridge.run_with_cache(out[:, :-1])
+    for other in cache:
+        torch.testing.assert_close(cache[other], right[other], atol=1e-4, rtol=1e-3, msg=other)
+    with pytest.raises(RuntimeError, match=r"hook_conv has no axis of positions.*run_with_cache"):
+        bridge.generate(prompt(), return_cache=True, names_filter=[name], **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "mamba2", "recurrent_gemma", "bamba"])
+def test_states_are_those_after_the_last_token(kind):
+    bridge = TransformerBridge(tiny_model(kind))
+    out, cache = bridge.generate(prompt()[:1], return_cache=True, **OPTIONS)
+    with torch.no_grad():
+        _, right = bridge.run_with_cache(out[:, :-1])
+    states = [name for name in cache if "pos" not in bridge.hook_dict[name].point.axes.split()]
+    for name in states:
+        torch.testing.assert_close(cache[name], right[name], atol=1e-4, rtol=1e-3, msg=name)
+    assert set(states) == {name for name in right if name in states}
+
+
+def test_rows_that_the_model_itself_mixes_up_are_refused():
+    bridge = TransformerBridge(tiny_model("rwkv"))
+    with pytest.raises(ValueError, match=r"has 2 positions in a step of 1.* generate them one by one"):
+        bridge.generate(prompt(), return_cache=True, **OPTIONS)
+    out, cache = bridge.generate(prompt()[:1], return_cache=True, **OPTIONS)
+    with torch.no_grad():
+        _, right = bridge.run_with_cache(out[:, :-1])
+    assert "blocks.1.hook_resid_post" in cache
+    for name in cache:
+        torch.testing.assert_close(cache[name], right[name], atol=1e-4, rtol=1e-3, msg=name)

@@ -186,7 +186,7 @@ def test_verify_says_which_claims_a_layout_moved_and_inference_finds_them(folder
         patched.run_with_cache(tokens)
     assert all('TransformerBridge(model, automatic="always")' in said for said in (claim.detail, str(error.value)))
     bridge = TransformerBridge(patched.original_model, automatic="always")
-    assert bridge.offered().summary.startswith(f"{folder} has an adapter, which was not asked. One was inferred")
+    assert bridge.offered().summary.startswith(f"{folder} has an adapter, which was not used. One was inferred")
     assert not bridge.offered().not_offered and verify(bridge).passed
     wanted, expected = plain.run_with_cache(tokens)
     logits, cache = bridge.run_with_cache(tokens)

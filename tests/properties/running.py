@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -86,12 +87,10 @@ def _padded(subject: Subject, side: str) -> None:
             return max(float((logits[i, where] - x).abs().max()) for i, (where, x) in enumerate(pairs)) / size
 
         # What the model itself makes of the mask, and of every numbering of positions that leaves a whole row alone.
+        numbered = _numbered(subject, padded, mask) if "position_ids" in taken else []
+        near = {"rtol": 1e-3, "atol": 1e-3 * size}
         theirs = [subject.run(padded, attention_mask=mask)]
-        for first in (0, 1, 2) if "position_ids" in taken else ():
-            positions = (mask.cumsum(-1) - 1).clamp_min(0) + first
-            logits = subject.run(padded, attention_mask=mask, position_ids=positions)
-            if torch.allclose(logits[0], singly[0], rtol=1e-3, atol=1e-3 * size):
-                theirs.append(logits)
+        theirs += [logits for logits in numbered if torch.allclose(logits[0], singly[0], **near)]
     if min(map(apart, theirs)) <= 1e-3 or apart(ours) <= 1e-3:
         for i, (where, x) in enumerate(zip(at, singly, strict=True)):
             subject.same(ours[i, where], x, f"row {i}", near=1e-3, scale=size)
@@ -100,6 +99,14 @@ def _padded(subject: Subject, side: str) -> None:
     nearest = min(theirs, key=lambda x: float((x - ours)[mask.bool() if written is None else ...].abs().max()))
     for i, where in enumerate(at):
         subject.same(ours[i, where], nearest[i, where], f"row {i}, as the model itself", near=1e-3, scale=size)
+
+
+def _numbered(subject: Subject, padded: Tensor, mask: Tensor) -> list[Tensor]:
+    """What the model makes of rows whose tokens are numbered from 0, 1 and 2, where it can."""
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    with suppress(Absent), subject.itself():
+        return [subject.run(padded, attention_mask=mask, position_ids=places + first) for first in (0, 1, 2)]
+    return []
 
 
 def padded_behind(subject: Subject) -> None:

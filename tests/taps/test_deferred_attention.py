@@ -5,8 +5,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
+from adapters.observe.functions import SOFTMAXES
 from bridge import TransformerBridge
-from bridge.taps.tap import SOFTMAXES
 from tests.adapters.test_verify_all import tiny as any_tiny
 from tests.conftest import FAMILIES, tiny
 

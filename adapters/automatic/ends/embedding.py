@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from adapters.automatic.norms import norm_kind, rounded, tolerance
-from adapters.automatic.recording import ModuleCall, Recording, Seen, mark
+from adapters.automatic.norms import norm_kind, rounded
 from adapters.config import config_of
 from adapters.norms import Norm
+from adapters.observe.calls import ModuleCall, Recording, Seen, mark
+from adapters.observe.tolerance import tolerance
 from adapters.paths import base_path, token_embedding
 from adapters.stream_ends import Embedding
 from adapters.views import Affine

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from adapters.automatic.blocks import power_between
 from adapters.automatic.layouts import relative
-from adapters.automatic.norms import function_norm, norm_kind, rounded, tolerance
-from adapters.automatic.recording import ModuleCall, Recording, Seen, elements_of
+from adapters.automatic.norms import function_norm, norm_kind, rounded
 from adapters.inputs.made import Given
 from adapters.norms import Norm, normalized
+from adapters.observe.calls import ModuleCall, Recording, Seen, elements_of
+from adapters.observe.tolerance import tolerance
 from adapters.stream_ends import Head, Readout
 
 

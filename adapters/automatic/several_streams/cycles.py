@@ -11,8 +11,9 @@ from torch import nn
 
 from adapters.architecture import Block
 from adapters.automatic.blocks import FoundStack
-from adapters.automatic.norms import norm_kind, tolerance
-from adapters.automatic.recording import ModuleCall, Recording
+from adapters.automatic.norms import norm_kind
+from adapters.observe.calls import ModuleCall, Recording
+from adapters.observe.tolerance import tolerance
 from adapters.paths import join, members_of, module_path, token_embedding
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from adapters.automatic.blocks import FoundStack
-from adapters.automatic.norms import tolerance
-from adapters.automatic.recording import Mark, ModuleCall, Recording, Seen, mark
 from adapters.automatic.stream import FoundMix, Sum, Term, Value, values_in
+from adapters.observe.calls import Mark, ModuleCall, Recording, Seen, mark
+from adapters.observe.tolerance import tolerance
 
 
 def with_streams(found: FoundStack, recording: Recording) -> FoundStack:
@@ -149,7 +149,7 @@ class Mixed:
                 mix = self._mix(call)
                 for state in self.states if mix else ():
                     if mix and state.seen > call.end and (value := self._written(now, state, mix)):
-                        before = self.values[call.output(mix.read).mark]
+                        before = self.values[call.element(mix.read).mark]
                         ends = Value(state.x.flatten(), state.mark, seen=state.seen)
                         return Sum(before, ends, (Term(value),), call.end, state.seen, mix=mix), state
         return None
@@ -165,9 +165,9 @@ class Mixed:
 
     def _written(self, now: _State, state: _State, mix: FoundMix) -> Value | None:
         """What a part puts out that makes some streams of others; None where nothing does."""
-        keep = None if mix.keep is None else mix.call.output(mix.keep).value.double()
+        keep = None if mix.keep is None else mix.call.element(mix.keep).value.double()
         kept = now.x if keep is None else keep.transpose(-1, -2) @ now.x
-        weights = mix.call.output(mix.write).value.double()
+        weights = mix.call.element(mix.write).value.double()
         for value in self.values.values():
             if value.made and mix.call.end < value.made[0][0].end <= state.seen:
                 total = kept + weights.unsqueeze(-1) * value.x.view(*now.x.shape[:2], 1, -1)

@@ -22,7 +22,7 @@ def zeroed(findings: Findings, x: Tensor, y: Tensor | None) -> Tensor:
     """A stream with zeros at the positions where the model has set it to zero, between blocks that are no modules."""
     if y is None or y.shape != x.shape or not bool((zero := (y == 0).all(-1)).any()):
         return x
-    findings.untold(CHAIN, "the model sets the stream to zero where it sees padding")
+    findings.inconclusive(CHAIN, "the model sets the stream to zero where it sees padding")
     return x.masked_fill(zero[..., None], 0)
 
 
@@ -30,7 +30,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     """What enters the first block is the sum of the embeddings, as it is declared.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
     """
     architecture = evidence.bridge.architecture
@@ -81,7 +81,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
         more = evidence.get(name)
         rest = rest if more is None else rest - more.to(stream)
     if text is not None:  # images have the other places
-        findings.untold(ENDS, "what is not made of tokens: images have its place")
+        findings.inconclusive(ENDS, "what is not made of tokens: images have its place")
         rest, embed = rest[text], embed[text]
     findings.equal(ENDS, first, rest, embed.to(rest.dtype), float(stream.abs().max()))
 

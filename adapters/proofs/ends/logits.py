@@ -22,7 +22,7 @@ def prove_end(evidence: Evidence, findings: Findings, streams: Sequence[tuple[St
     """The final norm reads the last stream, the output layer reads that norm, and the logits are as the readout says.
 
     Args:
-        evidence: a driven run.
+        evidence: a run with randomized activations.
         findings: what is found is added to it.
         streams: each list of blocks with what leaves its last block.
     """
@@ -94,7 +94,7 @@ def _logits(evidence: Evidence, findings: Findings) -> None:
     same = said == readout.soft_cap
     findings.holds(LOGITS, "cfg.output_logits_soft_cap", same, f"it says {cap}, and the declaration {readout.soft_cap}")
     if readout.unknown:
-        findings.untold(LOGITS, readout.unknown)
+        findings.inconclusive(LOGITS, readout.unknown)
         return
     model = evidence.bridge.original_model
     if not readout.path or not has_module(model, evidence.from_model("." + readout.path)):

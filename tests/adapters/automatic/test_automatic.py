@@ -11,7 +11,7 @@ from torch import nn
 
 from adapters import UnsupportedModelError, verify
 from adapters.automatic.declaration import infer
-from adapters.automatic.recording import mark
+from adapters.observe.calls import mark
 from bridge import TransformerBridge
 from tests.conftest import torch_hooks
 from tests.tiny_models import tiny_model

@@ -141,3 +141,21 @@ def test_where_images_are_in_a_stream_that_is_given_by_name() -> None:
     model, given = ByName(), {"input_ids": torch.tensor([[1, 2, 3]]), "pixel_values": torch.randn(1, 2, 4)}
     places = text_places(model, given, model.block, model(**given))
     assert places is not None and places.tolist() == [[True, False, False, True, True]]
+
+
+def test_positions_without_parameters_that_the_model_writes_over_are_copied() -> None:
+    """Kosmos-2.5 adds its segments to what its sinusoidal positions returned, in place."""
+    model: Any = tiny_model("kosmos-2.5", "image_text")
+    bridge = TransformerBridge(model)
+    tokens, more = split(model, sample_inputs(model))
+    returned: list[Tensor] = []
+
+    def keep(module: object, args: object, output: Tensor) -> None:
+        returned.append(output.clone())
+
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(tokens, **more)
+        handle = model.text_model.model.embed_positions.register_forward_hook(keep)
+        model(tokens, **more)
+        handle.remove()
+    assert torch.equal(cache["hook_pos_embed"], returned[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.proofs.evidence import driven, some_tokens
+from adapters.proofs.evidence import randomized_run, some_tokens
 from adapters.proofs.report import Findings
 from adapters.proofs.weights import CLAIM, prove_weights
 from adapters.weights import Weights
@@ -23,7 +23,7 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_each_weight_and_bias_is_proved(name: str) -> None:
     bridge = TransformerBridge(tiny("gpt2"))
-    evidence = driven(bridge, *some_tokens(bridge, 2, 9))
+    evidence = randomized_run(bridge, *some_tokens(bridge, 2, 9))
     weights = Weights(bridge.architecture, bridge.original_model, bridge.cfg)
     right = Findings(2e-5)
     prove_weights(evidence, right, weights)
@@ -40,6 +40,6 @@ def test_each_weight_and_bias_is_proved(name: str) -> None:
 def test_a_gate_with_a_bias_is_said_to_have_no_name() -> None:
     bridge = TransformerBridge(tiny("llama-mqa-bias"))
     findings = Findings(2e-5)
-    prove_weights(driven(bridge, *some_tokens(bridge, 2, 9)), findings)
+    prove_weights(randomized_run(bridge, *some_tokens(bridge, 2, 9)), findings)
     (check,) = findings.checks()
     assert check.passed and "the bias of a gate, for which HookedTransformer has no name" in check.detail

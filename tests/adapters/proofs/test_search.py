@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adapters.automatic.proof import Proof
+from adapters.proofs.search import Proof
 from adapters.views import Call, View
 from bridge import TransformerBridge
 from tests.adapters.test_verify import change

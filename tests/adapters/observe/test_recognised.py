@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
-from adapters.proofs.recognised import recognise_module, recognise_norm
+from adapters.observe.recognised import recognise_module, recognise_norm
 
 NORMS = {
     "layer": (lambda: nn.LayerNorm(32, eps=1e-5), True, 0.0, 1e-5),

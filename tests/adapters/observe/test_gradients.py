@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from adapters.proofs.gradients import disjoint_sets, gradients_of_scores, gradients_of_z
+from adapters.observe.gradients import disjoint_sets, gradients_of_scores, gradients_of_z
 
 BATCH, POS, HEADS, KV, WIDTH = 3, 7, 4, 2, 5
 

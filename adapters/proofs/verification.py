@@ -11,17 +11,13 @@ from torch import Tensor
 
 from adapters.imports.versions import known_error
 from adapters.inputs.made import Given
+from adapters.observe.errors import WRONG, one_line
+from adapters.observe.modes import evaluating, outside_of_modes
+from adapters.observe.probe_copy import ROOM, probe_copy, trivial_parameters, why_no_probe_copy
+from adapters.observe.tolerance import tolerance
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import (
-    driven,
-    evaluating,
-    outside_of_modes,
-    places_of,
-    some_tokens,
-    with_graph,
-    with_what_it_needs,
-)
+from adapters.proofs.evidence import places_of, randomized_run, some_tokens, with_graph, with_what_it_needs
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -31,10 +27,9 @@ from adapters.proofs.norms import prove_norms
 from adapters.proofs.projections import CLAIM as COLUMNS
 from adapters.proofs.projections import prove_projections
 from adapters.proofs.protocol import Bridge
-from adapters.proofs.report import WRONG, Check, Findings, Report, said
+from adapters.proofs.report import Check, Findings, Report
 from adapters.proofs.scores import PATTERN, SCORES, prove_attention
 from adapters.proofs.stream import READS, prove_streams
-from adapters.proofs.twin import ROOM, trivial_parameters, twin, why_no_twin
 from adapters.proofs.weights import CLAIM as WEIGHTS
 from adapters.proofs.weights import prove_weights
 
@@ -51,9 +46,6 @@ _PROOFS = (
     (WEIGHTS, prove_weights),
     (LEFT_OUT, prove_coverage),
 )
-# Many models compute norms and rotations in single precision, whatever they are given.
-_TOLERANCE = {torch.float64: 5e-6, torch.float32: 2e-5}
-_HALF = 5e-2
 
 
 def verify(
@@ -64,7 +56,7 @@ def verify(
     Every claim of the declaration is proved by what the model computes: which columns are which head's, by gradient;
     the stream, the norms, scores, pattern and MLPs, by computing them again; that nothing is left out, by what ran. The
     model is not changed. What takes other parameters than its own (biases of zero and norms of one prove nothing, half
-    precision little) is proved on a twin: other modules, which share all other parameters with it.
+    precision little) is proved on a probe copy: other modules, which share all other parameters with it.
 
     Args:
         bridge: a bridge around any model with weights.
@@ -97,6 +89,20 @@ def verify(
         return _report(bridge, tokens, level, inputs and {name: _savable(given) for name, given in inputs.items()})
 
 
+def why_refuted(bridge: Bridge, inputs: Given | None = None) -> str:
+    """The first claim of a declaration that a few runs show not to hold, with what was seen; "" where there is none.
+
+    Args:
+        bridge: a bridge around any model; without weights (on the ``meta`` device), nothing is shown.
+        inputs: as for `verify`.
+
+    Raises:
+        CannotBeMade: it needs something that cannot be made up.
+    """
+    failed = () if bridge.cfg.device.type == "meta" else verify(bridge, level="quick", inputs=inputs).failed
+    return f"{failed[0].name}: {failed[0].detail.partition('; ')[0]}" if failed else ""
+
+
 def _savable(x: Tensor) -> Tensor:
     """A tensor that autograd takes: what was made in inference mode, copied."""
     return x.clone() if x.is_inference() else x
@@ -114,7 +120,7 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
         return report
     with evaluating(bridge.original_model):
         with torch.no_grad():
-            mechanics = Mechanics(bridge, tokens, more, _tolerance(bridge))
+            mechanics = Mechanics(bridge, tokens, more, tolerance(bridge.cfg.dtype))
             report.checks += mechanics.quick()
         if report.passed:  # what does not fire cannot be looked at
             report.checks += _proofs(bridge, level, inputs)
@@ -127,30 +133,26 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
     return report
 
 
-def _tolerance(bridge: Bridge) -> float:
-    return _TOLERANCE.get(bridge.cfg.dtype, _HALF)
-
-
 def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Check]:
-    """The claims of the declaration, on the model or on its twin."""
+    """The claims of the declaration, on the model or on its probe copy."""
     subject, reason = _subject(bridge)
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
-    findings = Findings(_tolerance(subject), angles=3e-2 if half else 1e-4)
+    findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
     pos = _length(subject)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
     few = rows if subject.cfg.num_experts else min(rows, 4)  # experts are chosen by many tokens
     tokens, more = some_tokens(subject, few, pos, 1, inputs)
     try:
-        evidence = driven(subject, tokens, more)
+        evidence = randomized_run(subject, tokens, more)
     except WRONG as error:
-        yield Check("activations can be replaced by random numbers", False, said(error))
+        yield Check("activations can be replaced by random numbers", False, one_line(error))
         return
     for claim, prove in _PROOFS:
         findings.attempt(claim, partial(prove, evidence, findings))
     if level == "full":
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
             padded = more | _padded(tokens)
-            findings.attempt(PATTERN, lambda: prove_attention(driven(subject, tokens, padded), findings))
+            findings.attempt(PATTERN, lambda: prove_attention(randomized_run(subject, tokens, padded), findings))
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     yield from findings.checks()
@@ -166,26 +168,30 @@ def _padded(tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _subject(bridge: Bridge) -> tuple[Bridge, str]:
-    """What claims are proved on: the model itself, or its twin where some parameters prove nothing. And why."""
+    """What claims are proved on: the model itself, or its probe copy where some parameters prove nothing. And why."""
     model = bridge.original_model
     trivial = trivial_parameters(model)
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
     inference = [name for name, p in model.named_parameters() if p.is_inference()]
     if not trivial and not half and not inference:
         return bridge, ""
-    why = why_no_twin(model)
+    why = why_no_probe_copy(model)
     if not why and half and 4 * bridge.cfg.n_params > ROOM:
         why = f"its parameters in float32 would take more than {ROOM / 2**30:g} GiB"
     if why:
         more = [f"{len(trivial)} parameters are constant and could be left out unseen"] if trivial else []
-        more += [f"what differs by less than {_HALF:.0%} in {bridge.cfg.dtype} is not told apart"] if half else []
+        more += (
+            [f"what differs by less than {tolerance(bridge.cfg.dtype):.0%} in {bridge.cfg.dtype} is not told apart"]
+            if half
+            else []
+        )
         more += [f"{len(inference)} were made in inference mode, which have no gradients"] if inference else []
         return bridge, f"the model itself ({why}): {'; '.join(more)}"
     changed = f"random numbers in {len(trivial)} constant parameters" if trivial else ""
     # Not what wraps it: compiled code keeps to the modules that it was made of.
-    return bridge.beside(twin(bridge.core)), ", ".join(
+    return bridge.beside(probe_copy(bridge.core)), ", ".join(
         [
-            "a twin with the model's parameters",
+            "a probe copy with the model's parameters",
             *([changed] if changed else []),
             *(["in float32"] if half else []),
             *(["copied, since they were made in inference mode"] if inference else []),

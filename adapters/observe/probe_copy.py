@@ -1,4 +1,4 @@
-"""A twin of a model for proofs: its own modules, with the model's parameters but for those that prove nothing."""
+"""A probe copy of a model for proofs: its own modules, with the model's parameters but for those that prove nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: The dictionaries in which a module keeps what was attached to it: its twin has none of it.
+#: The dictionaries in which a module keeps what was attached to it: its probe copy has none of it.
 _ATTACHED = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
-#: Parameters in float32 that a twin may take of its own, in bytes.
+#: Parameters in float32 that a probe copy may take of its own, in bytes.
 ROOM = 2**31
 
 
@@ -31,8 +31,8 @@ def _is_constant(p: Tensor) -> bool:
     return all(bool((x == x[0]).all()) for x in (p.flatten()[:2], p.flatten()))
 
 
-def why_no_twin(model: nn.Module) -> str:
-    """Why a model can have no twin; "" where it can."""
+def why_no_probe_copy(model: nn.Module) -> str:
+    """Why a model can have no probe copy; "" where it can."""
     for path, module in model.named_modules():
         if hasattr(module, "_hf_hook"):
             return f"accelerate moves the parameters of {path or 'the model'}"
@@ -44,7 +44,7 @@ def why_no_twin(model: nn.Module) -> str:
     return ""
 
 
-def twin(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
+def probe_copy(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
     """A model of other modules that shares the parameters: nothing done to it is done to the model.
 
     Parameters whose elements are all the same get noise, those in half precision are in float32, and those that were
@@ -52,7 +52,7 @@ def twin(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
     Hooks of any kind, the user's and the bridge's, stay with the model.
 
     Args:
-        model: the model; see `why_no_twin`.
+        model: the model; see `why_no_probe_copy`.
         noise: the standard deviation of what is added.
     """
     trivial = set(trivial_parameters(model))
@@ -73,14 +73,14 @@ def twin(model: nn.Module, *, noise: float = 0.2) -> nn.Module:
         tensors[id(buffer)] = buffer.float() if half else buffer.clone()
         if name in trivial:
             tensors[id(buffer)] += (torch.randn(buffer.shape, generator=generator) * noise).to(buffer.device)
-    twins: dict[int, nn.Module] = {id(module): object.__new__(type(module)) for module in model.modules()}
+    copies: dict[int, nn.Module] = {id(module): object.__new__(type(module)) for module in model.modules()}
     for module in model.modules():
-        twins[id(module)].__dict__ = _state(module, twins, tensors)
-    return twins[id(model)]
+        copies[id(module)].__dict__ = _state(module, copies, tensors)
+    return copies[id(model)]
 
 
-def _state(module: nn.Module, twins: Mapping[int, nn.Module], tensors: Mapping[int, Tensor]) -> dict[str, Any]:
-    """What a module keeps, with twins for modules and the other tensors for its own."""
+def _state(module: nn.Module, copies: Mapping[int, nn.Module], tensors: Mapping[int, Tensor]) -> dict[str, Any]:
+    """What a module keeps, with copies for modules and the other tensors for its own."""
     state: dict[str, Any] = {}
     for name, value in module.__dict__.items():
         if name in _ATTACHED:
@@ -90,26 +90,26 @@ def _state(module: nn.Module, twins: Mapping[int, nn.Module], tensors: Mapping[i
         elif name in ("_parameters", "_buffers"):
             state[name] = {key: tensors.get(id(held), held) for key, held in value.items()}
         else:
-            state[name] = _other(value, twins)
+            state[name] = _other(value, copies)
     return state
 
 
-def _other(value: Any, twins: Mapping[int, nn.Module]) -> Any:
-    """A value with twins for the modules in it."""
+def _other(value: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """A value with copies for the modules in it."""
     if isinstance(value, nn.Module):
-        return twins.get(id(value), value)
+        return copies.get(id(value), value)
     if type(value) is dict:
-        return {key: _other(held, twins) for key, held in value.items()}
+        return {key: _other(held, copies) for key, held in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_other(held, twins) for held in value)
+        return type(value)(_other(held, copies) for held in value)
     owner = getattr(value, "__self__", None)
-    if isinstance(owner, nn.Module) and id(owner) in twins and hasattr(value, "__func__"):
-        return value.__func__.__get__(twins[id(owner)])
+    if isinstance(owner, nn.Module) and id(owner) in copies and hasattr(value, "__func__"):
+        return value.__func__.__get__(copies[id(owner)])
     return value
 
 
-def model_or_twin(model: nn.Module) -> nn.Module:
-    """What is run: the model; or its twin, where its parameters prove nothing, or little, or have no gradients.
+def model_or_probe_copy(model: nn.Module) -> nn.Module:
+    """What is run: the model; or its probe copy, where its parameters prove nothing, or little, or have no gradients.
 
     Args:
         model: a Hugging Face model.
@@ -117,6 +117,10 @@ def model_or_twin(model: nn.Module) -> nn.Module:
     parameters = list(model.parameters())
     half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
     inference = any(p.is_inference() for p in parameters)
-    if any(p.is_meta for p in parameters) or not (half or inference or trivial_parameters(model)) or why_no_twin(model):
+    if (
+        any(p.is_meta for p in parameters)
+        or not (half or inference or trivial_parameters(model))
+        or why_no_probe_copy(model)
+    ):
         return model
-    return model if 4 * sum(p.numel() for p in half) > ROOM else twin(model)
+    return model if 4 * sum(p.numel() for p in half) > ROOM else probe_copy(model)

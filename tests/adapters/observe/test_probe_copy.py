@@ -1,4 +1,4 @@
-"""A twin computes what its model computes, shares its parameters, and has nothing of what is attached to the model."""
+"""A probe copy computes what its model does, shares its parameters, and has nothing of what is attached to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters.proofs.twin import trivial_parameters, twin, why_no_twin
+from adapters.observe.probe_copy import probe_copy, trivial_parameters, why_no_probe_copy
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 
@@ -16,7 +16,7 @@ TOKENS = torch.arange(3, 12)[None]
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa", "gemma3-gqa", "qwen2_moe-gqa", "gpt_oss-gqa", "bert", "bloom"])
 def test_it_computes_the_same(case: str) -> None:
     model = tiny(case)
-    other = twin(model)
+    other = probe_copy(model)
     assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}
     assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
     with torch.no_grad():
@@ -30,7 +30,7 @@ def test_hooks_stay_with_the_model() -> None:
         plain = model(TOKENS)[0]
         model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
         bridge.add_hook("blocks.1.attn.hook_pattern", lambda x, hook: x * 0.5)
-        assert torch.equal(twin(model)(TOKENS)[0], plain)
+        assert torch.equal(probe_copy(model)(TOKENS)[0], plain)
         assert not torch.equal(model(TOKENS)[0], plain)
 
 
@@ -39,7 +39,7 @@ def test_what_proves_nothing_is_replaced() -> None:
     nn.init.ones_(model.transformer.ln_f.weight)
     nn.init.zeros_(model.transformer.h[0].attn.c_attn.bias)
     assert trivial_parameters(model) == ["transformer.h.0.attn.c_attn.bias", "transformer.ln_f.weight"]
-    other = twin(model)
+    other = probe_copy(model)
     own = {name for name, p in other.named_parameters() if p is not model.get_parameter(name)}
     assert own == set(trivial_parameters(model))
     assert trivial_parameters(other) == []
@@ -49,7 +49,7 @@ def test_what_proves_nothing_is_replaced() -> None:
 
 def test_half_precision_becomes_single() -> None:
     model = tiny("llama-gqa", dtype=torch.bfloat16)
-    other = twin(model)
+    other = probe_copy(model)
     assert {p.dtype for p in other.parameters()} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     for name, parameter in model.named_parameters():
@@ -67,7 +67,7 @@ def test_methods_and_lists_of_modules_are_the_twins() -> None:
             return self.also[0](x)
 
     model = Odd()
-    other = twin(model)
+    other = probe_copy(model)
     assert isinstance(other, Odd)
     assert other.also[0] is other.inner is not model.inner
     assert other.run.__self__ is other
@@ -78,6 +78,6 @@ def test_a_packed_parameter_is_named() -> None:
         pass
 
     model = nn.Linear(2, 2)
-    assert why_no_twin(model) == ""
+    assert why_no_probe_copy(model) == ""
     model.weight = Packed(torch.zeros(2, 2))
-    assert why_no_twin(model) == "weight is a Packed"
+    assert why_no_probe_copy(model) == "weight is a Packed"

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from adapters.observe.errors import NotFound, one_line
+
 #: Of one tensor: for each head, which of its columns reach that head. None: none of them does, for no head.
 Reached = Bool[Tensor, "head column"] | None
 
@@ -154,3 +156,35 @@ def disjoint_sets(reached: Bool[Tensor, "head column"]) -> tuple[tuple[int, ...]
     if len({len(each) for each in sets}) != 1 or not columns or len(set(columns)) != len(columns):
         return None
     return tuple(sets)
+
+
+def gradient_of(total: Tensor, live: Tensor) -> Tensor | None:
+    """The gradient of a number with respect to what a module was given or returned; None where that has no part in it.
+
+    Raises:
+        NotFound: the model has written over what the gradient is made from.
+    """
+    if not total.requires_grad or not live.requires_grad:
+        return None
+    try:
+        return torch.autograd.grad(total, [live], retain_graph=True, allow_unused=True)[0]
+    except RuntimeError as error:
+        raise NotFound(f"no gradient can be taken: {one_line(error)}") from None
+
+
+def is_linear_through(made: Tensor, through: Tensor, source: Tensor) -> bool:
+    """Whether `made` is linear in `through`, and `source` reaches it that way alone.
+
+    Args:
+        made: what is made.
+        through: a tensor on the way.
+        source: what that is made from.
+    """
+    total = made.pow(2).sum()
+    reached, whole = gradient_of(total, through), gradient_of(total, source)
+    if reached is None or whole is None:
+        return False
+    (via,) = torch.autograd.grad(through, [source], [reached], retain_graph=True)
+    # Euler: along `through`, the square of what is linear in it grows by twice itself.
+    grows = (reached * through).sum() / total - 2
+    return abs(float(grows.detach())) < 1e-4 and bool(((via - whole).abs() <= 1e-4 * whole.abs().max()).all())

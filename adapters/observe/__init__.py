@@ -1,0 +1,1 @@
+"""Watching a model run: what passes the borders of its modules, its softmaxes, and what reaches them by gradient."""
