@@ -16,7 +16,6 @@ from adapters.imports.versions import ExportedModel, HfExporter, decompose_for_g
 from bridge.export.example import Example, example_of
 from bridge.export.formats import Format, check_can_take, format_of
 from bridge.export.traced import Exportable, Traced, left_as_it_was
-from bridge.hooks.names import suggestion
 from bridge.version import __version__
 
 #: Where in an export's metadata ours is.
@@ -99,10 +98,7 @@ def _config(exporter: HfExporter, format: Format, options: Example) -> Any:
     known = [field.name for field in fields(exporter.config_class)]
     for name in options:
         if name not in known:
-            raise TypeError(
-                f"{name!r} is no option of format={format.name!r}, which takes {', '.join(known)}."
-                f"{suggestion(name, known)}"
-            )
+            raise TypeError(f"{name!r} is no option of format={format.name!r}, which takes {', '.join(known)}")
     return exporter.config_class(**options)
 
 

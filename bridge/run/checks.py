@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def _check_ids(row: Sequence[Any], where: str) -> None:
             raise TypeError(f"{where} holds {entry!r}; tokens must be whole numbers")
 
 
-def is_chat(input: Any) -> bool:
+def is_chat(input: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether an input is a chat: a list of messages, each with a role."""
     return isinstance(input, list | tuple) and bool(input) and isinstance(input[0], Mapping) and "role" in input[0]
 

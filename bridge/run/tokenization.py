@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from jaxtyping import Int
@@ -208,7 +208,8 @@ def to_tokens(
     if is_chat(input):
         tokens = _chat(bridge.tokenizer_facts.tokenizer, input, prepend_bos)[:, :longest]
         return tokens.to(bridge.cfg.device) if move_to_device else tokens
-    tokens = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, padding_side, longest).tokens
+    texts = [input] if isinstance(input, str) else cast("Sequence[str]", input)
+    tokens = batch_of(bridge, texts, prepend_bos, padding_side, longest).tokens
     return tokens.to(bridge.cfg.device) if move_to_device else tokens
 
 

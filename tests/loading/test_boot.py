@@ -190,3 +190,13 @@ def test_a_folder_may_have_any_name(monkeypatch, tmp_path, tokens):
 def test_a_model_in_hookedtransformers_own_format_says_what_loads_it():
     with pytest.raises(ValueError, match=r"SoLU_1L512W_C4_Code is stored in HookedTransformer's own.*bridge.legacy"):
         TransformerBridge.boot_transformers("solu-1l")
+
+
+def test_a_gguf_file_brings_its_tokenizer(monkeypatch, tmp_path):
+    from bridge.loading import boot
+
+    asked = []
+    monkeypatch.setattr(boot.AutoTokenizer, "from_pretrained", lambda *args, **options: asked.append((args, options)))
+    boot._tokenizer(str(tmp_path), {"gguf_file": "small.gguf"})
+    assert asked == [((str(tmp_path),), {"gguf_file": "small.gguf"})]
+    assert boot._tokenizer(str(tmp_path), {}) is None and len(asked) == 1
