@@ -30,14 +30,14 @@ def circuit(
     """A circuit as a graph, from left to right: a line for each edge, the thicker the larger its score.
 
     Blue is positive, orange negative, and dotted lines join what belongs together. Hovering over a line says from where
-    to where it goes.
+    to where it goes. The slider, in HTML, hides edges with smaller scores, and the nodes that have no others.
 
     Args:
         edges: for each, the sender's name, the receiver's name and a score.
         columns: which column each node stands in, such as its layer; None: to the right of all that send to it.
         joins: pairs of nodes that belong together, such as a head's input and the head; without a score.
-        supports: which scores say that an edge supports a metric, as those of a `Circuit` do; blue is theirs then. None:
-            blue is positive.
+        supports: which scores say that an edge supports a metric, as those of a `Circuit` do; blue is theirs then.
+            None: blue is positive.
         measure: what the score is.
         title: over the picture.
 
@@ -82,15 +82,24 @@ def _drawn(
     across = alt.Scale(domain=[-0.5, found.n_columns - 0.5], nice=False)
     down = alt.Scale(domain=[-found.n_rows / 2 - 0.1, found.n_rows / 2 + 0.1], nice=False, reverse=True)
     x, y = alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
+    largest = max(map(abs, scores)) or 1.0
+    strongest = _strongest(pairs, scores)
     points = [
-        {"e": e, "o": o, "x": round(px, 3), "y": round(py, 3), "v": scores[e] if e < len(scores) else None}
+        {
+            "e": e,
+            "o": o,
+            "x": round(px, 3),
+            "y": round(py, 3),
+            "v": scores[e] if e < len(scores) else None,
+            "m": min(strongest.get(node, 0.0) for node in pairs[e]),
+        }
         for e, (sender, _) in enumerate(pairs)
         for o, (px, py) in enumerate(_line(found.nodes[sender], found.paths[e], half))
     ]
     names = [{"e": e, "s": visible(sender), "r": visible(receiver)} for e, (sender, receiver) in enumerate(pairs)]
-    largest = max(map(abs, scores)) or 1.0
     joined = (
         alt.Chart(alt.Data(values=[point for point in points if point["v"] is None]))
+        .transform_filter("datum.m >= least")
         .mark_line(interpolate="basis", strokeWidth=1.5, strokeDash=[2, 3], color=colour("ink"), opacity=0.6)
         .encode(x=x, y=y, detail="e:N", order="o:Q")
     )
@@ -99,6 +108,7 @@ def _drawn(
         alt.Chart(alt.Data(values=[point for point in points if point["v"] is not None]))
         .transform_lookup("e", from_=alt.LookupData(alt.Data(values=names), "e", ["s", "r"]))
         .transform_calculate(size="abs(datum.v)")
+        .transform_filter("datum.size >= least")
         .mark_line(interpolate="basis", opacity=0.85, strokeCap="round")
         .encode(
             x=x,
@@ -115,10 +125,19 @@ def _drawn(
         )
     )
     nodes = [
-        {"n": visible(node), "x": px, "y": py, "x0": px - half, "x1": px + half, "y0": py - 0.32, "y1": py + 0.32}
+        {
+            "m": strongest.get(node, 0.0),
+            "n": visible(node),
+            "x": px,
+            "y": py,
+            "x0": px - half,
+            "x1": px + half,
+            "y0": py - 0.32,
+            "y1": py + 0.32,
+        }
         for node, (px, py) in found.nodes.items()
     ]
-    base = alt.Chart(alt.Data(values=nodes))
+    base = alt.Chart(alt.Data(values=nodes)).transform_filter("datum.m >= least")
     boxes = base.mark_rect(fill=colour("ground"), stroke=colour("ink"), strokeWidth=1.2, cornerRadius=4).encode(
         x=alt.X("x0:Q", axis=None, scale=across), x2="x1:Q", y=alt.Y("y0:Q", axis=None, scale=down), y2="y1:Q"
     )
@@ -137,7 +156,22 @@ def _drawn(
         height=max(60, round(44 * (found.n_rows + 0.2))),
         config=configuration(),
     )
-    return Picture(chart.add_params(dark_parameter()), title)
+    return Picture(chart.add_params(dark_parameter(), _slider(largest, measure)), title)
+
+
+def _strongest(pairs: Sequence[tuple[str, str]], scores: Sequence[float]) -> dict[str, float]:
+    """For each node the largest score, of either sign, of an edge there."""
+    found: dict[str, float] = {}
+    for pair, score in zip(pairs, scores, strict=False):
+        for node in pair:
+            found[node] = max(abs(score), found.get(node, 0.0))
+    return found
+
+
+def _slider(largest: float, measure: str) -> alt.Parameter:
+    """What hides edges with smaller scores."""
+    ends = alt.binding_range(min=0, max=largest, step=largest / 100, name=f"hide {measure} below ")
+    return alt.param(name="least", value=0, bind=ends)
 
 
 def _line(start: tuple[int, float], stops: Sequence[tuple[int, float]], half: float) -> Sequence[tuple[float, float]]:
