@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models properties mutants matrix clean
+.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -96,6 +96,22 @@ models: $(STAMP) properties
 TYPES ?=
 properties: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/properties.py $(TYPES)
+
+# What is published, in dist/: the sdist, and the wheel that is made of it.
+dist: $(STAMP)
+	rm -rf dist build/sdist
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	mkdir -p build/sdist && tar xzf dist/*.tar.gz -C build/sdist --strip-components=1
+
+# The tests in the unpacked sdist: `make sdist TESTS=tests/public`, some of them.
+TESTS ?=
+sdist: dist
+	cd build/sdist && $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider -rs $(TESTS)
+
+# The wheel in empty environments, alone and with each extra, and the table of it in docs/versions.md: half an hour.
+# `make extras ONLY=pictures,onnx`: some of them.
+extras: dist
+	PYTHONPATH=. $(BIN)/python benchmarks/installed.py --only '$(ONLY)'
 
 # Other versions of transformers, torch and Python, each in an environment of its own, and docs/versions.md: an hour.
 # `make matrix ONLY=oldest,newest`: some of them. PYTHONS="/path/to/python3.12 ...": interpreters that are not on the path.

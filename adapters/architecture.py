@@ -13,6 +13,7 @@ from adapters.block import Block, Mix, NamedStep, Opaque, Part, Step, feeds_forw
 from adapters.norms import Norm, NormKind
 from adapters.paths import join, members_of, module_at
 from adapters.stream_ends import Embedding, Head, Readout
+from adapters.views import PositionsFirst, SeveralStreams, View
 
 __all__ = (
     "Architecture", "Block", "Embedding", "Head", "Mix", "NamedStep", "Opaque", "Part", "Readout", "Stack", "Step",
@@ -35,17 +36,15 @@ class Stack:
         final_norm: the norm after the last block.
         embedding: how its stream begins.
         name: the canonical name: ``blocks``, or ``encoder`` and ``decoder``.
-        pos: the axis of its positions.
-        output_key: which element of a block's output is the residual stream (None: the output itself).
-        output_length: how many elements a tuple output has (for skipping a block).
-        rescaled: what the model multiplies the stream with before a block, by the block's index, or before the final
-            norm, by their number (RWKV).
-        n_streams: how many streams its blocks carry, where they are several: ``[batch, pos, n_streams, d_model]``.
-        side_by_side: the model keeps them side by side, ``[batch, pos, (n_streams d_model)]``.
-        collapse: the module that makes one of them behind the last block.
-        joined: of blocks that are not given what left the one before, by their index: the calls outside of the blocks
-            that what they are given is the sum of, each with its factor (HRM, whose two lists of blocks run in turn).
-        positions_first: its blocks, and the embeddings before them, are given ``[pos, batch, ...]`` (XLNet).
+        output: which element of what a block returns is the residual stream, and how many there are (for skipping a
+            block); ``(None, 1)``: it returns the stream itself.
+        block_inputs: of blocks that are not given what left the one before, by their index, or of the final norm, by
+            their number: what they are given is the sum of, each with its factor: calls outside of the blocks (HRM,
+            whose two lists of blocks run in turn), or "", what left the block before (RWKV, which halves it).
+        stream_view: how what blocks are given shows the stream: `SeveralStreams`, where they carry several, ``[batch,
+            pos, n_streams, d_model]``, or side by side, ``[batch, pos, (n_streams d_model)]``; `PositionsFirst`, where
+            they, and the embeddings before them, are given ``[pos, batch, ...]`` (XLNet). None: as it is.
+        collapse: the module that makes one of several streams behind the last block.
     """
 
     path: str
@@ -54,15 +53,10 @@ class Stack:
     final_norm: Norm | None = None
     embedding: Embedding = field(default_factory=Embedding)
     name: str = "blocks"
-    pos: str = "pos"
-    output_key: int | None = None
-    output_length: int = 1
+    output: tuple[int | None, int] = (None, 1)
     members: tuple[str, ...] = ()
-    rescaled: Mapping[int, float] = field(default_factory=dict)
-    positions_first: bool = False
-    joined: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
-    n_streams: int | None = None
-    side_by_side: bool = False
+    block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    stream_view: View | None = None
     collapse: str | None = None
 
     def place_of(self, index: int) -> str:
@@ -99,6 +93,21 @@ class Stack:
         return next((block.attn for block in self.every_block if block.attn), None)
 
     @property
+    def n_streams(self) -> int | None:
+        """How many streams its blocks carry, where they are several."""
+        return self.stream_view.n_streams if isinstance(self.stream_view, SeveralStreams) else None
+
+    @property
+    def positions_first(self) -> bool:
+        """Its blocks are given positions before the batch."""
+        return isinstance(self.stream_view, PositionsFirst)
+
+    @property
+    def pos(self) -> str:
+        """The axis of its positions."""
+        return "decoder_pos" if self.name == "decoder" else "pos"
+
+    @property
     def key_pos(self) -> str:
         """The axis of its positions as keys."""
         return self.pos.removesuffix("pos") + "key_pos"
@@ -106,11 +115,7 @@ class Stack:
     @property
     def keeps_its_stream(self) -> bool:
         """Nothing multiplies its stream, or norms it as it enters a block."""
-        return (
-            not (self.rescaled or self.joined)
-            and self.n_streams is None
-            and all(block.is_sum for block in self.every_block)
-        )
+        return not self.block_inputs and self.n_streams is None and all(block.is_sum for block in self.every_block)
 
     @property
     def one_of_two(self) -> bool:
@@ -182,7 +187,7 @@ class Architecture:
             return "norms stand on its residual stream itself, which is then no sum of what was written to it"
         if self.embedding.unknown:
             return f"how its residual stream begins is not known: {self.embedding.unknown}"
-        if self.embedding.adjust or not all(stack.keeps_its_stream for stack in self.stacks):
+        if self.embedding.behind_embed or not all(stack.keeps_its_stream for stack in self.stacks):
             return (
                 "its residual stream is multiplied, or normed as it enters a block, and so no sum of what was written "
                 "to it"

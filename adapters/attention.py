@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import torch
 from einops import reduce
@@ -15,6 +15,7 @@ from adapters.norms import Norm, norm_points
 from adapters.paths import join, module_path
 from adapters.points import LinkedPoint, PointList, Site
 from adapters.views import (
+    Affine,
     Biased,
     Branch,
     Call,
@@ -22,12 +23,13 @@ from adapters.views import (
     Derived,
     Heads,
     HeadsFirst,
-    HeadsOfBatch,
     MaskedScores,
     SinkPattern,
     SinkScores,
     View,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,26 @@ class HeadResults(Derived):
 
 @dataclass(frozen=True)
 class Projection:
-    """Where queries (keys, values) are made.
+    """Where queries (keys, values), the neurons of an MLP, or a gate are made.
 
     Attributes:
-        path: the module, relative to the attention module.
-        part: how its output shows the heads; None: all of it, ``(head d_head)``.
+        path: the module, relative to the part's.
+        view: how its output shows the heads (the neurons); None: all of it, ``(head d_head)``.
+        norm: a norm of what it makes, relative to the part's module; hook points stand before it.
+        bias: a parameter that is added behind it, relative to the part's module: hook points show the sum (DeBERTa).
+        width: how wide a head's queries (keys, values), or how many neurons, it makes, where that is not `d_head`
+            (`d_mlp`) of `ModelConfig`.
+        latent: the module whose output is the latent that they are made from, relative to the part's module ("": there
+            is one, that no module puts out). Keys are then what is made from the latent; a part that all heads share is
+            in `hook_rot_k` only.
     """
 
     path: str
-    part: View | None = None
+    view: View | None = None
+    norm: Norm | None = None
+    bias: str | None = None
+    width: int | None = None
+    latent: str | None = None
 
 
 #: What a gate's projection goes through, by name.
@@ -106,6 +119,45 @@ GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
+class Gate:
+    """``pattern @ v`` is multiplied with a function of what a projection makes.
+
+    Attributes:
+        projection: with one column for each of a head's, or one for each head.
+        function: the name of that function, of `GATE_FUNCTIONS`.
+    """
+
+    projection: Projection
+    function: str
+
+
+@dataclass(frozen=True)
+class SinkGate:
+    """``pattern @ v`` is multiplied with the sigmoid of the scores' log-sum-exp less a parameter of each head.
+
+    Attributes:
+        parameter: its name in the attention module.
+    """
+
+    parameter: str
+
+
+@dataclass(frozen=True)
+class AddedOutput:
+    """The output of a module that reads the values too is added to ``pattern @ v`` (Nystroemformer's convolution).
+
+    Attributes:
+        path: the module, relative to the attention module; it returns ``batch head pos d_head``.
+    """
+
+    path: str
+
+
+#: What may stand between ``pattern @ v`` and `hook_z`, which is what enters the output projection.
+ZTransform = Gate | SinkGate | AddedOutput | Norm | Affine
+
+
+@dataclass(frozen=True)
 class Attention:
     """An attention module.
 
@@ -113,51 +165,31 @@ class Attention:
         path: the attention module, relative to the block.
         q, k, v: the projections, relative to the attention module.
         o: the output projection, relative to the attention module.
-        out: where the result stands that is added to the residual stream, relative to the block; by default element 0
-            of the attention module's output. ``out_key`` is the element, None for a module that returns a tensor.
-        rotary: queries and keys are rotated.
-        shows_scores: its scores and pattern can be seen: it calls a softmax, `scaled_dot_product_attention` or
-            transformers' `AttentionInterface`. False for linear attention, or flash attention of a family's own.
-        scores: how the scores are seen.
-        sinks: where the last column of the scores is an attention sink: the name of the attention module's parameter
-            that holds each head's.
-        q_norm, k_norm: norms of queries and keys, relative to the attention module.
-        qk_norm_over: what those norms are given: each head, as ``batch pos head d_head`` (``heads``) or as ``batch head
-            pos d_head`` (``heads first``), or all heads at once, ``batch pos (head d_head)`` (``width``).
-        qk_norm_last: these norms are given rotated queries and keys: what they put out enters the product.
+        rotary: queries and keys are rotated, ``last``, behind their norms, or ``first``, before them. None: they are
+            not.
+        scores: how the scores are seen: `SinkScores` where their last column is an attention sink, `HeadsOfBatch`
+            within `Composed` where they are ``[(batch head), query, key]``. None: scores and pattern cannot be seen: it
+            calls no softmax, no `scaled_dot_product_attention` and no `AttentionInterface` of transformers (linear
+            attention, or flash attention of a family's own).
+        norms_over: what the norms of queries and keys are given: each head, as ``batch pos head d_head`` (``heads``) or
+            as ``batch head pos d_head`` (``heads first``), or all heads at once, ``batch pos (head d_head)``
+            (``width``).
         qk_shift: the module whose output is added to what queries and keys read, after the norm (Shortformer's position
             embeddings), relative to the base model.
         position_bias: the module of a position bias that is added to the scores, relative to the attention module; a
             layer may lack it and use the first one's.
         core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
         cross: keys and values are made from an encoder's output.
-        q_latent, kv_latent: the modules whose outputs are the latents that queries, and keys and values, are made from,
-            relative to the attention module ("": there is one, that no module puts out). Keys are then what is made
-            from the latent; a part that all heads share is in `hook_rot_k` only.
-        n_heads, n_kv_heads: its numbers of heads, where they are not those of `ModelConfig`.
-        z_is: what stands between ``pattern @ v`` and `hook_z`, which is what enters the output projection: a ``gate``
-            (see `gate`), a ``norm``, a ``factor`` (`z_factor`); or ``sink``: the sigmoid of the scores' log-sum-exp
-            less each head's parameter, whose name `z_sinks` is. None: nothing.
-        z_factor: the factor that `z` is ``pattern @ v`` times.
-        gate: the projection that makes the gate, with one column for each of a head's, or one for each head.
-        gate_fn: the name of its activation function, of `GATE_FUNCTIONS`.
-        v_norm: a norm of the values, relative to the attention module: the pattern is multiplied with what it puts out.
-        flat_heads: scores and pattern are ``[(batch head), query, key]``.
+        z_transform: what stands between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an `AddedOutput`, a
+            `Norm`, or an `Affine` with a factor.
         clip: queries, keys and values are clamped to this behind their projections, which the hook points stand on.
-        q_bias, k_bias, v_bias: parameters that are added behind the projections, relative to the attention module:
-            `hook_q` (`hook_k`, `hook_v`) shows the sum (DeBERTa).
-        adds: something that queries alone, keys alone, or places alone make is added to the product of queries and keys
-            (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to the attention
-            module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
-        branch: a module that reads the values too, and whose output is added to ``pattern @ v`` (Nystroemformer's
-            convolution), relative to the attention module; it returns ``batch head pos d_head``.
-        scale: what its product of queries and keys is divided by, where that is not `ModelConfig.attn_scale`.
-        rotary_dim, rotary_base: of its rotation, where they are not the model's.
-        shared_keys: keys made from a latent have further columns, which all heads share and nothing rotates:
-            `hook_rot_q` and `hook_rot_k` show what enters the product.
-        beside: further modules inside that make something of their own (an indexer), relative to the attention module,
-            with the axes of what they return.
-        d_q, d_k, d_v: how wide a head's queries, keys and values are, where that is not its `d_head`.
+        score_bias_modules: something that queries alone, keys alone, or places alone make is added to the product of
+            queries and keys (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to
+            the attention module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
+        auxiliary_modules: further modules inside that make something of their own (an indexer), relative to the
+            attention module, with the axes of what they return.
+        config_values: fields of `ModelConfig` that are others here: ``n_heads``, ``n_key_value_heads``,
+            ``attn_scale``, ``rotary_dim``, ``rotary_base``.
     """
 
     path: str
@@ -165,64 +197,77 @@ class Attention:
     k: Projection
     v: Projection
     o: str
-    out: str | None = None
-    out_key: int | None = 0
-    rotary: bool = False
-    shows_scores: bool = True
-    scores: View = field(default_factory=MaskedScores)
-    sinks: str | None = None
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
-    qk_norm_over: Literal["heads", "heads first", "width"] = "heads"
-    qk_norm_last: bool = False
+    rotary: Literal["last", "first"] | None = None
+    scores: View | None = field(default_factory=MaskedScores)
+    norms_over: Literal["heads", "heads first", "width"] = "heads"
     qk_shift: str | None = None
     position_bias: str | None = None
     core: str = ""
     cross: bool = False
-    q_latent: str | None = None
-    kv_latent: str | None = None
-    n_heads: int | None = None
-    n_kv_heads: int | None = None
-    z_is: Literal["gate", "norm", "factor", "sink"] | None = None
-    z_factor: float = 1.0
-    gate: Projection | None = None
-    gate_fn: str | None = None
-    z_sinks: str | None = None
-    v_norm: Norm | None = None
-    flat_heads: bool = False
+    z_transform: ZTransform | None = None
     clip: float | None = None
-    q_bias: str | None = None
-    k_bias: str | None = None
-    v_bias: str | None = None
-    adds: tuple[str, ...] | None = None
-    branch: str | None = None
-    scale: float | None = None
-    rotary_dim: int | None = None
-    rotary_base: float | None = None
-    shared_keys: bool = False
-    beside: tuple[tuple[str, str], ...] = ()
-    d_q: int | None = None
-    d_k: int | None = None
-    d_v: int | None = None
+    score_bias_modules: tuple[str, ...] | None = None
+    auxiliary_modules: tuple[tuple[str, str], ...] = ()
+    config_values: Mapping[str, object] = field(default_factory=dict, hash=False)
 
-    def bias(self, letter: str) -> str | None:
-        """The parameter that is added to queries (``q``), keys (``k``) or values (``v``)."""
-        return {"q": self.q_bias, "k": self.k_bias, "v": self.v_bias}[letter]
+    @property
+    def projections(self) -> dict[str, Projection]:
+        """Those of queries (``q``), keys (``k``) and values (``v``)."""
+        return {"q": self.q, "k": self.k, "v": self.v}
 
-    def latent(self, letter: str) -> str | None:
-        """The latent that queries (``q``), keys (``k``) or values (``v``) are made from."""
-        return self.q_latent if letter == "q" else self.kv_latent
+    @property
+    def qk_norms(self) -> tuple[Norm, ...]:
+        """The norms of queries and keys."""
+        return tuple(each.norm for each in (self.q, self.k) if each.norm)
+
+    @property
+    def from_latents(self) -> bool:
+        """Queries, or keys and values, are made from a latent."""
+        return any(each.latent is not None for each in self.projections.values())
+
+    @property
+    def shows_rotated(self) -> bool:
+        """`hook_rot_q` and `hook_rot_k` show what enters the product: rotated, or keys with columns that all heads
+        share beside those that are made from a latent.
+        """
+        return self.rotary is not None or self.q.width != self.k.width
+
+    @property
+    def sinks(self) -> str | None:
+        """The name of the module's parameter that holds each head's attention sink."""
+        scores = self.scores.outer if isinstance(self.scores, Composed) else self.scores
+        return scores.sinks if isinstance(scores, SinkScores) else None
+
+    @property
+    def gate(self) -> Projection | None:
+        """The projection that makes a gate."""
+        return self.z_transform.projection if isinstance(self.z_transform, Gate) else None
+
+    def own(self, name: str, usual: T) -> T:
+        """A field of `ModelConfig`, as it is here.
+
+        Args:
+            name: of the field.
+            usual: what the configuration says.
+        """
+        return cast(T, self.config_values.get(name, usual))
 
     def heads(self, letter: str) -> str:
         """The axis of the heads of queries, keys, values, or of the rotated ones."""
-        if letter == "q":
-            return "n_heads" if self.n_heads is None else str(self.n_heads)
-        return "n_key_value_heads" if self.n_kv_heads is None else str(self.n_kv_heads)
+        name = "n_heads" if letter == "q" else "n_key_value_heads"
+        return str(self.config_values.get(name, name))
 
     def width(self, letter: str) -> str:
         """The axis of one head's columns."""
-        own = {"q": self.d_q, "k": self.d_k, "v": self.d_v}[letter]
+        own = self.projections[letter].width
         return "d_head" if own is None else str(own)
+
+
+def _pattern_view(scores: View) -> View:
+    """How the pattern of such scores is seen."""
+    if isinstance(scores, Composed):
+        return Composed(scores.inner, _pattern_view(scores.outer))
+    return SinkPattern(scores.sinks) if isinstance(scores, SinkScores) else View()
 
 
 def attention_points(
@@ -253,18 +298,18 @@ def attention_points(
             each head adds is not shown.
     """
     pos = points.pos
-    n_heads, n_kv_heads = part.n_heads or n_heads, part.n_kv_heads or n_kv_heads
+    n_heads, n_kv_heads = part.own("n_heads", n_heads), part.own("n_key_value_heads", n_kv_heads)
     inner = points.inside(name)
     own = "" if name == "attn" else f"{name}_"
     letters = {
-        letter: (projection, projection.part or Heads(heads), heads)
+        letter: (projection, projection.view or Heads(heads), heads)
         for letter, projection, heads in (("q", part.q, n_heads), ("k", part.k, n_kv_heads), ("v", part.v, n_kv_heads))
     }
     if not part.cross:  # query, key and value read the same stream: each head can be given its own
-        if norm is not None and part.q_latent is None and part.kv_latent is None:
+        if norm is not None and not part.from_latents:
             _add_every_head_input(points, name, own, norm, n_heads, n_kv_heads, part.heads("q"))
         for letter, (projection, view, heads) in letters.items():
-            if part.latent(letter) is not None:
+            if projection.latent is not None:
                 continue
             points.add(
                 f"hook_{own}{letter}_input",
@@ -276,7 +321,7 @@ def attention_points(
                 sources=tuple(site for site in (norm, shift if letter != "v" else None) if site),
                 aliases=(f"{name}.hook_{letter}_input",),
             )
-    for name_of, latent in (("q", part.q_latent), ("kv", part.kv_latent)):
+    for name_of, latent in (("q", part.q.latent), ("kv", part.k.latent)):
         if latent:
             inner.add(
                 f"hook_{name_of}_latent", Site(join(module, latent), "output"), axes=f"batch {pos} d_{name_of}_latent"
@@ -288,40 +333,37 @@ def attention_points(
         axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
         shown: View = view
         sources: tuple[Site, ...] = ()
-        if bias := part.bias(letter):
+        if bias := projection.bias:
             holder, _, name = bias.rpartition(".")
             shown, sources = Biased(view, name), (Site(join(module, holder), "input"),)
         inner.add(f"hook_{letter}", site, shown, axes, aliases=(f"{letter}.hook_out",), sources=sources)
-        if not fused and part.latent(letter) is None:
+        if not fused and projection.latent is None:
             entered = Site(site.path, "input")
             inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
-    if part.shows_scores:
+    if part.scores is not None:
         core = join(module, part.core)
-        if part.rotary or part.shared_keys:
+        if part.shows_rotated:
             for letter, own_pos in (("q", pos), ("k", key_pos)):
                 axes = f"batch {own_pos} {part.heads(letter)} {part.width('q')}"
                 heads = n_heads if letter == "q" else n_kv_heads
                 inner.add(f"hook_rot_{letter}", Site(core, "attention", letter), HeadsFirst(), axes, n_heads=heads)
         square = f"batch {part.heads('q')} {pos} {key_pos}"
-        scores = SinkScores(part.scores, part.sinks) if part.sinks else part.scores
-        pattern: View = SinkPattern(part.sinks) if part.sinks else View()
-        if part.flat_heads:
-            scores, pattern = Composed(HeadsOfBatch(n_heads), scores), Composed(HeadsOfBatch(n_heads), pattern)
-        inner.add("hook_attn_scores", Site(core, "attention", "scores"), scores, square, n_heads=n_heads)
+        pattern = _pattern_view(part.scores)
+        inner.add("hook_attn_scores", Site(core, "attention", "scores"), part.scores, square, n_heads=n_heads)
         inner.add("hook_pattern", Site(core, "attention", "pattern"), pattern, square, n_heads=n_heads)
-    for path in part.adds or ():
+    for path in part.score_bias_modules or ():
         made = module_path(path).rpartition(".")[2]
         inner.add(f"{made}.hook_places", Site(join(module, path), "output"), axes=f"one places d_{made}", group="extra")
-    for path, axes in part.beside:
+    for path, axes in part.auxiliary_modules:
         named = " ".join(pos if axis == "pos" else axis for axis in axes.split())
         inner.add(f"{module_path(path)}.hook_out", Site(join(module, path), "output"), axes=named, group="extra")
-    if part.branch:
+    if isinstance(part.z_transform, AddedOutput):
         axes = f"batch {part.heads('q')} {pos} {part.width('v')}"
-        inner.add("hook_branch", Site(join(module, part.branch), "output"), axes=axes, group="extra")
+        inner.add("hook_branch", Site(join(module, part.z_transform.path), "output"), axes=axes, group="extra")
     if part.gate:
         gate = Site(join(module, part.gate.path), "output")
         inner.add(
-            "hook_gate", gate, part.gate.part or Heads(n_heads), f"batch {pos} {part.heads('q')} d_gate", group="extra"
+            "hook_gate", gate, part.gate.view or Heads(n_heads), f"batch {pos} {part.heads('q')} d_gate", group="extra"
         )
     output = join(module, part.o)
     z_axes = f"batch {pos} {part.heads('q')} {part.width('v')}"
@@ -364,10 +406,10 @@ def _add_every_head_input(
 
 def qk_norm_points(points: PointList, part: Attention, module: str) -> None:
     """Adds the points of the norms of queries and keys (arguments as for `attention_points`)."""
-    view = HeadsFirst() if part.qk_norm_over == "heads first" else None
-    for letter, norm in (("q", part.q_norm), ("k", part.k_norm), ("v", part.v_norm)):
-        if norm:
+    view = HeadsFirst() if part.norms_over == "heads first" else None
+    for letter, projection in part.projections.items():
+        if norm := projection.norm:
             heads, width = part.heads(letter), part.width(letter)
-            axes = f"{heads}*{width}" if part.qk_norm_over == "width" else f"{heads} {width}"
+            axes = f"{heads}*{width}" if part.norms_over == "width" else f"{heads} {width}"
             site = Site(join(module, norm.path), "output")
             norm_points(points, f"{letter}_norm", norm.kind, site, view=view, axes=f"batch {points.pos} {axes}")

@@ -13,7 +13,7 @@ from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.norms import Norm
-from adapters.views import Affine
+from adapters.views import Chain, constant_of, transformed
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,10 @@ class Opaque:
     Attributes:
         path: the module, relative to the block.
         plays: what it would be: hook points have the names of that.
-        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
-        entry: the module that is given what the part reads, where that is another one, and no module stands around
-            it all. "" where that is not known.
     """
 
     path: str
     plays: Literal["attn", "mlp"]
-    out: str | None = None
-    out_key: int | None = None
-    entry: str | None = None
 
 
 Part = Attention | MLP | MoE | Mixer | Opaque
@@ -43,6 +37,9 @@ def feeds_forward(part: Part) -> bool:
     return isinstance(part, MLP | MoE) or (isinstance(part, Opaque) and part.plays == "mlp")
 
 
+MixElement = Literal["read", "write", "keep", ""]
+
+
 @dataclass(frozen=True)
 class Mix:
     """What stands between several streams and a part (hyper-connections, Zhu et al. 2024): each stream becomes
@@ -50,15 +47,29 @@ class Mix:
 
     Attributes:
         path: the module, relative to the block, that is given the streams.
-        read: which element of what it returns the part reads, through its norm: ``[batch, pos, d_model]``.
-        write: which holds the weights of the result: ``[batch, pos, n_streams]``.
-        keep: which holds those of the streams, ``[batch, pos, n_streams, n_streams]``; None: they go on as they are.
+        returns: what the elements of its output are, in order: ``read``, what the part reads, through its norm,
+            ``[batch, pos, d_model]``; ``write``, the weights of the result, ``[batch, pos, n_streams]``; ``keep``,
+            those of the streams, ``[batch, pos, n_streams, n_streams]``: without it, they go on as they are; "",
+            another.
     """
 
     path: str
-    read: int
-    write: int
-    keep: int | None = None
+    returns: tuple[MixElement, ...]
+
+    @property
+    def read(self) -> int:
+        """The place of what the part reads."""
+        return self.returns.index("read")
+
+    @property
+    def write(self) -> int:
+        """The place of the weights of the result."""
+        return self.returns.index("write")
+
+    @property
+    def keep(self) -> int | None:
+        """The place of the weights of the streams; None without any."""
+        return self.returns.index("keep") if "keep" in self.returns else None
 
     def of(self, streams: Tensor, result: Tensor, write: Tensor, keep: Tensor | None) -> Tensor:
         """The streams behind the part.
@@ -75,75 +86,82 @@ class Mix:
 
 @dataclass(frozen=True)
 class Step:
-    """One residual step: ``carry(stream) + adjust(factor * post(part(pre(stream))))``, and then `stream_norm` of that.
+    """One residual step: ``residual_transform(stream) + output_transform(post(part(pre(stream))))``, and then
+    `stream_norm` of that.
 
     Attributes:
         part: what is inside.
         pre: the norm that it reads the stream through (None: it reads the stream as it is).
         post: the norm that its result goes through before it is added. Where that result is put out by no module, the
-            part's `out` is the path of this norm, too.
-        factor: what its result is multiplied with, behind `post`.
-        adjust: what happens to its result besides, by parameters of the block: a bias that is added behind the part
-            (GPT-NeoX Japanese), a scale.
-        carry: what happens to the stream before the result is added to it (None: nothing); of parallel steps, the first
+            step's `out` is the path of this norm, too.
+        output_transform: what its result goes through behind `post`, before it is added: a constant (`times`), or
+            parameters of the block, such as a bias that is added behind the part (GPT-NeoX Japanese).
+        residual_transform: what the stream goes through before the result is added to it; of parallel steps, the first
             says it.
-        total: the module that puts out the sum, where there is one (None: the block computes it itself).
+        residual_sum_module: the module that puts out the sum, where there is one (None: the block computes it itself).
         stream_norm: a norm that stands on the stream itself, behind the sum (BERT).
-        parallel: it reads the stream that the step before it reads, not what that one makes of it. Steps that read the
-            same stream through the same norm share it.
+        parallel_to: the step, by its number in the block, whose stream it reads, too; what it writes is added to the
+            stream with what the step before it writes. Mostly that is one: attention and MLP side by side. In LongCat,
+            experts read what the first MLP reads, and write behind the second. None: it reads what the steps before it
+            make. Steps that read the same stream through the same norm share it.
         mix: what stands between the streams and the part, where the block carries several.
-        reads: of a parallel step, which of the block's streams it reads, from 0, where that is an earlier one than the
-            others' (LongCat, whose experts read what the first MLP reads, and write behind the second).
+        out: the module, relative to the block, whose output is added to the stream, where that is not the part's own.
+        out_element: which element of that output it is, where the module returns a tuple.
+        entry: the module, relative to the block, that is given what the part reads, where that is not the part's own,
+            and no module stands around it all. "" where that is not known.
 
     Raises:
-        ValueError: the factor is zero: nothing would be added. Or there are norms before the part and on the stream,
-            which would have one name. Or a step says `carry` that is not the first to read its stream, or `reads` that
-            is.
+        ValueError: the result is multiplied with zero: nothing would be added. Or there are norms before the part and
+            on the stream, which would have one name. Or a step says `residual_transform` that is not the first to read
+            its stream.
     """
 
     part: Part
     pre: Norm | None = None
     post: Norm | None = None
-    factor: float = 1.0
+    output_transform: Chain = ()
     stream_norm: Norm | None = None
-    parallel: bool = False
-    adjust: Affine | None = None
-    carry: Affine | None = None
-    total: str | None = None
-    reads: int | None = None
+    parallel_to: int | None = None
+    residual_transform: Chain = ()
+    residual_sum_module: str | None = None
     mix: Mix | None = None
+    out: str | None = None
+    out_element: int = 0
+    entry: str | None = None
 
     def __post_init__(self) -> None:
-        if self.factor == 0:
-            raise ValueError(f"the step of {self.part} has factor=0: it would add nothing to the residual stream")
+        if self.output_transform and constant_of(self.output_transform) == 0:
+            raise ValueError(f"output_transform of the step of {self.part} multiplies with 0: nothing would be added")
         if self.pre and self.stream_norm:
             raise ValueError(f"the step of {self.part} has both pre and stream_norm: one step has one of them")
-        if self.parallel and self.carry:
-            raise ValueError(f"the step of {self.part} is parallel and has carry: the first of parallel steps says it")
-        if self.reads is not None and not self.parallel:
-            raise ValueError(f"the step of {self.part} has reads={self.reads}, and is not parallel")
+        if self.parallel and self.residual_transform:
+            raise ValueError(
+                f"the step of {self.part} is parallel and has residual_transform: the first of parallel steps says it"
+            )
 
     @property
-    def last_factor(self) -> float:
-        """What the result of its last matrix is multiplied with: the factor, where no norm stands between."""
-        return 1.0 if self.post else self.factor
+    def parallel(self) -> bool:
+        """It is added together with the step before it."""
+        return self.parallel_to is not None
 
     @property
-    def constant_factor(self) -> float | None:
-        """The same with the constant of `adjust`; None where parameters multiply the result, too."""
-        if self.adjust is None or self.post:
-            return self.last_factor
-        return None if self.adjust.weight else self.factor * self.adjust.factor
+    def last_factor(self) -> float | None:
+        """What the result of its last matrix is multiplied with, where no norm stands between; None: by parameters."""
+        return constant_of(self.behind_last) if self.behind_last else 1.0
+
+    @property
+    def behind_last(self) -> Chain:
+        """What the result of its last matrix goes through: nothing, where a norm stands between."""
+        return () if self.post else self.output_transform
 
     def added(self, result: Tensor, block: nn.Module) -> Tensor:
         """What is added to the stream where this is what the part, or the norm behind it, puts out.
 
         Args:
             result: ``[..., d_model]``.
-            block: the block, whose parameters `adjust` names.
+            block: the block, whose parameters `output_transform` names.
         """
-        made = result * self.factor
-        return self.adjust.of(made, block) if self.adjust else made
+        return transformed(self.output_transform, result, block)
 
     @property
     def changes_its_result(self) -> bool:
@@ -151,7 +169,7 @@ class Step:
 
         A factor and a bias behind the part are no such change: HookedTransformer has them in the last matrix and bias.
         """
-        return self.post is not None or self.constant_factor is None
+        return self.post is not None or self.last_factor is None
 
 
 @dataclass(frozen=True)
@@ -188,32 +206,26 @@ class Block:
 
     Attributes:
         steps: in the order in which the layer computes them.
-        entry, exit: where the block is no module, its modules that the stream enters first and leaves last (XLM); its
-            path is then that of what holds them.
+        ends: where the block is no module, its modules that the stream enters first and leaves last (XLM); its path is
+            then that of what holds them.
         norm: a norm on the stream itself before the first step, ``ln0`` (MiniMax).
         changed_in_place: modules, relative to the block, and whether it is their ``input`` or ``output`` that the model
             writes over afterwards: what stands there is shown as a copy.
 
     Raises:
-        ValueError: the first step is called parallel, with nothing before it; or one reads a stream that is none of
-            those before it.
+        ValueError: a step is called parallel to one that is not before it.
     """
 
     steps: tuple[Step, ...]
     changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
-    entry: str = ""
-    exit: str = ""
+    ends: tuple[str, str] | None = None
     norm: Norm | None = None
 
     def __post_init__(self) -> None:
-        if self.steps and self.steps[0].parallel:
-            raise ValueError("the first step of a block cannot be parallel: there is none before it")
-        streams = 0
-        for step in self.steps:
-            streams += not step.parallel
-            if step.reads is not None and not 0 <= step.reads < streams - 1:
+        for index, step in enumerate(self.steps):
+            if step.parallel_to is not None and not 0 <= step.parallel_to < index:
                 raise ValueError(
-                    f"the step of {step.part} has reads={step.reads}, and {streams - 1} streams are earlier"
+                    f"step {index} of a block has parallel_to={step.parallel_to}: none of the {index} before it"
                 )
 
     @property
@@ -240,7 +252,20 @@ class Block:
     @property
     def is_sum(self) -> bool:
         """The stream that leaves it is the one that enters and what its steps put out, and no other step is between."""
-        return self.norm is None and not any(step.carry or step.mix for step in self.steps)
+        return self.norm is None and not any(step.residual_transform or step.mix for step in self.steps)
+
+    @property
+    def has_parallel_mlp(self) -> bool:
+        """An MLP reads the stream that the step before it reads."""
+        return any(
+            named.step.parallel and named.before == named.onto and feeds_forward(named.step.part)
+            for named in self.named
+        )
+
+    @property
+    def adds_late(self) -> bool:
+        """A step reads an earlier stream than the one that it is added to."""
+        return any(named.before != named.onto for named in self.named)
 
     @property
     def module_paths(self) -> dict[str, str]:
@@ -266,7 +291,7 @@ class Block:
         for index, group in enumerate(groups):
             after = "hook_resid_post" if index == len(groups) - 1 else _between(index, group)
             for step, (name, norm) in zip(group, self._names(group, found), strict=True):
-                before = streams[-1 if step.reads is None else step.reads]
+                before = streams[-1] if step.parallel_to is None else found[step.parallel_to].before
                 found.append(NamedStep(step, name, norm, before, streams[-1], after, step is group[0], (), True))
             streams.append(f"{found[-1].norm}.hook_out" if group[-1].stream_norm else after)
         return tuple(self._sharing(named, found) for named in found)

@@ -354,9 +354,9 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
         "eps": eps,
         "d_mlp": None,
         "attn_only": not feed_forward and not any(isinstance(part, Mixer) for part in parts),
-        "parallel_attn_mlp": any(step.parallel and step.reads is None and feeds_forward(step.part) for step in steps),
+        "parallel_attn_mlp": any(block.has_parallel_mlp for block in architecture.stack.every_block),
         "gated_mlp": any(isinstance(part, MLP) and part.gate is not None for part in feed_forward),
-        "use_qk_norm": any(part.q_norm or part.k_norm for part in attentions),
+        "use_qk_norm": any(part.qk_norms for part in attentions),
         "use_normalization_before_and_after": any(step.pre and step.post for step in steps),
     }
 

@@ -57,6 +57,14 @@ def sparsemixer_topk(
     return torch.cat(weights, -1), torch.cat(chosen, -1)
 
 
+def router_matrix(router: nn.Module) -> str:
+    """The path in a router of the module whose weight makes the logits; "" for the router itself, or without any."""
+    if isinstance(getattr(router, "weight", None), Tensor):
+        return ""
+    weights = ((path, getattr(module, "weight", None)) for path, module in router.named_modules())
+    return next((path for path, weight in weights if isinstance(weight, Tensor) and weight.ndim == 2), "")
+
+
 def are_modules(experts: nn.Module | None) -> bool:
     """Whether each expert is a module of its own."""
     return isinstance(experts, nn.ModuleList)

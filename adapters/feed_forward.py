@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
-from adapters.attention import Projection
+from adapters.attention import Gate, Projection
 from adapters.experts import Layers, are_modules, has_gate, in_batches, layers_of
 from adapters.norms import Norm, norm_points
 from adapters.paths import join
 from adapters.points import Group, PointList, Site, SiteKind
-from adapters.views import Composed, FlatRows, View
+from adapters.views import Affine, Composed, FlatRows, View
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,9 @@ class MLP:
         up: the projection before the activation function (of a gated MLP: the linear one beside the gate).
         down: the projection after it, relative to `path`.
         gate: for a gated MLP, the projection that goes through the activation function.
-        out, out_key: where the result stands that is added to the residual stream, relative to the block; by default
-            the output of the module at `path`.
         ln: a norm between the activation function, times what is beside it, and `down` (SoLU, BitNet), relative to
             `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
-        d_mlp: how many neurons it has, where that is not the `d_mlp` of `ModelConfig`.
         given: the argument of the block that its activated neurons are multiplied with (the inputs per layer of
             Gemma 4), where its layers stand in the block itself: `hook_pre_linear` shows it.
         activation: the module that is its activation function, relative to `path`, where that has no name.
@@ -39,13 +37,14 @@ class MLP:
     up: Projection
     down: str
     gate: Projection | None = None
-    out: str | None = None
-    out_key: int | None = None
     ln: Norm | None = None
     flat: bool = False
-    d_mlp: int | None = None
     activation: str | None = None
     given: str | None = None
+
+
+#: What a router compares the experts by.
+ChosenBy = Literal["probabilities", "corrected probabilities", "logits", "scores", "in turn"]
 
 
 @dataclass(frozen=True)
@@ -54,48 +53,53 @@ class MoE:
 
     Attributes:
         path: the module, relative to the block.
-        router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows. It
-            returns their scores, and the weights and indices of the chosen ones.
-        router_returns: ``choice``, as said; or ``logits`` alone (DBRX): the choice is made in the forward of the module
-            at `path`, by probabilities, and what is chosen is seen where `experts` is given it.
+        router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows.
+        router_returns: a ``choice``, the experts' scores, and the weights and indices of the chosen ones; ``logits``
+            alone (DBRX): the choice is made in the forward of the module at `path`, by probabilities, and what is
+            chosen is seen where `experts` is given it; or ``weights`` of all experts, and their logits (Llama 4): every
+            expert is given every token, times its weight, and `experts` works on ``(expert batch pos)`` rows.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
         layers: where each expert is a module of its own, the paths in it of its projections: gate, up, down; None: the
             usual names.
-        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; their
-            ``logits``, with a softmax over the chosen ones afterwards; or ``scores``, each made from its logit alone (a
-            sigmoid), perhaps by groups; or ``in turn``, each beside those that come close to it (see
-            `adapters.experts.sparsemixer_topk`).
+        chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; ``corrected
+            probabilities``, by groups, or with a term of each expert's own, so that the chosen ones are not those of
+            the largest weights; their ``logits``, with a softmax over the chosen ones afterwards; ``scores``, each made
+            from its logit alone (a sigmoid), perhaps corrected so, too; or ``in turn``, each beside those that come
+            close to it (see `adapters.experts.sparsemixer_topk`).
         margin: of those that are chosen in turn: how close the others have to come.
-        router_matrix: the module, relative to the router, whose weight makes the logits ("": the router's own).
-        corrected: each expert has a term of its own in the choice, or experts are chosen by groups: the chosen ones are
-            not those of the largest weights.
         factor: what the sum of the chosen experts is multiplied with.
         shared: an expert that every token is sent to; its path is relative to `path`.
-        shared_factor: what its result is multiplied with.
-        shared_gate: the linear layer, relative to `path`, whose sigmoid the shared expert's output is multiplied with.
-        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
-        flat: that result is ``(batch pos)`` rows.
-        in_batches: every expert is given every token, times its weight (Llama 4): `experts` works on ``(expert batch
-            pos)`` rows, and the router returns the weights of all experts, and their logits.
+        shared_transform: what its result goes through: a `Gate`, whose projection is relative to `path`, an `Affine`
+            with a factor, or one after the other.
+        flat: the result of the mixture is ``(batch pos)`` rows.
     """
 
     path: str
     router: str
     experts: str = "experts"
-    chosen_by: Literal["probabilities", "logits", "scores", "in turn"] = "probabilities"
+    chosen_by: ChosenBy = "probabilities"
     margin: float = 0.0
-    router_returns: Literal["choice", "logits"] = "choice"
-    router_matrix: str = ""
-    corrected: bool = False
+    router_returns: Literal["choice", "logits", "weights"] = "choice"
     factor: float = 1.0
     shared: MLP | None = None
-    shared_factor: float = 1.0
-    shared_gate: str | None = None
-    out: str | None = None
-    out_key: int | None = None
+    shared_transform: tuple[Gate | Affine, ...] = ()
     layers: Layers | None = None
     flat: bool = False
-    in_batches: bool = False
+
+    @property
+    def in_batches(self) -> bool:
+        """Every expert is given every token."""
+        return self.router_returns == "weights"
+
+    @property
+    def shared_factor(self) -> float:
+        """What the result of the shared expert is multiplied with."""
+        return math.prod(each.factor for each in self.shared_transform if isinstance(each, Affine))
+
+    @property
+    def shared_gate(self) -> Gate | None:
+        """The gate that the result of the shared expert goes through."""
+        return next((each for each in self.shared_transform if isinstance(each, Gate)), None)
 
 
 #: What is seen of an expert without a gate.
@@ -129,7 +133,7 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
         rows: where the batch size of a flat one is seen.
         axes: the axis of its neurons.
     """
-    wide = f"batch {points.pos} {axes if mlp.d_mlp is None else mlp.d_mlp}"
+    wide = f"batch {points.pos} {axes if mlp.up.width is None else mlp.up.width}"
 
     def add(name: str, site: Site, view: View | None = None, aliases: tuple[str, ...] = ()) -> None:
         if mlp.flat:
@@ -139,10 +143,10 @@ def mlp_points(points: PointList, mlp: MLP, module: str, rows: tuple[Site, ...],
 
     up_site = Site(join(module, mlp.up.path), "output")
     if mlp.gate:
-        add("hook_pre", Site(join(module, mlp.gate.path), "output"), mlp.gate.part, ("gate.hook_out",))
-        add("hook_pre_linear", up_site, mlp.up.part, ("in.hook_out",))
+        add("hook_pre", Site(join(module, mlp.gate.path), "output"), mlp.gate.view, ("gate.hook_out",))
+        add("hook_pre_linear", up_site, mlp.up.view, ("in.hook_out",))
     else:
-        add("hook_pre", up_site, mlp.up.part, ("in.hook_out",))
+        add("hook_pre", up_site, mlp.up.view, ("in.hook_out",))
     if mlp.given:
         add("hook_pre_linear", Site(module, "input", mlp.given))
     if mlp.ln:
@@ -171,7 +175,7 @@ def mixture_points(
     # before that is computed, it is what the expert's output is multiplied with: zero for those that are not chosen.
     if mlp.router_returns == "logits":
         logits, weights = Site(module, "softmax", "scores"), Site(module, "softmax", "pattern")
-    elif mlp.chosen_by == "probabilities":
+    elif mlp.chosen_by.endswith("probabilities"):
         logits, weights = Site(router, "softmax", "scores"), Site(router, "softmax", "pattern")
     else:
         made = "logits" if mlp.chosen_by == "logits" else "product"
@@ -200,4 +204,4 @@ def mixture_points(
         mlp_points(points.inside("shared_expert"), mlp.shared, shared, rows, "d_shared_expert")
         add("shared_expert.hook_out", Site(shared, "output"), "d_model", "extra")
     if mlp.shared_gate:
-        add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate), "output"), "1", "extra")
+        add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate.projection.path), "output"), "1", "extra")

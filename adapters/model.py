@@ -118,7 +118,7 @@ def _mapped(
         cfg=cfg,
         points=hook_points(architecture, model, cfg),
         block_paths=[join(base, stack.place_of(i)) for i in range(cfg.n_layers)],
-        block_output=(stack.output_key, stack.output_length),
+        block_output=stack.output,
         no_layer_runs=architecture.no_layer_runs,
         inferred=inferred is not None,
     )

@@ -7,6 +7,7 @@ bias), that of an RMS norm is the value before the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,11 @@ class NormKind:
     """What a family's norm computes.
 
     Attributes:
-        centered: the mean is subtracted (a layer norm).
-        offset: what is added to the weight (1 for Gemma, whose weight is stored as its difference from one).
-        identity: it computes nothing: it is there as a place to stand on, and has no hook points of its own.
+        computes: a ``layer`` norm, which subtracts the mean; an ``rms`` norm; ``nothing``: it is there as a place to
+            stand on, and has no hook points of its own; ``unknown``: it is a place to stand on too.
+        offset: what is added to the weight (1 for Gemma, whose weight is stored as its difference from one). None: it
+            is a function that the model calls, without a module, a weight or a bias; `eps` says its epsilon.
         eps: its epsilon, where its module does not keep it (None: the module does).
-        opaque: what it computes is not said: it is a place to stand on too.
-        function: it is a function that the model calls, without a module, a weight or a bias; `eps` says its epsilon.
         inner, gate: the module inside that is the norm, and the one whose sigmoid, of what it makes of the norm's
             output, that is multiplied with (A.X K2): what is read is the product.
 
@@ -34,21 +34,42 @@ class NormKind:
         ValueError: a layer norm has a gate, or a norm inside has none behind it; or a function has no epsilon.
     """
 
-    centered: bool
-    offset: float = 0.0
-    identity: bool = False
+    computes: Literal["layer", "rms", "nothing", "unknown"]
+    offset: float | None = 0.0
     eps: float | None = None
-    opaque: bool = False
-    function: bool = False
     inner: str = ""
     gate: str = ""
 
     def __post_init__(self) -> None:
         if bool(self.inner) != bool(self.gate) or (self.gate and self.centered):
             raise ValueError(f"inner={self.inner!r} and gate={self.gate!r}: an RMS norm may have both, others neither")
-
         if self.function and self.eps is None:
-            raise ValueError("function=True and eps=None: no module says the epsilon of a norm that is a function")
+            raise ValueError("offset=None and eps=None: no module says the epsilon of a norm that is a function")
+
+    @property
+    def centered(self) -> bool:
+        """The mean is subtracted."""
+        return self.computes == "layer"
+
+    @property
+    def identity(self) -> bool:
+        """It computes nothing."""
+        return self.computes == "nothing"
+
+    @property
+    def opaque(self) -> bool:
+        """What it computes is not known."""
+        return self.computes == "unknown"
+
+    @property
+    def function(self) -> bool:
+        """The model calls it as a function, without a module."""
+        return self.offset is None
+
+    @property
+    def added(self) -> float:
+        """What is added to the weight, where there is one."""
+        return self.offset or 0.0
 
     def normalizer(self, module: nn.Module) -> nn.Module:
         """What keeps the weight: the norm's module, the one inside of it, or, of a function, a module without any."""
@@ -92,11 +113,11 @@ class Norm:
 
 
 _NO_PARAMETERS = nn.Identity()
-LAYER_NORM = NormKind(centered=True)
-RMS_NORM = NormKind(centered=False)
-NO_NORM = NormKind(centered=False, identity=True)
-GEMMA_NORM = NormKind(centered=False, offset=1.0)
-OPAQUE_NORM = NormKind(centered=False, opaque=True)
+LAYER_NORM = NormKind("layer")
+RMS_NORM = NormKind("rms")
+NO_NORM = NormKind("nothing")
+GEMMA_NORM = NormKind("rms", offset=1.0)
+OPAQUE_NORM = NormKind("unknown")
 
 
 def eps_of(module: nn.Module) -> float:

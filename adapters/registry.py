@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 
 import transformers
@@ -15,6 +15,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from adapters.architecture import Architecture
 from adapters.config import config_of
 from adapters.families import CLASSES
+from adapters.imports.versions import older_than_declared
 
 #: From a Hugging Face configuration to what its models are made of.
 Declare = Callable[[PreTrainedConfig], Architecture]
@@ -120,10 +121,7 @@ def has_declaration(model: nn.Module) -> bool:
     """
     if isinstance(getattr(model, "module", None), PreTrainedModel) or not isinstance(model, PreTrainedModel):
         return True  # `declaration_for` says what is wrong with it
-    return any(
-        (declare := _declare(cls.__name__)) is not None and not _is_namesake(cls, declare)
-        for cls in type(model).__mro__
-    )
+    return any(True for _ in _declaring(type(model)))
 
 
 def inherits_declaration(model: nn.Module) -> str:
@@ -134,12 +132,10 @@ def inherits_declaration(model: nn.Module) -> str:
     Args:
         model: a Hugging Face model.
     """
-    package = type(model).__module__.partition(".")[0]
-    for cls in type(model).__mro__:
-        declare = _declare(cls.__name__)
-        if declare is not None and not _is_namesake(cls, declare):
-            # torch's own subclasses (FSDP) run their parent's forward.
-            return "" if package in (cls.__module__.partition(".")[0], "torch") else cls.__name__
+    for cls, _ in _declaring(type(model)):
+        # torch's own subclasses (FSDP) run their parent's forward.
+        packages = (cls.__module__.partition(".")[0], "torch")
+        return "" if type(model).__module__.partition(".")[0] in packages else cls.__name__
     return ""
 
 
@@ -169,10 +165,9 @@ def declaration_for(model: nn.Module) -> Architecture:
     Raises:
         UnsupportedModelError: no class among its bases has an adapter.
     """
-    for cls in type(model).__mro__:
-        declare = _declare(cls.__name__)
-        if declare is not None and not _is_namesake(cls, declare):
-            return declare(config_of(model))
+    for cls, declare in _declaring(type(model)):
+        _check_version(cls.__name__, declare)
+        return declare(config_of(model))
     name = type(model).__name__
     if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
         raise UnsupportedModelError(
@@ -209,13 +204,31 @@ def declaration_of(config: PreTrainedConfig) -> Architecture:
     # Of some, transformers keeps no such list: their configuration has their name.
     for name in (*(cls.__name__ for cls in classes), f"{type(config).__name__.removesuffix('Config')}Model"):
         if (declare := _declare(name)) is not None:
+            _check_version(name, declare)
             return declare(config)
     raise UndeclaredOptionError(f"the model of a {type(config).__name__} inside of it has no adapter")
 
 
+def _check_version(name: str, declare: Declare) -> None:
+    """Refuses a declaration of ours for a class that is another one in the installed transformers."""
+    if _is_ours(declare) and (why := older_than_declared(name)):
+        raise UndeclaredOptionError(why)
+
+
+def _is_ours(declare: Declare) -> bool:
+    return (declare.__module__ or "").startswith("adapters.families.")
+
+
+def _declaring(model_class: type) -> Iterator[tuple[type, Declare]]:
+    """The classes among the bases of one that have an adapter, with that; the nearest first."""
+    for cls in model_class.__mro__:
+        if (declare := _declare(cls.__name__)) is not None and not _is_namesake(cls, declare):
+            yield cls, declare
+
+
 def _is_namesake(cls: type, declare: Declare) -> bool:
     """Whether a class (of remote code) only has the name of the one that our declaration is for."""
-    ours = (declare.__module__ or "").startswith("adapters.families.") and hasattr(transformers, cls.__name__)
+    ours = _is_ours(declare) and hasattr(transformers, cls.__name__)
     return ours and cls.__module__.split(".")[0] != "transformers"
 
 

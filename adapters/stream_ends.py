@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from adapters.norms import Norm
 from adapters.paths import join
-from adapters.views import Affine
+from adapters.views import Affine, Chain
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Embedding:
 
     Attributes:
         tokens: the table of tokens; "" where the stream begins with images or sound (ViT, Whisper's encoder).
-        factor: what the model multiplies its rows with.
-        adjust: what parameters of the base model do to the rows besides; `hook_embed` shows them before it.
+        transform: what its rows go through, a constant first; `hook_embed` shows them before parameters of the base
+            model.
         positions, types: the tables of positions, and of the two sentences, that are added.
         more: further tables that are added, of which each runs once (TAPAS).
         norm: a norm; of the sum where there is a `module`, else of the token embedding alone.
@@ -30,21 +30,29 @@ class Embedding:
             and its output is a term of the sum (RoCBert).
         module: the module that puts out the first stream (BERT). The hook points then have the names of
             HookedTransformer's encoder, and `hook_full_embed` is its output.
-        width: how wide the tables are, where that is not the stream's width.
         unknown: what else the stream begins with, where that cannot be said. Nothing can then be decomposed.
     """
 
     tokens: str = ""
-    factor: float = 1.0
-    adjust: Affine | None = None
+    transform: Chain = ()
     positions: str | None = None
     types: str | None = None
     more: tuple[str, ...] = ()
     norm: Norm | None = None
     project: str | None = None
     module: str | None = None
-    width: int | None = None
     unknown: str = ""
+
+    @property
+    def factor(self) -> float:
+        """What the rows of the table of tokens are multiplied with first."""
+        return self.transform[0].factor if self.transform[: len(self.transform) - len(self.behind_embed)] else 1.0
+
+    @property
+    def behind_embed(self) -> Chain:
+        """What they go through besides, in parameters of the base model."""
+        starts = bool(self.transform) and not self.transform[0].parameters
+        return self.transform[1:] if starts else self.transform
 
     @property
     def norm_of_sum(self) -> Norm | None:
@@ -82,24 +90,38 @@ class Embedding:
 class Readout:
     """How logits are made of what the final norm puts out (or the last stream, without one).
 
-    ``logits = cap(factor_out * unembed(factor_in * x) + bias)`` with ``cap(y) = soft_cap * tanh(y / soft_cap)``. `W_U`
+    ``logits = cap(output_transform(unembed(factor_in * x)))`` with ``cap(y) = soft_cap * tanh(y / soft_cap)``. `W_U`
     and `b_U` have both factors and the bias in them, so that ``logits = cap(x @ W_U + b_U)``, where no `Head` stands
     between.
 
     Attributes:
         path: the output layer, relative to the model itself; "" without one.
-        factor_in, factor_out: what is multiplied with before and behind it.
-        bias: a parameter or buffer of the model that is added behind it, by its path; a class may lack it.
+        factor_in: what is multiplied with before it.
+        output_transform: what happens behind it: a factor, and a parameter or buffer of the model that is added, a
+            bias, by its path; a class may lack that.
         soft_cap: see above.
         unknown: what else is between, where that cannot be said. Nothing can then be attributed to logits.
     """
 
     path: str = ""
     factor_in: float = 1.0
-    factor_out: float = 1.0
-    bias: str | None = None
+    output_transform: Affine = field(default_factory=Affine)
     soft_cap: float | None = None
     unknown: str = ""
+
+    def __post_init__(self) -> None:
+        if self.output_transform.weight:
+            raise ValueError(f"behind the output layer, {self.output_transform} multiplies with a parameter: not known")
+
+    @property
+    def factor_out(self) -> float:
+        """What is multiplied with behind the output layer."""
+        return self.output_transform.factor
+
+    @property
+    def bias(self) -> str | None:
+        """What is added behind it."""
+        return self.output_transform.plus
 
     @property
     def factor(self) -> float:
@@ -140,17 +162,14 @@ class Head:
         name: the canonical name.
         path: the module.
         linear: its linear layer.
-        hook: the name of the hook point on its output, with its `axes` (None: it has none).
+        hook: the name of the hook point on its output, one row for each text (None: it has none).
         norm: its norm.
         unembeds: the unembedding reads what it makes.
-        width: of what it makes, where that is not the stream's.
     """
 
     name: str
     path: str
     linear: str
     hook: str | None = None
-    axes: str = "batch d_model"
     norm: Norm | None = None
     unembeds: bool = False
-    width: int | None = None

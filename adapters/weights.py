@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, NamedStep, Stack
 from adapters.attention import Attention, Projection
 from adapters.config import ModelConfig
-from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_gate, has_layers
+from adapters.experts import ExpertPart, expert_bias, expert_weight, has_bias, has_gate, has_layers, router_matrix
 from adapters.feed_forward import MLP, MoE
 from adapters.linear import adapted_bias, weight_in_out
 from adapters.norms import Norm
 from adapters.offloaded import materialized
 from adapters.paths import base_path, core_path, has_module, join, missing_module_message, module_at
-from adapters.views import Affine, Call, Heads, View
+from adapters.views import Call, Chain, Heads, View, linearly, transformed
 
 Get = Callable[[], Tensor]
 
@@ -213,27 +213,27 @@ class _Getters(Weights):
             self.add_norm(f"{prefix}.{named.norm}", path, norm)
         if step.post:
             self.add_norm(f"{prefix}.{named.norm}_post", path, step.post)
-        name, factor = f"{prefix}.{named.name}", step.last_factor
+        name = f"{prefix}.{named.name}"
         if isinstance(part, Attention):
-            self._add_attention(name, path, part, factor)
+            self._add_attention(name, path, part)
         elif isinstance(part, MLP):
-            self._add_mlp(name, path, part, factor)
+            self._add_mlp(name, path, part)
         elif isinstance(part, MoE):
-            self._add_experts(name, path, part, factor)
-        if step.adjust and not step.post:
-            self._adjust(name, path, step.adjust)
+            self._add_experts(name, path, part)
+        if step.behind_last:
+            self._add_transform(name, path, step.behind_last)
 
-    def _adjust(self, name: str, path: str, adjust: Affine) -> None:
-        """What the block does to a part's result is a part of its last matrix and bias, as its factor is."""
+    def _add_transform(self, name: str, path: str, chain: Chain) -> None:
+        """What a part's result goes through is a part of its last matrix and bias, as HookedTransformer has them."""
         for own in [own for own in self.getters if own.startswith(f"{name}.")]:
-            last = own.removeprefix(f"{name}.").partition(".")
-            if last[0] in ("W_O", "W_out") or last[2].endswith(("W_out.weight", "W_out.bias")):
-                self.getters[own] = self._adjusted(self.getters[own], path, adjust.linear)
-            elif last[0] in ("b_O", "b_out"):
-                self.getters[own] = self._adjusted(self.getters[own], path, adjust.of)
+            inside, last = own.removeprefix(f"{name}."), own.removesuffix(".weight").removesuffix(".bias")
+            if inside in ("b_O", "b_out"):
+                self.getters[own] = self._behind(transformed, chain, self.getters[own], path)
+            elif last.endswith((".W_O", ".W_out", ".b_out")):  # that of an expert is one of several terms
+                self.getters[own] = self._behind(linearly, chain, self.getters[own], path)
 
-    def _adjusted(self, get: Get, path: str, by: Callable[[Tensor, nn.Module], Tensor]) -> Get:
-        return lambda: by(get(), self.module(path))
+    def _behind(self, apply: Callable[[Chain, Tensor, nn.Module], Tensor], chain: Chain, get: Get, path: str) -> Get:
+        return lambda: apply(chain, get(), self.module(path))
 
     def add_norm(self, name: str, path: str, norm: Norm) -> None:
         """The weight and bias of a norm, as far as it has them; its path is relative to `path`."""
@@ -252,33 +252,31 @@ class _Getters(Weights):
         if getattr(module, "bias", None) is not None:
             self.getters[f"{name}.b"] = self.parameter(inner, "bias")
 
-    def _add_attention(self, name: str, path: str, part: Attention, factor: float) -> None:
-        heads, at = part.n_heads or self.cfg.n_heads, join(path, part.path)
-        groups, d_head = part.n_kv_heads or self.cfg.n_kv_heads, self.cfg.d_head
-        for letter, projection, n, width in (
-            ("Q", part.q, heads, part.d_q), ("K", part.k, groups, part.d_k), ("V", part.v, groups, part.d_v),
-        ):  # fmt: skip
-            if part.latent(letter.lower()) is None:  # what is made from a latent has no matrix that reads the stream
+    def _add_attention(self, name: str, path: str, part: Attention) -> None:
+        heads, at = part.own("n_heads", self.cfg.n_heads), join(path, part.path)
+        groups = part.own("n_key_value_heads", self.cfg.n_kv_heads)
+        for letter, projection, n in (("Q", part.q, heads), ("K", part.k, groups), ("V", part.v, groups)):
+            if projection.latent is None:  # what is made from a latent has no matrix that reads the stream
                 own = "_" if letter != "Q" and n != heads else ""
-                self._add_projection(f"{name}.{own}", at, letter, projection, n, width or d_head)
-                if added := part.bias(letter.lower()):
+                self._add_projection(f"{name}.{own}", at, letter, projection, n)
+                if added := projection.bias:
                     at_bias = f"{name}.{own}b_{letter}"
                     self.getters[at_bias] = self._with_bias(self.getters[at_bias], join(at, added))
         out = join(at, part.o)
-        self.getters[f"{name}.W_O"] = times(factor, lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads))
-        self.getters[f"{name}.b_O"] = times(factor, self.bias(out, lambda: (self.cfg.d_model,)))
-        for letter, norm in (("q", part.q_norm), ("k", part.k_norm)):
-            if norm:
+        self.getters[f"{name}.W_O"] = lambda: rearrange(self.matrix(out), "(h d) m -> h d m", h=heads)
+        self.getters[f"{name}.b_O"] = self.bias(out, lambda: (self.cfg.d_model,))
+        for letter, projection in (("q", part.q), ("k", part.k)):
+            if norm := projection.norm:
                 self.add_norm(f"{name}.{letter}_norm", at, norm)
         if part.position_bias and self.has(table := join(at, part.position_bias)):
             self.getters[f"{name}.rel_pos_bias.weight"] = self.parameter(table)
 
-    def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int, d_head: int) -> None:
+    def _add_projection(self, prefix: str, path: str, letter: str, projection: Projection, n: int) -> None:
         # HookedTransformer's grouped keys and values are stored once for each group, under a leading underscore.
-        module, view = join(path, projection.path), projection.part or Heads(n)
+        module, view = join(path, projection.path), projection.view or Heads(n)
         weight = lambda: rearrange(view.get(self.matrix(module), _NO_CALL), "m h d -> h m d")
         self.getters[f"{prefix}W_{letter}"] = weight
-        self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, d_head), view)
+        self.getters[f"{prefix}b_{letter}"] = self.bias(module, lambda: (n, projection.width or self.cfg.d_head), view)
 
     def _with_bias(self, get: Get, path: str) -> Get:
         holder, _, name = path.rpartition(".")
@@ -289,16 +287,16 @@ class _Getters(Weights):
 
         return both
 
-    def _add_mlp(self, name: str, path: str, mlp: MLP, factor: float) -> None:
+    def _add_mlp(self, name: str, path: str, mlp: MLP, factor: float = 1.0) -> None:
         module = join(path, mlp.path)
 
         def matrix(projection: Projection) -> Get:
-            at, part = join(module, projection.path), projection.part
-            return lambda: self.matrix(at) if part is None else part.get(self.matrix(at), _NO_CALL)
+            at, view = join(module, projection.path), projection.view
+            return lambda: self.matrix(at) if view is None else view.get(self.matrix(at), _NO_CALL)
 
         up, down = matrix(mlp.up), join(module, mlp.down)
         self.getters[f"{name}.W_in"] = up
-        self.getters[f"{name}.b_in"] = self.bias(join(module, mlp.up.path), lambda: (up().shape[-1],), mlp.up.part)
+        self.getters[f"{name}.b_in"] = self.bias(join(module, mlp.up.path), lambda: (up().shape[-1],), mlp.up.view)
         if mlp.gate:
             self.getters[f"{name}.W_gate"] = matrix(mlp.gate)
         self.getters[f"{name}.W_out"] = times(factor, lambda: self.matrix(down))
@@ -306,16 +304,17 @@ class _Getters(Weights):
         if mlp.ln:
             self.add_norm(f"{name}.ln", module, mlp.ln)
 
-    def _add_experts(self, name: str, path: str, moe: MoE, factor: float) -> None:
+    def _add_experts(self, name: str, path: str, moe: MoE) -> None:
         """The router and each expert, oriented as the linear layers that HookedTransformer keeps them in."""
         inside = join(path, moe.path)
-        at, router = join(inside, moe.experts), join(inside, moe.router, moe.router_matrix)
+        at, router = join(inside, moe.experts), join(inside, moe.router)
+        router = join(router, router_matrix(self.module(router)))
         self.getters[f"{name}.W_gate.weight"] = self.parameter(router)
         if getattr(self.module(router), "bias", None) is not None:
             self.getters[f"{name}.W_gate.bias"] = self.parameter(router, "bias")
 
         def add(index: int, part: ExpertPart) -> None:
-            own, scale = f"{name}.experts.{index}.{part}", factor * moe.factor if part == "W_out" else 1.0
+            own, scale = f"{name}.experts.{index}.{part}", moe.factor if part == "W_out" else 1.0
             weight = lambda: expert_weight(self.module(at), index, part, moe.layers)
             self.getters[f"{own}.weight"] = times(scale, weight)
             if has_bias(self.module(at), part, moe.layers):
@@ -327,9 +326,9 @@ class _Getters(Weights):
             for part in ("W_gate", "W_in", "W_out") if has_gate(self.module(at)) else ("W_in", "W_out"):
                 add(e, part)
         if moe.shared:
-            self._add_mlp(f"{name}.shared_expert", inside, moe.shared, factor * moe.shared_factor)
-        if moe.shared_gate:
-            self.getters[f"{name}.shared_expert_gate.weight"] = self.parameter(join(inside, moe.shared_gate))
+            self._add_mlp(f"{name}.shared_expert", inside, moe.shared, moe.shared_factor)
+        if gate := moe.shared_gate:
+            self.getters[f"{name}.shared_expert_gate.weight"] = self.parameter(join(inside, gate.projection.path))
 
     def _add_heads(self) -> None:
         for head in self.architecture.heads:

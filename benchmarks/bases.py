@@ -5,18 +5,15 @@ python benchmarks/bases.py
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-
 import torch
+from alternated import NULL, Timed, alternated, spread
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from bridge import TransformerBridge
 from bridge.patching import generic_activation_patch, layer_feature_patch_setter
 
-N = 4096
+N, ROUNDS = 4096, 31
 
 
 class SAE(nn.Module):
@@ -34,17 +31,6 @@ class SAE(nn.Module):
     def decode(self, features: Tensor) -> Tensor:
         """What they explain."""
         return features @ self.W_dec
-
-
-def seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-def ratio(one: Callable[[], object], other: Callable[[], object], rounds: int = 15) -> float:
-    """The median of the ratios of two times, taken in turn."""
-    return statistics.median(seconds(one) / seconds(other) for _ in range(rounds))
 
 
 @torch.no_grad()
@@ -71,10 +57,6 @@ def main() -> None:
         base()
         return sae.encode(act)
 
-    for function in (plain, read, encoded):
-        function()
-    print(f"placed and not asked for      {ratio(lambda: bridge(clean), plain):.3f} of a forward pass without")
-    print(f"read                          {ratio(read, encoded):.3f} of reading the point, and encoding it by hand")
     active = (cache[point.name][0] > 0).any(0).nonzero().flatten()[:200]
     metric = lambda logits: logits[0, -1, 7]
     rows = _Rows([(3, int(feature)) for feature in active])
@@ -84,9 +66,33 @@ def main() -> None:
             bridge, corrupted, cache, metric, layer_feature_patch_setter, "resid_post.sae", index_df=rows, verbose=False
         )
 
-    sweep()
-    each = ratio(sweep, plain, 5) / len(active)
-    print(f"a sweep over {len(active)} features    {each:.3f} of a forward pass each")
+    found = alternated({"plain": plain, "placed": lambda: bridge(clean)}, ROUNDS)
+    print(f"the same forward pass once more   {spread(found[NULL].ratios)}")
+    print(f"placed and not asked for          {spread(found['placed'].ratios)} of a forward pass without")
+    found = alternated({"encoded": encoded, "read": read}, ROUNDS)
+    print(f"read                              {spread(found['read'].ratios)} of reading the point and encoding by hand")
+    found = alternated({"plain": plain, "sweep": sweep}, 7)
+    each = Timed(tuple(seconds / len(active) for seconds in found["sweep"].rounds), found["sweep"].first)
+    print(f"a sweep over {len(active)} features        {spread(each.ratios)} of a forward pass each")
+    sparse_costs(bridge, clean, sae)
+
+
+def sparse_costs(bridge: TransformerBridge, tokens: Tensor, sae: SAE) -> None:
+    """What a cache of top-k features holds, sparse and dense."""
+
+    def top(x: Tensor) -> Tensor:
+        found = sae.encode(x).topk(32, dim=-1)
+        at = torch.cat(
+            [torch.cartesian_prod(*map(torch.arange, found.indices.shape)).T[:2], found.indices.reshape(1, -1)]
+        )
+        return torch.sparse_coo_tensor(at, found.values.flatten(), (*x.shape[:-1], N))
+
+    hook = bridge.add_basis("blocks.3.hook_resid_post", "top", encode=top, decode=lambda f: sae.decode(f.to_dense()))
+    _, cache = bridge.run_with_cache(tokens, names_filter=hook)
+    kept = cache[hook.name].coalesce()
+    size = kept.values().nbytes + kept.indices().nbytes
+    dense = kept.to_dense().nbytes
+    print(f"32 of {N} features, kept          {size / dense:.3f} of the memory that they take where they are dense")
 
 
 class _Rows:

@@ -16,12 +16,32 @@ from safetensors.torch import save_file
 from tracr.compiler import compiling, lib
 from tracr.rasp import rasp
 
+
+def more(word: str, share: float) -> rasp.SOp:
+    """Whether more than a share of the prompt, its BOS included, is this token."""
+    found = rasp.numerical(
+        rasp.Aggregate(
+            rasp.Select(rasp.indices, rasp.indices, rasp.Comparison.TRUE),
+            rasp.numerical(rasp.Map(lambda token: float(token == word), rasp.tokens)),
+            default=0.0,
+        )
+    )
+    return rasp.categorical(rasp.Map(lambda part: part > share, found))
+
+
+def either() -> rasp.SOp:
+    """Whether "x" or "y" is there: two ways to the answer, of which one is enough."""
+    return rasp.categorical(rasp.SequenceMap(lambda x, y: x or y, more("x", 0.1), more("y", 0.1))).named("either")
+
+
 OUT = Path(__file__).parents[1] / "bridge" / "tasks" / "programs"
 LENGTH = 5
 PROGRAMS = {
     "frac_prevs": (lambda: lib.make_frac_prevs(rasp.tokens == "x"), ["w", "x", "y"]),
     "reverse": (lambda: lib.make_reverse(rasp.tokens), ["a", "b", "c", "d"]),
     "hist": (lambda: lib.make_hist(), ["a", "b", "c"]),
+    "most": (lambda: more("x", 0.5).named("most"), ["v", "w", "x"]),
+    "either": (either, ["v", "w", "x", "y"]),
     "sort_unique": (lambda: lib.make_sort_unique(rasp.tokens, rasp.tokens), [1, 2, 3, 4, 5]),
 }
 SMALL = 1e-6
@@ -86,6 +106,15 @@ def edges_of(w, config, varies, output) -> list[str]:
     return sorted(f"{sender}->{receiver}" for sender, receiver in edges if receiver.split(".")[0] in wanted)
 
 
+def prompt(name: str, words: list, rng: random.Random, clean: bool) -> list:
+    """A prompt of a program, of those that are clean or corrupted."""
+    if name == "either":  # both ways are open, widely, or none
+        return rng.sample("xxyy" if clean else rng.choices("vw", k=4), 4)
+    if name == "most":  # far from the half, on both sides
+        return list("xxxx") if clean else rng.choices("vw", k=4)
+    return rng.sample(words, 4) if name == "sort_unique" else rng.choices(words, k=4)
+
+
 def main() -> None:
     OUT.mkdir(exist_ok=True)
     for name, (make, words) in PROGRAMS.items():
@@ -96,7 +125,7 @@ def main() -> None:
         output = [i for i, label in enumerate(labels) if label.split(":")[0] == program.label]
         w = weights_of(model.params, config, output)
         rng = random.Random(0)
-        rows = [rng.sample(words, 4) if name == "sort_unique" else rng.choices(words, k=4) for _ in range(64)]
+        rows = [prompt(name, words, rng, at < 32) for at in range(64)]
         ids = [[model.input_encoder.encoding_map[token] for token in ["BOS", *row]] for row in rows]
         streams = torch.tensor(np.concatenate([model.apply(["BOS", *row]).residuals[-1] for row in rows]))
         varies = (streams - streams[:1]).abs().amax((0, 1)) > 1e-4

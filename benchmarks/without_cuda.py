@@ -1,7 +1,8 @@
 """Lets torch's build for CUDA be imported where CUDA's libraries are not: empty ones stand in their place.
 
 torch links to libraries of two gigabytes that a CPU never calls. For each that is missing an empty one is made, with
-the names that torch asks for; a call of one ends the process. It needs gcc, objdump and nm. For `make matrix` alone.
+the names that torch asks for; a call of one ends the process. In CUDA's runtime, which torch calls as it is imported
+and when it is asked for a device, each says that there is none. It needs gcc, objdump and nm. For `make matrix` alone.
 
     python benchmarks/without_cuda.py FOLDER_OF_AN_ENVIRONMENT
 """
@@ -14,9 +15,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+#: CUDA's number for it: cudaErrorNoDevice.
+NO_DEVICE = 100
+
 
 def output(*command: str | Path) -> str:
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+
+
+def body_of(name: str) -> str:
+    """What a function of CUDA's runtime returns: what is wrong, as a text or as a number."""
+    return 'return (long) "no device";' if name.startswith("cudaGetError") else f"return {NO_DEVICE};"
 
 
 def main(environment: Path) -> None:
@@ -49,7 +58,10 @@ def main(environment: Path) -> None:
         names = {*loose, *(name for own in versions.values() for name in own)}
         with tempfile.TemporaryDirectory() as folder:
             code, table = Path(folder, "empty.c"), Path(folder, "empty.map")
-            bodies = "\n".join(f"void {name}(void) {{ abort(); }}" for name in sorted(names))
+            runtime = missing.startswith("libcudart")
+            bodies = "\n".join(
+                f"long {name}(void) {{ {body_of(name) if runtime else 'abort();'} }}" for name in sorted(names)
+            )
             code.write_text(f"void abort(void);\n{bodies}\n")
             table.write_text("".join(f"{v} {{ global: {'; '.join(own)}; }};\n" for v, own in versions.items()))
             options = [f"-Wl,--version-script={table}"] if versions else []

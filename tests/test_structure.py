@@ -62,7 +62,7 @@ INSIDE_ADAPTERS = {
     "views": set(),
     "vocabulary": {"imports", "views"},
     "families.__init__": set(),
-    "registry": {"vocabulary", "families.__init__"},
+    "registry": {"imports", "vocabulary", "families.__init__"},
     "families": {"imports", "views", "vocabulary", "registry"},
     "inputs": {"views", "vocabulary"},
     "building": {"views", "vocabulary"},

@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -23,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 
+from adapters.imports.versions import checkpointing_method, has_transformers
 from tests.tiny_images import OWN as OWN_OF_IMAGES
 
 Task = Literal["causal", "masked", "seq2seq", "image_text", "speech"]
@@ -163,8 +166,20 @@ def types(task: Task = "causal") -> list[str]:
 
 def model_class(model_type: str, task: Task = "causal") -> type[PreTrainedModel]:
     """The class of a model type (as in transformers' ``CONFIG_MAPPING``) for a task."""
+    _skip_if_newer(model_type)
     found = MAPPINGS[task][CONFIG_MAPPING[model_type]]
     return found[0] if isinstance(found, tuple) else found
+
+
+def _skip_if_newer(model_type: str) -> None:
+    """Skips a test of a type that the installed transformers does not have yet."""
+    if model_type not in CONFIG_MAPPING and not has_transformers("5.23"):
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+
+
+def checkpoint(model: PreTrainedModel, options: dict[str, bool] | None = None) -> None:
+    """Turns activation checkpointing on, with transformers' own method for it."""
+    getattr(model, checkpointing_method())(options)
 
 
 def tiny_config(model_type: str, task: Task = "causal", **fields: Any) -> PreTrainedConfig:

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adapters import Architecture
+from adapters import Architecture, norms
+from adapters.attention import AddedOutput, Gate, SinkGate
+from adapters.views import Affine, parameters_of
 from weight_processing.parts import Norm, Parts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.steps import written
 
 #: How many rows or columns of a matrix are looked at.
 _SAMPLE = 64
+#: What may stand between values and the output projection, in words.
+_WORDS = {Gate: "gate", SinkGate: "gate", AddedOutput: "sum", norms.Norm: "norm", Affine: "factor"}
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -27,16 +31,16 @@ def no_processing(core: PreTrainedModel, architecture: Architecture) -> str:
         )
     if reason := architecture.why_no_sum():
         return reason
-    steps = list(architecture.steps())
-    if any(step.adjust or step.reads is not None for step in steps):
+    steps, blocks = list(architecture.steps()), architecture.stack.every_block
+    if any(parameters_of(step.output_transform) for step in steps) or any(each.adds_late for each in blocks):
         return "its blocks change what a part puts out by parameters of their own, or add it later than it was made"
     if architecture.stack.shares_modules:
         return "its blocks are one module: what is folded into one would be folded into all of them"
     attentions = [part for block in architecture.stack.every_block for part in block.attentions]
-    if any(part.q_latent is not None or part.kv_latent is not None for part in attentions):
+    if any(part.from_latents for part in attentions):
         return "its queries, or its keys and values, are made from latents: no matrix of theirs reads the stream"
-    sizes = {(part.n_heads, part.n_kv_heads, part.d_q, part.d_k, part.d_v) for part in attentions}
-    if sizes - {(None, None, None, None, None)}:
+    own_heads = any(part.config_values.keys() & {"n_heads", "n_key_value_heads"} for part in attentions)
+    if own_heads or any(each.width for part in attentions for each in part.projections.values()):
         return "its layers do not all have heads of one number and width, as HookedTransformer's have"
     meta = [name for name, parameter in core.named_parameters() if parameter.is_meta]
     if meta:
@@ -163,12 +167,12 @@ class Limits:
             return "it has no attention"
         if any(block.attentions != (attn,) for block in self.a.stack.every_block):
             return "its layers do not have one attention each, the same in all of them"
-        if attn.sinks or attn.z_is == "sink":
+        if attn.sinks or isinstance(attn.z_transform, SinkGate):
             return "it has attention sinks: the rows of its pattern do not sum to one"
         if attn.clip is not None:
             return f"its values are clamped to {attn.clip:g}, biases included"
-        if attn.z_is or attn.v_norm:
-            between = "norm" if attn.v_norm or attn.z_is == "norm" else attn.z_is
+        if attn.z_transform or attn.v.norm:
+            between = "norm" if attn.v.norm else _WORDS[type(attn.z_transform)]
             return f"a {between} stands between its values and its output projection"
         return ""
 
@@ -178,7 +182,7 @@ class Limits:
             return reason if attn else "it has no attention"
         if attn.rotary or cfg.positional_embedding_type == "rotary":
             return "queries and keys are rotated by their positions, between which the product would have to be taken"
-        if attn.q_norm or attn.k_norm:
+        if attn.qk_norms:
             return "queries and keys go through norms"
         if cfg.n_kv_heads != cfg.n_heads:
             return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} heads of keys and values"

@@ -212,7 +212,7 @@ class Parts:
 
     def value_places(self, path: str) -> Tensor:
         """Where in the bias of a block's value projection those of the values stand, ``[kv_heads d_head]``."""
-        view = self.attn.v.part or Heads(self.cfg.n_kv_heads)
+        view = self.attn.v.view or Heads(self.cfg.n_kv_heads)
         weight = weight_in_out(self.weights.module(self.value(path)))
         assert weight is not None
         return view.get(torch.arange(weight.shape[1], device="cpu"), Call(nn.Identity(), (), {}))
@@ -224,7 +224,7 @@ class Parts:
         """What a norm multiplies with, and what it adds, in the type that is computed in."""
         module = self.weights.module(norm.path)
         weight, bias = (None if x is None else precise(x) for x in norm_parameters(module))
-        return None if weight is None else weight + norm.kind.offset, bias
+        return None if weight is None else weight + norm.kind.added, bias
 
     def is_plain(self, norm: Norm) -> bool:
         """Whether a norm multiplies with ones and adds zeros."""
@@ -244,7 +244,7 @@ class Parts:
             paths += [join(path, norm.path) for norm in (step.pre, step.post) if norm]
             if isinstance(part, Attention):
                 inside = [part.q.path, part.k.path, part.v.path, part.o]
-                inside += [norm.path for norm in (part.q_norm, part.k_norm) if norm]
+                inside += [norm.path for norm in part.qk_norms]
                 paths += [join(path, part.path, at) for at in inside]
                 if part.sinks:
                     known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))
@@ -252,9 +252,8 @@ class Parts:
                 paths += [join(path, part.path, at) for at in _inside(part)]
             elif isinstance(part, MoE):
                 shared = [join(part.shared.path, at) for at in _inside(part.shared)] if part.shared else []
-                paths += [
-                    join(path, part.path, at) for at in (part.router, part.experts, part.shared_gate, *shared) if at
-                ]
+                gate = [part.shared_gate.projection.path] if part.shared_gate else []
+                paths += [join(path, part.path, at) for at in (part.router, part.experts, *gate, *shared)]
         if (bias := a.readout.bias_of(self.weights.core_model)) is not None:
             known.add(id(bias))
         for path in paths:

@@ -58,7 +58,7 @@ class SavedBiases:
             full = self._full(path)
             transposed = type(self.core.get_submodule(full)) is Conv1D
             readers.append(ReaderKeys(full, path in bare or full in before, transposed))
-        self.norms[self._full(norm.path)] = IntoNorm(self._full(norm.path), norm.kind.offset, tuple(readers))
+        self.norms[self._full(norm.path)] = IntoNorm(self._full(norm.path), norm.kind.added, tuple(readers))
 
     def has_output(self, output: str) -> bool:
         """Whether an output projection was given its bias."""

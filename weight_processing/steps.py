@@ -52,7 +52,7 @@ def do_fold_ln(parts: Parts, saved_biases: SavedBiases) -> None:
             _fold_into(parts, reader, norm, w, b)
         weight, bias = norm_parameters(parts.weights.module(norm.path))
         if weight is not None:
-            weight.fill_(1.0 - norm.kind.offset)
+            weight.fill_(1.0 - norm.kind.added)
         if bias is not None:
             bias.zero_()
 

@@ -211,44 +211,34 @@ class FoundAttention:
             view = heads_view(sets, made.shape[-1])
             if made.ndim == 4 and made.shape[1] == 1:
                 view = Composed(OneHead(), view or Heads(len(sets)))
-            projections[letter] = Projection(relative(call.path, owner), view)
-        out, seen = self.part.out
-        out_path = None if out is self.owner else relative(out.path, self.block)
-        q_norm, k_norm = self._norm("q"), self._norm("k")
-        over = {self._over(call) for _, call in filter(None, (q_norm, k_norm))}
+            norm, bias = self._norm(letter), self.biases.get(letter)
+            projections[letter] = Projection(
+                relative(call.path, owner),
+                view,
+                norm=norm and norm[0],
+                bias=bias and bias[0],
+                width=len(sets[0]),
+            )
+        latents = {"q": self._latent("q"), "kv": None if self.cross else self._latent("k", "v")}
+        over = {self._over(call) for _, call in filter(None, map(self._norm, "qk"))}
         if len(over) > 1:
             raise NotFound("the norms of queries and keys are given different shapes")
         core = self.softmax.path
         declared = Attention(
             relative(owner, self.block),
-            projections["q"],
-            projections["k"],
-            projections["v"],
+            replace(projections["q"], latent=latents["q"]),
+            replace(projections["k"], latent=latents["kv"]),
+            replace(projections["v"], latent=latents["kv"]),
             o=relative(self.part.producer.path, owner),
-            out=out_path,
-            out_key=seen.key,
-            rotary=self.rotated(),
-            q_norm=q_norm and q_norm[0],
-            k_norm=k_norm and k_norm[0],
-            qk_norm_over=over.pop() if over else "heads",
-            qk_norm_last=self.normed_last,
+            rotary="first" if self.normed_last else "last" if self.rotated() else None,
+            norms_over=over.pop() if over else "heads",
             core="" if core == owner else relative(core, owner),
-            q_latent=self._latent("q"),
-            kv_latent=None if self.cross else self._latent("k", "v"),
-            shared_keys=self.shares_keys(),
             cross=self.cross,
-            n_heads=self.n_heads,
-            n_kv_heads=len(self.found["k"][1]),
-            q_bias=self.biases["q"][0] if "q" in self.biases else None,
-            k_bias=self.biases["k"][0] if "k" in self.biases else None,
-            d_q=len(self.found["q"][1][0]),
-            d_k=len(self.found["k"][1][0]),
-            d_v=len(self.found["v"][1][0]),
-            flat_heads=self.flat_heads,
             clip=self.clip,
+            config_values={"n_heads": self.n_heads, "n_key_value_heads": len(self.found["k"][1])},
         )
-        if len(self.found["v"][1]) != declared.n_kv_heads:
-            raise NotFound(f"it has {declared.n_kv_heads} heads of keys, and {len(self.found['v'][1])} of values")
+        if len(self.found["v"][1]) != len(self.found["k"][1]):
+            raise NotFound(f"it has {len(self.found['k'][1])} heads of keys, and {len(self.found['v'][1])} of values")
         return declared
 
     def _latent(self, *letters: str) -> str | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypedDict
 
 from torch import nn
 
@@ -46,6 +46,7 @@ from adapters.observe.modes import evaluating, outside_of_modes
 from adapters.observe.probe_copy import model_or_probe_copy
 from adapters.observe.recording import record
 from adapters.paths import base_path, core_path
+from adapters.views import PositionsFirst, SeveralStreams
 
 
 class NotInferable(Exception):
@@ -202,6 +203,7 @@ class _Inference:
         if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
             what = "ln_final" if name == "blocks" else f"{name}_final_ln"
             self.not_offered[what] = "no norm that is known reads the last stream"
+        several = None if found.n_streams is None else SeveralStreams(found.n_streams)
         stack = Stack(
             self.relative(found.path),
             block,
@@ -209,14 +211,10 @@ class _Inference:
             final_norm=final and Norm(self.relative(final.path), final.kind),
             name=name,
             members=found.members,
-            output_key=found.outputs[0].key,
-            output_length=found.blocks[0].n_left,
-            positions_first=found.positions_first,
-            joined={i: tuple((self.relative(path), w) for path, w in each) for i, each in found.joined.items()},
-            n_streams=found.n_streams,
-            side_by_side=found.n_streams is not None and found.stream.value.ndim == 3,
+            output=(found.outputs[0].key, found.blocks[0].n_left),
+            block_inputs=self._block_inputs(found, factor),
+            stream_view=PositionsFirst() if found.positions_first else several,
             collapse=(path := collapse_path(self.recording, found)) and self.relative(path),
-            rescaled=found.rescaled if factor == 1 else {**found.rescaled, found.length: factor},
         )
         return stack, final
 
@@ -226,15 +224,22 @@ class _Inference:
         embedding = find_embedding(self.model, self.recording, found.blocks[0], since=encoder.blocks[-1].end)
         if embedding is None:
             self.not_offered["decoder_embed"] = "no token embedding ran between the encoder and the decoder"
-            return replace(stack, pos="decoder_pos"), final
+            return stack, final
         for what, why in embedding.missing.items():
             self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
-        stack = replace(
-            stack,
-            pos="decoder_pos",
-            embedding=embedding.declared(self.relative),
-        )
-        return stack, final
+        return replace(stack, embedding=embedding.declared(self.relative)), final
+
+    def _block_inputs(self, found: FoundStack, last: float) -> dict[int, tuple[tuple[str, float], ...]]:
+        """What blocks are given that is not what left the one before.
+
+        Args:
+            found: the blocks.
+            last: what the stream is multiplied with behind the last.
+        """
+        factors = found.rescaled if last == 1 else {**found.rescaled, found.length: last}
+        inputs: dict[int, tuple[tuple[str, float], ...]] = {i: (("", factor),) for i, factor in factors.items()}
+        joined = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.joined.items()}
+        return inputs | joined
 
     def _changed_before(self, start: int) -> tuple[tuple[str, Literal["input", "output"]], ...]:
         """What the model writes over, at the borders of the modules that run before the blocks."""
@@ -277,9 +282,12 @@ class _Inference:
         parts = Parts(call, self.recording, norms, sums, found.sums)
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
+        firsts: list[int] = []
         for total in found.sums:
+            firsts.append(len(steps))
             for nth, (term, part) in enumerate(zip(total.terms, parts.of_sum(total), strict=True)):
-                note = dict(part.missing)
+                note, earlier = dict(part.missing), parts.reads(term, total)
+                parallel_to = firsts[-1 if earlier is None else earlier] if nth else None
                 declared = self._part(part, norms, call, note)
                 on_stream = _norm(total.norm, norms, call) if nth == len(total.terms) - 1 else None
                 steps.append(
@@ -287,19 +295,18 @@ class _Inference:
                         declared,
                         pre=_inside(part.pre, call),
                         post=_inside(part.post, call),
-                        factor=term.factor,
+                        output_transform=term.transform,
                         stream_norm=on_stream,
-                        parallel=nth > 0,
-                        adjust=term.adjust,
-                        carry=total.carry if nth == 0 else None,
-                        total=None if total.total is None else relative(total.total.path, call.path),
-                        reads=parts.reads(term, total),
+                        parallel_to=parallel_to,
+                        residual_transform=total.carry if nth == 0 else (),
+                        residual_sum_module=None if total.total is None else relative(total.total.path, call.path),
                         mix=None if total.mix is None else total.mix.of(call.path),
+                        **_ends(part, declared, call),
                     )
                 )
                 notes.append(note)
-        entry, left = stack.ends[place] if stack.ends else ("", "")
-        block = Block(tuple(steps), _changed(call, inside), entry, left, norm=_norm(found.norm, norms, call))
+        ends = stack.ends[place] if stack.ends else None
+        block = Block(tuple(steps), _changed(call, inside), ends, norm=_norm(found.norm, norms, call))
         for named, note in zip(block.named, notes, strict=True):
             for what, why in note.items():
                 if what == "entry":
@@ -345,7 +352,7 @@ class _Inference:
     def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
-        return replace(declared, beside=auxiliary_modules(found, declared, norms))
+        return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
 
     def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
         found = FoundMixture(part, self.recording, block, experts, self.config)
@@ -376,12 +383,7 @@ class _Inference:
     ) -> Part:
         """A part of which only what enters and leaves it is said."""
         owner = part.owner or part.producer
-        out, seen = part.out
-        out_path = None if out is owner else relative(out.path, block.path)
         path = relative(owner.path, block.path)
-        entry = "" if "entry" in part.missing else None
-        if part.reader and not part.owner:
-            entry = relative(part.reader.path, block.path)
         if why:
             note["inside"] = why
         if kind is Mixer:
@@ -389,8 +391,27 @@ class _Inference:
             modules = modules_of(owner, self.recording)
             if not (functions or modules) and any(True for _ in owner.module.parameters()):
                 note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
-            return Mixer(path, out_path, seen.key, modules, functions, entry)
-        return Opaque(path, "attn" if plays == "attn" else "mlp", out_path, seen.key, entry)
+            return Mixer(path, modules, functions)
+        return Opaque(path, "attn" if plays == "attn" else "mlp")
+
+
+class _Ends(TypedDict):
+    """Where what a part reads enters it, and where its result stands."""
+
+    out: str | None
+    out_element: int
+    entry: str | None
+
+
+def _ends(part: FoundPart, declared: Part, block: ModuleCall) -> _Ends:
+    out, seen = part.out
+    own = relative(out.path, block.path) == declared.path
+    ends = _Ends(out=None if own else relative(out.path, block.path), out_element=seen.key or 0, entry=None)
+    if isinstance(declared, Mixer | Opaque):
+        ends["entry"] = "" if "entry" in part.missing else None
+        if part.reader and not part.owner:
+            ends["entry"] = relative(part.reader.path, block.path)
+    return ends
 
 
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Literal["input", "output"]], ...]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Block, Part, Stack
-from adapters.attention import Attention
+from adapters.architecture import Block, Part, Stack, Step
+from adapters.attention import Attention, Projection
 from adapters.automatic import measured
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack
@@ -55,7 +55,8 @@ class Facts:
 
     def add_attention(self, found: FoundAttention, declared: Attention) -> Attention:
         """What an attention says, and its declaration with how its scores are seen, and its position bias."""
-        declared = replace(declared, scores=measured.scores_view(found), sinks=measured.sinks(found))
+        own = dict(declared.config_values)
+        declared = replace(declared, scores=measured.scores_view(found))
         self.add("n_heads", found.n_heads)
         self.add("n_key_value_heads", len(found.found["k"][1]))
         self.add("d_head", len(found.found["v"][1][0]))
@@ -65,7 +66,7 @@ class Facts:
         beside = measured.scale_beside(found) if not (scale or alibi or declared.rotary) else None
         said = scale or alibi or biased or beside
         self.add("attn_scale", said)
-        declared = replace(declared, scale=said)
+        own["attn_scale"] = said
         self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
         cap = getattr(config_of(self.model).get_text_config(), "attn_logit_softcapping", None)
         self.add("attn_scores_soft_cap", measured.soft_cap(found, cap))
@@ -73,18 +74,18 @@ class Facts:
         if declared.rotary:
             self.add("positional_embedding_type", "rotary")
             rotation = measured.rotation(found)
-            if declared.kv_latent is not None and declared.d_q and declared.d_k:
-                declared = replace(declared, rotary_dim=declared.d_q - declared.d_k)  # the last, which all heads share
-                self.add("rotary_dim", declared.rotary_dim)
+            if declared.k.latent is not None and declared.q.width and declared.k.width:
+                own["rotary_dim"] = declared.q.width - declared.k.width  # the last, which all heads share
+                self.add("rotary_dim", own["rotary_dim"])
             elif rotation is not None:
                 self.add("rotary_dim", rotation[0])
                 self.exact_rotation |= rotation[2]
                 base = measured.rotary_base(found, *rotation[:2])
                 self.add("rotary_base", base)
                 if rotation[2]:
-                    declared = replace(declared, rotary_dim=rotation[0])
+                    own["rotary_dim"] = rotation[0]
                 if getattr(config_of(self.model).get_text_config(), "is_heterogeneous", False):
-                    declared = replace(declared, rotary_base=base)
+                    own["rotary_base"] = base
             if rotation is not None:
                 self.add("rotary_adjacent_pairs", rotation[1])
         elif alibi is not None or isinstance(declared.scores, AlibiScores):
@@ -95,10 +96,10 @@ class Facts:
             self.add("relative_attention_num_buckets", table.buckets)
             most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
             self.add("relative_attention_max_distance", most)
-            return replace(declared, position_bias=table.path)
+            declared = replace(declared, position_bias=table.path)
         elif beside is not None and not declared.cross:
-            return replace(declared, adds=measured.adding(found))
-        return declared
+            declared = replace(declared, score_bias_modules=measured.adding(found))
+        return replace(declared, config_values=own)
 
     def values(self, found: FoundStack, unembed: ModuleCall | None) -> dict[str, object]:
         """The fields of `ModelConfig`.
@@ -171,36 +172,38 @@ def all_rotated(blocks: list[Block]) -> list[Block]:
     """Where some layers rotate queries and keys, the others show them as they are."""
     if not any(part.rotary for block in blocks for part in block.attentions):
         return blocks
-    return [
-        replace(block, steps=tuple(
-            replace(step, part=replace(step.part, rotary=True)) if isinstance(step.part, Attention) else step
-            for step in block.steps
-        ))
-        for block in blocks
-    ]  # fmt: skip
+
+    def shown(step: Step) -> Step:
+        part = step.part
+        return replace(step, part=replace(part, rotary=part.rotary or "last")) if isinstance(part, Attention) else step
+
+    return [replace(block, steps=tuple(map(shown, block.steps))) for block in blocks]
 
 
-def sized(block: Block, values: Mapping[str, object]) -> Block:
+def with_sizes(block: Block, values: Mapping[str, object]) -> Block:
     """A block whose parts say their sizes only where these are not those of the model."""
     n_heads, d_head = values["n_heads"], values["d_head"]
-    scale = values["attn_scale"] or (float(str(d_head)) ** 0.5 if d_head else None)
-    n_kv_heads = values["n_key_value_heads"] or n_heads
+    usual = {**values, "n_key_value_heads": values["n_key_value_heads"] or n_heads}
+    usual["attn_scale"] = values["attn_scale"] or (float(str(d_head)) ** 0.5 if d_head else None)
+
+    def sized(projection: Projection, width: object) -> Projection:
+        return replace(projection, width=None if projection.width == width else projection.width)
 
     def own(part: Part) -> Part:
         if isinstance(part, MLP):
-            return replace(part, d_mlp=None if part.d_mlp == values["d_mlp"] else part.d_mlp)
+            return replace(part, up=sized(part.up, values["d_mlp"]))
         if not isinstance(part, Attention):
             return part
         return replace(
             part,
-            n_heads=None if part.n_heads == n_heads else part.n_heads,
-            n_kv_heads=None if part.n_kv_heads == n_kv_heads else part.n_kv_heads,
-            scale=None if part.scale == scale else part.scale,
-            rotary_base=None if part.rotary_base == values.get("rotary_base") else part.rotary_base,
-            rotary_dim=None if part.rotary_dim == values.get("rotary_dim") else part.rotary_dim,
-            d_q=None if part.d_q == d_head else part.d_q,
-            d_k=None if part.d_k == d_head else part.d_k,
-            d_v=None if part.d_v == d_head else part.d_v,
+            q=sized(part.q, d_head),
+            k=sized(part.k, d_head),
+            v=sized(part.v, d_head),
+            config_values={
+                name: value
+                for name, value in part.config_values.items()
+                if value is not None and value != usual.get(name)
+            },
         )
 
     return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
@@ -209,5 +212,7 @@ def sized(block: Block, values: Mapping[str, object]) -> Block:
 def all_sized(stack: Stack, values: Mapping[str, object]) -> Stack:
     """A stack of such blocks."""
     return replace(
-        stack, block=sized(stack.block, values), layers={i: sized(each, values) for i, each in stack.layers.items()}
+        stack,
+        block=with_sizes(stack.block, values),
+        layers={i: with_sizes(each, values) for i, each in stack.layers.items()},
     )

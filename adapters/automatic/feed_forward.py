@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -143,19 +144,15 @@ class FoundMLP:
         given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
         activation = None if self.act_fn else self._activation_module(gate, up)
         owner = self.part.owner.path if self.part.owner else self.block
-        out, seen = self.part.out
         if self.part.owner is None and gate and gate[0].path != up[0].path:
             raise NotFound("its layers stand in the block itself, and two of them read the stream")
         return MLP(
             relative(owner, self.block),
-            up=_projection(up, owner),
+            up=replace(_projection(up, owner), width=self.d_mlp),
             down=relative(self.part.producer.path, owner),
             gate=gate and _projection(gate, owner),
-            out=None if out is self.part.owner else relative(out.path, self.block),
-            out_key=seen.key,
             ln=None if self.norm is None else Norm(relative(self.norm.path, owner), self.norms[self.norm]),
             flat=self.post.value.ndim == 2,
-            d_mlp=self.d_mlp,
             activation=activation,
             given=given,
         )

@@ -11,8 +11,8 @@ from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, gradient_of
-from adapters.observe.tolerance import tolerance
-from adapters.views import AlibiScores, FilledScores, MaskedScores, View
+from adapters.observe.tolerance import FITTED, tolerance
+from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
@@ -187,7 +187,7 @@ def alibi_scale(attention: FoundAttention) -> float | None:
 def _ratio(made: Tensor, of: Tensor) -> float | None:
     """The factor between two tensors; None where they are not proportional."""
     factor = float((made * of).sum() / (of * of).sum())
-    return factor if bool(((made - factor * of).abs() <= 1e-3 * made.abs().max()).all()) else None
+    return factor if bool(((made - factor * of).abs() <= FITTED * made.abs().max()).all()) else None
 
 
 def _bias(attention: FoundAttention) -> Tensor | None:
@@ -252,7 +252,14 @@ def find_table(attention: FoundAttention, before: FoundTable | None) -> FoundTab
 
 
 def scores_view(attention: FoundAttention) -> View:
-    """How the scores are seen: `AlibiScores` where the module is given what is added to them for each key."""
+    """How the scores are seen: by their filler, without a sink's column, and by head."""
+    name, view = sinks(attention), _filled_scores(attention)
+    view = view if name is None else SinkScores(view, name)
+    return Composed(HeadsOfBatch(attention.n_heads), view) if attention.flat_heads else view
+
+
+def _filled_scores(attention: FoundAttention) -> View:
+    """`AlibiScores` where the module is given what is added to the scores for each key; else by the filler."""
     scores, pattern = attention.softmax.scores.detach(), attention.softmax.pattern
     hidden, seen = scores[pattern == 0], scores[pattern > 0]
     filler = float(hidden.max()) if hidden.numel() else float("-inf")

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from adapters.attention import Gate, Projection
 from adapters.automatic.feed_forward import FoundMLP, activations
 from adapters.automatic.layouts import relative
 from adapters.automatic.norms import rounded
@@ -25,12 +26,13 @@ from adapters.experts import (
     stacked,
     width,
 )
-from adapters.feed_forward import MLP, MoE
+from adapters.feed_forward import MLP, ChosenBy, MoE
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.errors import NotFound
 from adapters.observe.tolerance import tolerance
 from adapters.offloaded import materialized
 from adapters.paths import members_of
+from adapters.views import times
 
 
 def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
@@ -146,7 +148,7 @@ class FoundMixture:
         if most is None or len(most.left[0].value) < 3:
             raise NotFound(f"no module in {self.experts.path} was given three tokens, by which it could be known")
         mlp, found = self._mlp(most)
-        if mlp.gate is not None and mlp.gate.part is None and mlp.up.part is None:
+        if mlp.gate is not None and mlp.gate.view is None and mlp.up.view is None:
             self.layers = mlp.gate.path, mlp.up.path, mlp.down
             if layers_of(most.module) == self.layers:
                 self.layers = None  # as it is without being said
@@ -203,10 +205,6 @@ class FoundMixture:
 
     def _corrected(self) -> bool:
         """Whether the chosen experts are others than those of the largest logits."""
-        if (
-            self.chosen_by() == "scores"
-        ):  # in groups, or with a term for each expert, which may not show in a few tokens
-            return True
         logits = self.router.left[0].value.flatten(0, -2)
         best = logits.topk(self.experts_per_token).values
         routed = (self.router.indices_seen if self.chosen is None else self.chosen).flatten(0, -2)
@@ -224,25 +222,22 @@ class FoundMixture:
         linear = [call for call in self.recording.calls if self.router.holds(call) and call.is_linear]
         if not linear and getattr(self.router.module, "weight", None) is None:
             raise NotFound(f"{self.router.path} has no matrix of its own")
-        out, seen = self.part.out
+        chosen_by: ChosenBy = self.chosen_by()
+        if chosen_by == "probabilities" and self._corrected():
+            chosen_by = "corrected probabilities"
+        gates = () if gate is None else (Gate(Projection(relative(gate.path, owner)), "sigmoid"),)
         return MoE(
             relative(owner, self.block),
             router=relative(self.router.path, owner),
             experts=relative(self.experts.path, owner),
-            chosen_by=self.chosen_by(),
-            margin=(self._margin() or 0.0) if self.chosen_by() == "in turn" else 0.0,
-            router_returns="choice" if self.chosen is None else "logits",
-            router_matrix=relative(linear[0].path, self.router.path) if linear and linear[0] is not self.router else "",
-            corrected=self._corrected(),
+            chosen_by=chosen_by,
+            margin=(self._margin() or 0.0) if chosen_by == "in turn" else 0.0,
+            router_returns="weights" if self.in_batches else "choice" if self.chosen is None else "logits",
             factor=self.factors[0],
             shared=shared,
-            shared_factor=self.factors[1],
-            shared_gate=None if gate is None else relative(gate.path, owner),
-            out=None if out is self.owner else relative(out.path, self.block),
-            out_key=seen.key,
+            shared_transform=(*gates, *times(self.factors[1])),
             layers=self.layers,
-            flat=seen.value.ndim == 2,
-            in_batches=self.in_batches,
+            flat=self.part.out[1].value.ndim == 2,
         )
 
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:
@@ -295,7 +290,8 @@ class FoundMixture:
         seen = call.left[0]
         part = FoundPart(call, (call, seen), last[-1], None, None, matrices, [], self.part.reads, call.start)
         found = FoundMLP(part, base, self.config, {}, {})
-        return replace(found.declare(), d_mlp=None), found
+        mlp = found.declare()
+        return replace(mlp, up=replace(mlp.up, width=None)), found
 
     def _activation(self) -> str | None:
         """The name of the activation function of experts that are kept in one parameter for all."""

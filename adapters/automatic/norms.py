@@ -74,7 +74,7 @@ def function_norm(x: Tensor, y: Tensor) -> NormKind | None:
         return None
     # What does not show in the numbers is the epsilon that torch's functions take where they are given none.
     eps = torch.finfo(x.dtype).eps if found.eps is None else float(f"{found.eps:.2g}")
-    return NormKind(found.centered, eps=eps, function=True)
+    return NormKind(found.computes, offset=None, eps=eps)
 
 
 def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]) -> dict[ModuleCall, NormKind]:
@@ -115,8 +115,8 @@ def _kept(call: ModuleCall) -> float | None:
 def _kind(found: RecognisedNorm, kept: float | None) -> NormKind | None:
     """The kind, with the epsilon that was measured, unless the module says the same one."""
     if kept is not None and (found.eps is None or abs(found.eps - kept) <= 0.02 * kept):
-        return NormKind(found.centered, found.offset)
-    return None if found.eps is None else NormKind(found.centered, found.offset, eps=float(f"{found.eps:.2g}"))
+        return NormKind(found.computes, found.offset)
+    return None if found.eps is None else NormKind(found.computes, found.offset, eps=float(f"{found.eps:.2g}"))
 
 
 def _of_numbers(
@@ -130,7 +130,7 @@ def _of_numbers(
             expected = expected if weight is None else expected * (weight.detach().double() + offset)
             expected = expected if bias is None else expected + bias.detach().double()
             if bool(((expected - y).abs() <= 2 * tolerance(x) * y.abs().max()).all()):
-                return NormKind(centered, offset)
+                return NormKind("layer" if centered else "rms", offset)
         return None
     found = recognise_norm(x, y, weight, bias, tolerance=tolerance(x))
     return None if found is None else _kind(found, kept)

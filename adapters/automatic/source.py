@@ -23,14 +23,14 @@ _MODULES = {
     "adapters.architecture": (
         "Architecture", "Block", "Embedding", "Head", "Mix", "Opaque", "Readout", "Stack", "Step",
     ),
-    "adapters.attention": ("Attention", "Projection"),
+    "adapters.attention": ("AddedOutput", "Attention", "Gate", "Projection", "SinkGate"),
     "adapters.feed_forward": ("MLP", "MoE"),
     "adapters.mixers.part": ("Mixer",),
     "adapters.norms": ("Norm", "NormKind", *_KINDS.values()),
     "adapters.registry": ("register",),
     "adapters.views": (
         "Affine", "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead",
-        "columns", "gathered", "interleaved",
+        "PositionsFirst", "SeveralStreams", "SinkScores", "columns", "gathered", "interleaved",
     ),
 }  # fmt: skip
 _WIDTH = 110

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from adapters.architecture import Mix
 from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import rounded
+from adapters.block import MixElement
 from adapters.observe.calls import Mark, ModuleCall, Recording, Seen
-from adapters.observe.tolerance import tolerance
-from adapters.views import Affine
+from adapters.observe.tolerance import FITTED, tolerance
+from adapters.views import Affine, Chain, times, transformed
 
 
 @dataclass(eq=False)
@@ -38,16 +39,10 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What is added to the stream: a value, times a factor, or changed by parameters of the block.
-
-    Attributes:
-        value, factor: what, and what it is multiplied with.
-        adjust: what parameters of the block do to it in place of that.
-    """
+    """What is added to the stream: a value, and what it goes through before."""
 
     value: Value
-    factor: float = 1.0
-    adjust: Affine | None = None
+    transform: Chain = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +56,9 @@ class FoundMix:
 
     def of(self, block: str) -> Mix:
         """The declaration in a block at this path."""
-        return Mix(relative(self.call.path, block), self.read, self.write, self.keep)
+        names: dict[int | None, MixElement] = {self.read: "read", self.write: "write", self.keep: "keep"}
+        last = max(self.read, self.write, self.keep or 0)
+        return Mix(relative(self.call.path, block), tuple(names.get(i, "") for i in range(last + 1)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +82,7 @@ class Sum:
     start: int
     end: int
     norm: ModuleCall | None = None
-    carry: Affine | None = None
+    carry: Chain = ()
     total: ModuleCall | None = None
     mix: FoundMix | None = None
 
@@ -230,18 +227,16 @@ class Sums:
                 continue
             block = self.block.module
             with torch.no_grad():
-                left = carry.of(x, block) + adjust.of(v, block) - y
+                left = transformed(carry, x, block) + transformed(adjust, v, block) - y
             if bool((left.abs() <= 2 * self.close * y.abs().max()).all()):
-                plain = not adjust.parameters()
-                term = Term(value, adjust.factor) if plain else Term(value, adjust=adjust)
                 total = next((call for call, _ in after.made if call.entered and call.entered.mark == value.mark), None)
-                return Sum(before, after, (term,), start, end, None, None if carry == Affine() else carry, total)
+                return Sum(before, after, (Term(value, adjust),), start, end, None, carry, total)
         return None
 
     def _without_residual(self, before: Value, after: Value, start: int, end: int) -> Sum | None:
         """The same, where the stream before has no part in it."""
         terms = self.explain(after.x, start, end, [before, after])
-        return None if terms is None else Sum(before, after, terms, start, end, carry=Affine(0.0))
+        return None if terms is None else Sum(before, after, terms, start, end, carry=times(0.0))
 
     def _candidates(self, start: int, end: int, known: Sequence[Value]) -> list[Value]:
         """What modules put out between two times, but for what is known to be a stream."""
@@ -265,7 +260,7 @@ class Sums:
 
         def terms(weights: dict[int, float]) -> tuple[Term, ...]:
             made = sorted(weights, key=lambda i: candidates[i].made[0][0].end)
-            return tuple(Term(candidates[i], weights[i]) for i in made)
+            return tuple(Term(candidates[i], times(weights[i])) for i in made)
 
         rough = 1e-6 * square + bound  # a first look, by sums of squares that lose digits
         for weights in _fits(square, dots.tolist(), gram.tolist(), rough):
@@ -282,7 +277,7 @@ class Sums:
             if bool(((rows - rows[0]).abs() <= close).all()):
                 name = parameter_of(self.block.module, rows.mean(0), close)
                 if name is not None:
-                    return (Term(value, adjust=Affine(plus=name)),)
+                    return (Term(value, (Affine(plus=name),)),)
         return None
 
 
@@ -335,7 +330,7 @@ def fit(x: Tensor, v: Tensor, y: Tensor, close: float) -> tuple[Tensor, Tensor, 
     return (a, b, c) if fits and bool((a.abs() > 1e-3).any() & (b.abs() > 1e-3).any()) else None
 
 
-def named(fitted: tuple[Tensor, Tensor, Tensor], block: nn.Module) -> tuple[Affine | None, Affine | None]:
+def named(fitted: tuple[Tensor, Tensor, Tensor], block: nn.Module) -> tuple[Chain | None, Chain | None]:
     """What the numbers of `fit` are, of the stream and of what is added: constants, or parameters of the block."""
     a, b, c = fitted
     parameters = {
@@ -347,30 +342,31 @@ def named(fitted: tuple[Tensor, Tensor, Tensor], block: nn.Module) -> tuple[Affi
     if on_stream is None or on_added is None or _alike(c, torch.zeros_like(c), max(1.0, float(a.abs().max()))):
         return on_stream, on_added
     for name, p in parameters.items():
+        plus = Affine(plus=name)
         if _alike(b * p, c):
-            return on_stream, replace(on_added, bias=name)
+            return on_stream, (plus, *on_added)
         if _alike(p.expand_as(c), c):
-            return on_stream, replace(on_added, plus=name)
+            return on_stream, (*on_added, plus)
     for (name, p), (other, q) in itertools.permutations(parameters.items(), 2):
         if _alike(a * p + b * q, c):
-            return replace(on_stream, bias=name), replace(on_added, bias=other)
-    return next(((replace(on_stream, bias=name), on_added) for name, p in parameters.items() if _alike(a * p, c)), (
+            return (Affine(plus=name), *on_stream), (Affine(plus=other), *on_added)
+    return next((((Affine(plus=name), *on_stream), on_added) for name, p in parameters.items() if _alike(a * p, c)), (
         None, None,
     ))  # fmt: skip
 
 
-def _weight(seen: Tensor, parameters: Mapping[str, Tensor]) -> Affine | None:
+def _weight(seen: Tensor, parameters: Mapping[str, Tensor]) -> Chain | None:
     """What multiplies each column with these numbers."""
     for name, p in parameters.items():
         if _alike(seen, p.expand_as(seen)):
-            return Affine(weight=name)
+            return (Affine(weight=name),)
         if p.numel() == 1 and _alike(seen, p.tanh().expand_as(seen)):
-            return Affine(weight=name, squashed=True)
+            return (Affine(weight=name, squashed=True),)
     mean = seen.mean()
-    return Affine(rounded(float(mean))) if _alike(seen, mean.expand_as(seen)) else None
+    return times(rounded(float(mean))) if _alike(seen, mean.expand_as(seen)) else None
 
 
 def _alike(x: Tensor, y: Tensor, size: float | None = None) -> bool:
     """Whether numbers are the same, but for what a fit of a few rows leaves open."""
     size = float(y.abs().max()) if size is None else size
-    return bool(((x - y).abs() <= 2e-3 * size).all())
+    return bool(((x - y).abs() <= FITTED * size).all())

@@ -7,16 +7,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from adapters.attention import GATE_FUNCTIONS, Attention, Projection
+from adapters.attention import GATE_FUNCTIONS, AddedOutput, Attention, Gate, Projection, SinkGate
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import heads_view, parameter_of, relative
 from adapters.automatic.norms import rounded
 from adapters.automatic.parts import Norms
 from adapters.mixers.part import axes_of
+from adapters.norms import Norm
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, is_linear_through
 from adapters.observe.tolerance import tolerance
 from adapters.paths import join
+from adapters.views import Affine
 
 
 def with_values(found: FoundAttention, declared: Attention) -> Attention:
@@ -29,8 +31,6 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     Raises:
         NotFound: something unknown does.
     """
-    norm = found.norm_of("v")
-    declared = replace(declared, v_norm=norm)
     v = found.normed("v").double()
     pattern = found.softmax.pattern[..., : v.shape[1]].double()
     mixed = torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(found.n_heads // v.shape[2], dim=2))
@@ -47,12 +47,13 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     factor = rounded(float((mixed * z).sum() / (mixed * mixed).sum()))
     made, entered = found.made_by("v").left[0].live, found.found["v"][0].entered
     if is_z(mixed * factor) and entered and is_linear_through(found.z_by_head, made, entered.live):
-        return replace(declared, z_is="factor", z_factor=factor)
+        return replace(declared, z_transform=Affine(factor))
     flat = mixed.flatten(2)
     for call in found.sources:
         behind = call.entered if not call.is_linear and call.left[0].mark == found.z.mark else None
         if behind and bool(((behind.value.flatten(2) - flat).abs() <= bound).all()):
-            return replace(declared, z_is="norm")
+            norm = Norm(relative(call.path, found.owner.path), found.norms[call])
+            return replace(declared, z_transform=norm)
     for call, sets in found.gates:
         rows = by_position(call.left[0].value, found.recording.batch, found.query_pos)
         gate = None if rows is None else rows[..., torch.tensor(sets, device=rows.device)].double()
@@ -60,12 +61,12 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
             if gate is not None and gate.shape[-1] in (1, z.shape[-1]) and is_z(mixed * function(gate)):
                 view = heads_view(sets, call.left[0].value.shape[-1])
                 path = relative(call.path, found.owner.path)
-                return replace(declared, z_is="gate", gate=Projection(path, view), gate_fn=name)
+                return replace(declared, z_transform=Gate(Projection(path, view), name))
     rest = z - mixed
     if bool(((rest - rest[:1, :1]).abs() <= bound).all()):
         bias = parameter_of(found.owner.module, rest[0, 0], bound)
         if bias is not None:
-            return replace(declared, v_bias=bias)
+            return replace(declared, v=replace(declared.v, bias=bias))
     for call in found.recording.between(found.owner.start, found.owner.end):
         added = call.left[0].value if call.left and call.is_leaf else None
         if (
@@ -73,20 +74,21 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
             and added.shape == z.transpose(1, 2).shape
             and is_z(mixed + added.transpose(1, 2).double())
         ):
-            return replace(declared, branch=relative(call.path, found.owner.path))
+            return replace(declared, z_transform=AddedOutput(relative(call.path, found.owner.path)))
     total = found.softmax.scores.detach().double().logsumexp(-1).transpose(1, 2)[..., None]
     for name, parameter in found.owner.module.named_parameters(recurse=False):
         if parameter.shape == (found.n_heads,) and is_z(mixed * (total - parameter.detach()[:, None]).sigmoid()):
-            return replace(declared, z_is="sink", z_sinks=name)
+            return replace(declared, z_transform=SinkGate(name))
     raise NotFound("what enters its output projection is not pattern @ v: something unknown stands between")
 
 
 def auxiliary_modules(found: FoundAttention, declared: Attention, norms: Norms) -> tuple[tuple[str, str], ...]:
     """The modules with parameters in an attention that play no known part, with the axes of what they make."""
     paths = [p.path for p in (declared.q, declared.k, declared.v, declared.gate) if p]
-    paths += [norm.path for norm in (declared.q_norm, declared.k_norm, declared.v_norm) if norm]
-    single = (declared.o, declared.q_latent, declared.kv_latent, declared.position_bias, declared.branch)
-    paths += [path for path in (*single, *(declared.adds or ())) if path]
+    paths += [each.norm.path for each in declared.projections.values() if each.norm]
+    added = declared.z_transform.path if isinstance(declared.z_transform, AddedOutput) else None
+    single = (declared.o, declared.q.latent, declared.k.latent, declared.position_bias, added)
+    paths += [path for path in (*single, *(declared.score_bias_modules or ())) if path]
     owner = found.owner
     known = {join(owner.path, path) for path in paths} | {n.path for n in (found.part.pre, found.part.post) if n}
     latents = [

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, Mix, NamedStep, Opaque, Part, Stack, feeds_forward
+from adapters.architecture import Architecture, Mix, NamedStep, Opaque, Part, Stack, Step, feeds_forward
 from adapters.attention import Attention, attention_points, qk_norm_points
 from adapters.building.ends import (
     add_collapse,
@@ -24,7 +24,7 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Adjusted, Branch, Composed, FlatRows, Heads, Scaled, View, WriteThrough
+from adapters.views import Branch, Composed, FlatRows, SeveralStreams, View, WriteThrough, parameters_of, through
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -36,7 +36,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
         cfg: its configuration.
     """
     base = base_path(model)
-    points = embedding_points(architecture, base) if architecture.embedding.tokens else []
+    points = embedding_points(architecture, base, model, cfg.d_model) if architecture.embedding.tokens else []
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
@@ -54,12 +54,12 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
     after = PointList("", cfg.n_layers, "", architecture.stacks[-1].pos, points)
     unembedded = False
     for head in architecture.heads:
-        add_head(after, head, model)
+        add_head(after, head, model, cfg.d_model)
         if head.unembeds:
             unembedded = True
-            add_unembedding(after, architecture, model)
+            add_unembedding(after, architecture, model, cfg.d_model)
     if not unembedded:
-        add_unembedding(after, architecture, model)
+        add_unembedding(after, architecture, model, cfg.d_model)
     return points
 
 
@@ -78,16 +78,17 @@ class BlockBuilder:
         self.stack, self.cfg, self.base, self.model = stack, cfg, base, model
         self.block = stack.block_at(index)
         #: What leaves it is what the final norm reads.
-        self.last = index == n - 1 and n not in stack.rescaled and stack.n_streams is None
+        self.last = index == n - 1 and n not in stack.block_inputs and stack.n_streams is None
         self.path = join(base, stack.place_of(index))
         self.points = PointList(f"{stack.name}.{index}", index, stack.name, stack.pos)
         #: Where the batch size of rows ``(batch pos)`` is seen.
-        self.rows = (Site(join(self.path, self.block.entry), "input"),)
+        first, self.exit = self.block.ends or ("", "")
+        self.rows = (Site(join(self.path, first), "input"),)
 
     def build(self) -> list[Point]:
         """The points, in the order of the computation."""
         # Without a module around it all, what its first module is given is also what is added to.
-        view = WriteThrough() if self.block.entry else None
+        view = WriteThrough() if self.block.ends else None
         self._add_stream("hook_resid_pre", self.rows[0], view, aliases=("hook_in",))
         if self.block.norm:
             self._add_norm("ln0", self.block.norm)
@@ -99,7 +100,7 @@ class BlockBuilder:
             if norm := named.step.stream_norm:
                 following = steps[index + 1].step.part if index + 1 < len(steps) else None
                 self._add_norm_on_the_stream(named, norm, following)
-        output = Site(join(self.path, self.block.exit), "output", self.stack.output_key)
+        output = Site(join(self.path, self.exit), "output", self.stack.output[0])
         if steps and steps[-1].step.stream_norm:
             self.points.add("hook_normalized_resid_post", output, aliases=("hook_out",))
         else:
@@ -136,25 +137,24 @@ class BlockBuilder:
         other_names: tuple[str, ...] = (),
     ) -> None:
         """Adds a point of the stream; where the block carries several, of all of them."""
-        axes = None
-        if self.stack.n_streams is not None:
+        axes, apart = None, self.stack.stream_view
+        if isinstance(apart, SeveralStreams):
             axes = f"batch {self.stack.pos} n_streams d_model"
-        if self.stack.n_streams is not None and self.stack.side_by_side:
-            apart = Heads(self.stack.n_streams)  # they lie beside each other as heads do
             view = Composed(view, apart) if view else apart
         self.points.add(name, site, view, axes, aliases=aliases, other_names=other_names)
 
     def _is_put_out(self, stream: str) -> bool:
         """Whether a module puts out this stream: its point stands there."""
-        return any(named.after == stream and named.step.total for named in self.block.named)
+        return any(named.after == stream and named.step.residual_sum_module for named in self.block.named)
 
-    def _entry(self, part: Part) -> Site:
+    def _entry(self, step: Step) -> Site:
         """Where a part's input enters it.
 
         Raises:
             ValueError: it has no module of its own, and two layers read the input.
         """
-        if path := (isinstance(part, Opaque | Mixer) and part.entry) or part.path:
+        part = step.part
+        if path := step.entry or part.path:
             return Site(join(self.path, path), "input")
         assert isinstance(part, MLP)
         if part.gate and part.gate.path != part.up.path:
@@ -172,10 +172,10 @@ class BlockBuilder:
         if step.mix:
             self._add_mix(named, step.mix)
         elif named.first and named.before.startswith("hook_resid_mid") and not self._is_put_out(named.before):
-            self._add(flat, named.before, entry or self._entry(part), WriteThrough())
+            self._add(flat, named.before, entry or self._entry(step), WriteThrough())
         if step.pre is None:
             if (feeds_forward(part) or isinstance(part, Mixer)) and not named.before.endswith("hook_out"):
-                self._add_own_input(named, flat, self._entry(part), Branch())
+                self._add_own_input(named, flat, self._entry(step), Branch())
             return
         assert entry
         if named.shared:
@@ -202,31 +202,19 @@ class BlockBuilder:
         self, named: NamedStep, flat: bool, entry: Site, view: View, sources: tuple[Site, ...] = ()
     ) -> None:
         """What this part alone reads of the stream."""
-        part, norm_in = named.step.part, f"{named.norm}.hook_in"
+        part, hook, norm_in = named.step.part, f"hook_{named.name}_in", f"{named.norm}.hook_in"
         if isinstance(part, Attention) and not part.cross:
             self._add(False, norm_in, entry, view, group="extra", sources=sources)
-        elif isinstance(part, Attention):
-            self._add(
-                False,
-                f"hook_{named.name}_in",
-                entry,
-                view,
-                group="heavy",
-                aliases=(norm_in,),
-                flag="use_attn_in",
-                sources=sources,
-            )
-        elif isinstance(part, Mixer) or not feeds_forward(part):
-            hook = f"hook_{named.name}_in"
-            self._add(False, hook, entry, view, group="extra", aliases=(norm_in,), sources=sources)
-        else:
-            hook = f"hook_{named.name}_in"
-            aliases = (norm_in,) if self.stack.one_of_two else (norm_in, f"{named.name}.{hook}")
-            self._add(flat, hook, entry, view, group="heavy", aliases=aliases, flag="use_hook_mlp_in", sources=sources)
+            return
+        cross, feeds = isinstance(part, Attention), feeds_forward(part) and not isinstance(part, Mixer)
+        flag = "use_attn_in" if cross else "use_hook_mlp_in" if feeds else None
+        aliases = (norm_in, f"{named.name}.{hook}") if feeds and not self.stack.one_of_two else (norm_in,)
+        group: Group = "heavy" if flag else "extra"
+        self._add(flat, hook, entry, view, group=group, aliases=aliases, flag=flag, sources=sources)
 
     def _add_shared_norm(self, named: NamedStep, norm: Norm, entry: Site) -> None:
         """A norm that several parts read: its points are repeated for each, where that part reads it."""
-        at = self._entry(named.step.part)
+        at = self._entry(named.step)
         if not named.leads:
             self._add_own_input(named, False, at, SharedNormInput(), (entry,))
         separate_consumers = self._separate_readers(named)
@@ -237,7 +225,7 @@ class BlockBuilder:
         part = named.step.part
         # With a shift, the norm's output alone does not say what the projections read; keys and values that are made
         # from one latent do not read the norm at all.
-        if not isinstance(part, Attention) or part.cross or part.qk_shift or part.q_latent or part.kv_latent:
+        if not isinstance(part, Attention) or part.cross or part.qk_shift or part.q.latent or part.k.latent:
             return ()
         return tuple(f"{self.points.prefix}.{named.name}.hook_{letter}" for letter in "qkv")
 
@@ -270,7 +258,7 @@ class BlockBuilder:
                 key_pos=self.stack.key_pos if not part.cross else "key_pos" if self.stack.one_of_two else "memory_pos",
                 norm=Site(join(self.path, step.pre.path), "input") if step.pre else None,
                 shift=Site(join(self.base, part.qk_shift), "output") if part.qk_shift else None,
-                factor=step.constant_factor,
+                factor=step.last_factor,
             )
         elif isinstance(part, MLP):
             mlp_points(self.points.inside(named.name), part, module, self.rows)
@@ -288,17 +276,16 @@ class BlockBuilder:
         """What the part returns, and what is added to the stream."""
         step, part, name = named.step, named.step.part, named.name
         flat = isinstance(part, MLP | MoE) and part.flat
-        if step.post and part.out == step.post.path:  # a sum that no module puts out
-            returned = Site(join(self.path, part.out), "input")
+        if step.post and step.out == step.post.path:  # a sum that no module puts out
+            returned = Site(join(self.path, step.out), "input")
         else:
-            returned = Site(join(self.path, part.out or part.path), "output", part.out_key)
+            returned = Site(join(self.path, step.out or part.path), "output", step.out_element or None)
         projection = {Attention: (f"{name}.o.hook_out",), Mixer: (), Opaque: ()}.get(
             type(part), (f"{name}.out.hook_out",)
         )
-        scaled: View | None = Scaled(step.factor) if step.factor != 1 else None
-        if step.adjust:
-            scaled = Composed(scaled, Adjusted(step.adjust)) if scaled else Adjusted(step.adjust)
-        more = self.rows if step.adjust else ()
+        chain = step.output_transform
+        scaled = through(chain)
+        more = self.rows if chain and parameters_of(chain) else ()
         if step.changes_its_result:
             self._add(flat, f"{name}.hook_out", returned, group="extra", aliases=projection)
         else:
@@ -311,8 +298,8 @@ class BlockBuilder:
             returned, flat = Site(join(self.path, step.post.path), "output"), False
         if step.changes_its_result:
             self._add(flat, f"hook_{name}_out", returned, scaled, sources=more)
-        if step.total and named.after != "hook_resid_post":
-            self.points.add(named.after, Site(join(self.path, step.total), "output"))
+        if step.residual_sum_module and named.after != "hook_resid_post":
+            self.points.add(named.after, Site(join(self.path, step.residual_sum_module), "output"))
 
     def _add_norm_on_the_stream(self, named: NamedStep, norm: Norm, following: Part | None) -> None:
         """The sum of stream and part, and the norm of it, which is the stream from there on."""

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from adapters.architecture import Architecture, Stack
 from adapters.norms import Norm, norm_points
-from adapters.paths import call_number, has_module, join, module_path, path_from
+from adapters.paths import call_number, has_module, join, module_at, module_path, path_from
 from adapters.points import Point, PointList, Site
 from adapters.stream_ends import Head
 from adapters.views import Composed, Copied, PositionsFirst, Scaled, WithBatchAxis
 
 
-def embedding_points(architecture: Architecture, base: str) -> list[Point]:
+def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_model: int) -> list[Point]:
     """The hook points of the embeddings, in the order in which they are computed.
 
     Args:
         architecture: what the adapter declares.
         base: the path of the model without its head.
+        model: the Hugging Face model, which has the table of tokens.
+        d_model: how wide the stream is.
     """
     made = architecture.embedding
     tokens = Site(join(base, made.tokens), "output")
     points = PointList("", -1, "")
     together = made.module is not None  # HookedTransformer's encoder has one part for all of them
     points.add("embed.hook_in", Site(tokens.path, "input"), axes="batch pos", group="extra")
-    axes = f"batch pos {'d_model' if made.width is None else made.width}"  # of the embeddings
+    width = cast(Tensor, module_at(model, tokens.path).weight).shape[-1] if made.project else d_model
+    axes = f"batch pos {'d_model' if width == d_model else width}"
     total = axes if made.projects_sum else None  # of their sum
     scaled = Scaled(made.factor) if made.factor != 1 else None
     if together:
@@ -118,46 +122,62 @@ def add_final_norm(
         if not architecture.readout.path or not has_module(model, path):
             return
         last = join(base, stack.place_of(len(stack.modules(model.get_submodule(base))) - 1))
-        site, shared = Site(path, "input"), Site(last, "output", stack.output_key)
+        site, shared = Site(path, "input"), Site(last, "output", stack.output[0])
     name = f"{stack.name}_final_ln" if stack.one_of_two else "ln_final"
     aliases = (f"{stack.name}_ln_final.hook_out",) if stack.one_of_two else ()
     norm_points(points, name, norm.kind, site, shared=shared)
     points.add(f"{name}.hook_out", site, group="extra", aliases=aliases)
 
 
-def add_head(points: PointList, head: Head, model: nn.Module) -> None:
+def _width_behind(head: Head, model: nn.Module, d_model: int) -> str:
+    """The axis of what the layer of a head makes."""
+    width = getattr(module_at(model, path_from(model, head.linear)), "out_features", d_model)
+    return "d_model" if width == d_model else str(width)
+
+
+def add_head(points: PointList, head: Head, model: nn.Module, d_model: int) -> None:
     """Adds the hook points of a layer between the last norm and the unembedding, if this class of models has it.
 
     Args:
         points: they are added to it.
         head: the layer.
         model: the model.
+        d_model: how wide the residual stream is.
     """
     path = path_from(model, head.path)
     if not has_module(model, path):
         return
     if head.norm:
-        axes = None if head.width is None else f"batch {points.pos} {head.width}"
+        norm = Site(path_from(model, head.norm.path), "output")
         norm_points(
-            points, f"{head.name}.ln", head.norm.kind, Site(path_from(model, head.norm.path), "output"), axes=axes
+            points,
+            f"{head.name}.ln",
+            head.norm.kind,
+            norm,
+            axes=f"batch {points.pos} {_width_behind(head, model, d_model)}",
         )
     if head.hook:
-        points.add(f"{head.name}.{head.hook}", Site(path, "output"), axes=head.axes)
+        points.add(
+            f"{head.name}.{head.hook}", Site(path, "output"), axes=f"batch {_width_behind(head, model, d_model)}"
+        )
 
 
-def add_unembedding(points: PointList, architecture: Architecture, model: nn.Module) -> None:
+def add_unembedding(points: PointList, architecture: Architecture, model: nn.Module, d_model: int) -> None:
     """Adds the hook points of the unembedding, if this class of models has one.
 
     Args:
         points: they are added to it.
         architecture: what the adapter declares.
         model: the model.
+        d_model: how wide the residual stream is.
     """
     unembed = architecture.readout.path
     path = path_from(model, "." + unembed)
     if unembed and has_module(model, path):
-        width = next((head.width for head in architecture.heads if head.unembeds and head.width), None)
-        entered = None if width is None else f"batch {points.pos} {width}"
-        points.add("unembed.hook_in", Site(path, "input"), axes=entered, group="extra")
+        between = (
+            head for head in architecture.heads if head.unembeds and has_module(model, path_from(model, head.path))
+        )
+        width = next((_width_behind(head, model, d_model) for head in between), "d_model")
+        points.add("unembed.hook_in", Site(path, "input"), axes=f"batch {points.pos} {width}", group="extra")
         axes = f"batch {points.pos} d_vocab_out"
         points.add("unembed.hook_out", Site(path, "output"), axes=axes, group="extra", aliases=("hook_unembed",))

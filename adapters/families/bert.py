@@ -17,12 +17,12 @@ def bert(config: PreTrainedConfig) -> Architecture:
         if getattr(config, name):
             raise UnsupportedModelError(f"BERT with {name}={getattr(config, name)} has no adapter, only without it")
     q, k, v = (Projection(f"self.{name}") for name in ("query", "key", "value"))
-    attn = Attention("attention", q, k, v, o="output.dense", out="attention.output.dense", out_key=None, core="self")
-    mlp = MLP("", up=Projection("intermediate.dense"), down="output.dense", out="output.dense")
+    attn = Attention("attention", q, k, v, o="output.dense", core="self")
+    mlp = MLP("", up=Projection("intermediate.dense"), down="output.dense")
     block = Block(
         (
-            Step(attn, stream_norm=Norm("attention.output.LayerNorm", LAYER_NORM)),
-            Step(mlp, stream_norm=Norm("output.LayerNorm", LAYER_NORM)),
+            Step(attn, stream_norm=Norm("attention.output.LayerNorm", LAYER_NORM), out="attention.output.dense"),
+            Step(mlp, stream_norm=Norm("output.LayerNorm", LAYER_NORM), out="output.dense"),
         )
     )
     embedding = Embedding(
@@ -50,7 +50,6 @@ def bert(config: PreTrainedConfig) -> Architecture:
                 ".cls.seq_relationship",
                 linear=".cls.seq_relationship",
                 hook="hook_nsp_out",
-                axes="batch 2",
             ),
         ),
         config_values={"attention_dir": "causal" if config.is_decoder else "bidirectional"},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
@@ -27,10 +25,11 @@ def bloom(config: PreTrainedConfig) -> Architecture:
         )
     q, k, v = fused("query_key_value", config)
     # Attention and MLP add the residual stream to their result themselves: the points stand before that.
-    out = "self_attention.dense"
+    out = ("self_attention.dense", "mlp.dense_4h_to_h")
     return gpt2_like(
-        Attention("self_attention", q, k, v, o="dense", out=out, out_key=None, scores=AlibiScores()),
-        replace(WIDE_AND_BACK, out="mlp.dense_4h_to_h"),
+        Attention("self_attention", q, k, v, o="dense", scores=AlibiScores()),
+        WIDE_AND_BACK,
+        out=out,
         pre=("input_layernorm", "post_attention_layernorm"),
         output=(0, 2),
         embed="word_embeddings",

@@ -22,5 +22,5 @@ def codegen(config: PreTrainedConfig) -> Architecture:
         starts = [((head // each * 3 + place) * each + head % each) * d_head for head in range(heads)]
         return Projection("qkv_proj", gathered(tuple(tuple(range(start, start + d_head)) for start in starts)))
 
-    attn = Attention("attn", q=part(0), k=part(2), v=part(1), o="out_proj", rotary=True)
+    attn = Attention("attn", q=part(0), k=part(2), v=part(1), o="out_proj", rotary="last")
     return gptj_like(attn, config.rotary_dim or d_head)

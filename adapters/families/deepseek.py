@@ -10,13 +10,14 @@ from adapters.architecture import Architecture
 from adapters.families.shapes.latent import latent_attention, latent_values
 from adapters.families.shapes.llama import llama_like
 from adapters.families.shapes.mixture import SHARED, SIGMOID, dense_first, dense_listed, mixture_like
-from adapters.feed_forward import MoE
+from adapters.feed_forward import ChosenBy, MoE
 from adapters.registry import register
 
 
 @register("DeepseekV2PreTrainedModel")
 def deepseek_v2(config: PreTrainedConfig) -> Architecture:
-    moe = MoE("mlp", router="gate", shared=SHARED, corrected=config.topk_method != "greedy")
+    chosen_by: ChosenBy = "probabilities" if config.topk_method == "greedy" else "corrected probabilities"
+    moe = MoE("mlp", router="gate", shared=SHARED, chosen_by=chosen_by)
     values = latent_values(config) | {"rotary_adjacent_pairs": True}
     return _mixed(config, moe, dense_first(config), values)
 

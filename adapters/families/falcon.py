@@ -9,6 +9,7 @@ from adapters.attention import Attention
 from adapters.config import rotary_values
 from adapters.families.shapes.gpt2 import WIDE_AND_BACK, fused, gpt2_like
 from adapters.registry import only, register
+from adapters.views import MaskedScores
 
 
 @register("FalconPreTrainedModel")
@@ -18,7 +19,7 @@ def falcon(config: PreTrainedConfig) -> Architecture:
     shows = "flash" not in (config._attn_implementation or "")  # it has a class of its own for that
     parallel = config.parallel_attn
     return gpt2_like(
-        Attention("self_attention", q, k, v, o="dense", rotary=True, shows_scores=shows),
+        Attention("self_attention", q, k, v, o="dense", rotary="last", scores=MaskedScores() if shows else None),
         WIDE_AND_BACK,
         pre=("input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm"),
         parallel=parallel,

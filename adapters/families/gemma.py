@@ -7,8 +7,8 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, language_part
-from adapters.families.shapes.llama import ATTENTION, POST, llama_like
-from adapters.norms import GEMMA_NORM, Norm
+from adapters.families.shapes.llama import ATTENTION, POST, llama_like, normed
+from adapters.norms import GEMMA_NORM
 from adapters.registry import register
 
 # From Gemma 2 on there is a norm on both sides of attention and MLP.
@@ -44,8 +44,7 @@ def gemma2(config: PreTrainedConfig) -> Architecture:
 def gemma3(config: PreTrainedConfig) -> Architecture:
     if hasattr(config, "vision_config"):  # with images: the same in the model of its text
         return language_part(gemma3(config.get_text_config()), "language_model")
-    q_norm, k_norm = Norm("q_norm", GEMMA_NORM), Norm("k_norm", GEMMA_NORM)
-    attn = replace(ATTENTION, q_norm=q_norm, k_norm=k_norm, qk_norm_over="heads first")
+    attn = replace(normed(ATTENTION, "q_norm", "k_norm", GEMMA_NORM), norms_over="heads first")
     # Its configuration has attn_logit_softcapping, but its attention leaves the scores as they are.
     return llama_like(
         config, attn=attn, norm=GEMMA_NORM, pre=PRE, post=POST, soft_cap=_cap(config), config_values=_scales(config)

@@ -8,6 +8,7 @@ from adapters.architecture import Architecture
 from adapters.attention import Attention
 from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
 from adapters.registry import register
+from adapters.views import MaskedScores
 
 
 @register("GPTNeoPreTrainedModel")
@@ -15,7 +16,7 @@ def gpt_neo(config: PreTrainedConfig) -> Architecture:
     # Its flash attention computes no softmax that could be watched.
     eager = config._attn_implementation == "eager"
     return gpt2_like(
-        Attention("attn.attention", Q, K, V, o="out_proj", shows_scores=eager),
+        Attention("attn.attention", Q, K, V, o="out_proj", scores=MaskedScores() if eager else None),
         output=(0, 2),
         pos_embed="wpe",
         config_values={

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
@@ -18,8 +16,9 @@ from adapters.registry import register
 def gpt_neox(config: PreTrainedConfig) -> Architecture:
     q, k, v = fused("query_key_value", config)
     return gpt2_like(
-        Attention("attention", q, k, v, o="dense", out="post_attention_dropout", out_key=None, rotary=True),
-        replace(WIDE_AND_BACK, out="post_mlp_dropout"),
+        Attention("attention", q, k, v, o="dense", rotary="last"),
+        WIDE_AND_BACK,
+        out=("post_attention_dropout", "post_mlp_dropout"),
         pre=("input_layernorm", "post_attention_layernorm"),
         parallel=config.use_parallel_residual,
         path="layers",

@@ -12,6 +12,7 @@ from adapters.families.shapes.llama import ATTENTION
 from adapters.families.shapes.mixture import mixture_like
 from adapters.feed_forward import MoE
 from adapters.registry import UnsupportedModelError, register
+from adapters.views import MaskedScores, SinkScores
 
 
 @register("GptOssPreTrainedModel")
@@ -20,8 +21,12 @@ def gpt_oss(config: PreTrainedConfig) -> Architecture:
     # Its configuration says silu. What its experts compute is min(gate, limit) * sigmoid(alpha * min(gate, limit)),
     # times the clamped other half plus one.
     values = {"act_fn": "clamped_swiglu"}
-    moe = MoE("mlp", router="router", chosen_by="logits", out_key=0)
-    n, width, attn = config.num_local_experts, config.intermediate_size, replace(ATTENTION, sinks="sinks")
+    moe = MoE("mlp", router="router", chosen_by="logits")
+    n, width, attn = (
+        config.num_local_experts,
+        config.intermediate_size,
+        replace(ATTENTION, scores=SinkScores(MaskedScores(), "sinks")),
+    )
     declared = mixture_like(config, moe, n, width, attn=attn, config_values=values)
     return replace(declared, refuse=_refuse_packed)
 

@@ -9,6 +9,7 @@ from adapters.attention import Attention, Projection
 from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
 from adapters.feed_forward import MLP
 from adapters.registry import register
+from adapters.views import MaskedScores
 
 
 def gptj_like(attn: Attention, rotary_dim: int) -> Architecture:
@@ -36,5 +37,5 @@ def gptj_like(attn: Attention, rotary_dim: int) -> Architecture:
 @register("GPTJPreTrainedModel")
 def gptj(config: PreTrainedConfig) -> Architecture:
     # Its flash attention does not go through the method in which the others compute the softmax.
-    eager = config._attn_implementation == "eager"
-    return gptj_like(Attention("attn", Q, K, V, o="out_proj", rotary=True, shows_scores=eager), config.rotary_dim)
+    scores = MaskedScores() if config._attn_implementation == "eager" else None
+    return gptj_like(Attention("attn", Q, K, V, o="out_proj", rotary="last", scores=scores), config.rotary_dim)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
+from adapters.attention import SinkGate
 from adapters.families.shapes.llama import ATTENTION, Factors, llama_like
 from adapters.families.shapes.mixture import mixture_like
 from adapters.feed_forward import MoE
 from adapters.registry import only, register
 
 #: What multiplies each head's `z`: the sigmoid of what its scores add up to, less a number of its own.
-SINKS = replace(ATTENTION, z_is="sink", z_sinks="sinks")
+SINKS = replace(ATTENTION, z_transform=SinkGate("sinks"))
 
 
 def _factors(config: PreTrainedConfig) -> Factors:

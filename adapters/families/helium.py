@@ -23,7 +23,12 @@ def ernie4_5_moe(config: PreTrainedConfig) -> Architecture:
     n, n_shared, width = config.num_hidden_layers, config.moe_num_shared_experts, config.moe_intermediate_size
     mixed = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
     dense = [i for i in range(n) if i not in mixed or (i + 1) % config.moe_layer_interval]
-    moe = MoE("mlp", router="gate", corrected=True, shared=replace(SHARED, flat=True) if n_shared else None)
+    moe = MoE(
+        "mlp",
+        router="gate",
+        chosen_by="corrected probabilities",
+        shared=replace(SHARED, flat=True) if n_shared else None,
+    )
     return mixture_like(
         config,
         moe,

@@ -7,20 +7,13 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, HEADS_FIRST, llama_like
+from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, HEADS_FIRST, llama_like, normed
 from adapters.families.shapes.mixture import FLAT_SIGMOID, dense_listed, mixture_like
 from adapters.feed_forward import MoE
-from adapters.norms import RMS_NORM, Norm
 from adapters.registry import only, register
 
 #: Queries and keys are rotated first, and then normed.
-NORMED_LAST = replace(
-    ATTENTION,
-    q_norm=Norm("query_layernorm", RMS_NORM),
-    k_norm=Norm("key_layernorm", RMS_NORM),
-    qk_norm_over="heads first",
-    qk_norm_last=True,
-)
+NORMED_LAST = replace(normed(ATTENTION, "query_layernorm", "key_layernorm"), norms_over="heads first", rotary="first")
 
 
 @register("HunYuanDenseV1PreTrainedModel", "HunYuanVLTextModel")
@@ -33,7 +26,7 @@ def hunyuan_moe(config: PreTrainedConfig) -> Architecture:
     n, per_token, width = config.num_experts, config.moe_topk, config.intermediate_size
     if isinstance(per_token, list):  # a number of its own for each layer
         only(config, moe_topk=None)
-    moe = MoE("mlp", router="gate", router_matrix="wg", shared=replace(FEED_FORWARD, path="shared_mlp"))
+    moe = MoE("mlp", router="gate", shared=replace(FEED_FORWARD, path="shared_mlp"))
     return mixture_like(config, moe, n, width, width, per_token=per_token, attn=NORMED_LAST)
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, language_part
 from adapters.registry import declaration_of, register
+from adapters.views import Affine
 
 #: Where the text model stands in the base model: there, in those of them that have its head outside.
 _LANGUAGE_MODEL = (
@@ -35,4 +36,4 @@ def beside_text_model(config: PreTrainedConfig) -> Architecture:
 @register(*(f"{name}ForConditionalGeneration" for name in _WITHOUT_FACTOR))
 def without_factor(config: PreTrainedConfig) -> Architecture:
     declared = beside_language_model(config)
-    return replace(declared, readout=replace(declared.readout, factor_out=1.0))
+    return replace(declared, readout=replace(declared.readout, output_transform=Affine()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.attention import Projection
+from adapters.attention import Gate, Projection
 from adapters.families.shapes.llama import HEADS_FIRST, NORMED_ATTENTION
 from adapters.families.shapes.mixture import FLAT_SIGMOID, SIGMOID, dense_listed, mixture_like
 from adapters.registry import only, register
@@ -31,7 +31,7 @@ def kolibri1(config: PreTrainedConfig) -> Architecture:
 def laguna(config: PreTrainedConfig) -> Architecture:
     """A gate of each head's `z`."""
     only(config, moe_router_logit_softcapping=0.0)
-    attn = replace(NORMED_ATTENTION, z_is="gate", gate=Projection("g_proj"), gate_fn="softplus")
+    attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("g_proj"), "softplus"))
     width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
     moe = replace(FLAT_SIGMOID, factor=config.moe_routed_scaling_factor)
     return mixture_like(config, moe, config.num_experts, width, shared, dense=dense_listed(config), attn=attn)
@@ -40,11 +40,11 @@ def laguna(config: PreTrainedConfig) -> Architecture:
 @register("AfmoePreTrainedModel")
 def afmoe(config: PreTrainedConfig) -> Architecture:
     """A gate of each column of `z`, norms on both sides."""
-    attn = replace(NORMED_ATTENTION, z_is="gate", gate=Projection("gate_proj"), gate_fn="sigmoid")
+    attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("gate_proj"), "sigmoid"))
     width = config.moe_intermediate_size
     return mixture_like(
         config,
-        replace(FLAT_SIGMOID, router="router", router_matrix="gate"),
+        replace(FLAT_SIGMOID, router="router"),
         config.num_experts,
         width,
         width * config.num_shared_experts,

@@ -17,7 +17,7 @@ from adapters.registry import register
 def modernbert_decoder(config: PreTrainedConfig) -> Architecture:
     q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
     gate, up = fused_gate("Wi", config.intermediate_size)
-    attn = Attention("attn", q, k, v, o="Wo", rotary=True)
+    attn = Attention("attn", q, k, v, o="Wo", rotary="last")
     mlp = Step(MLP("mlp", up=up, gate=gate, down="Wo"), pre=Norm("mlp_norm", LAYER_NORM))
     block = Block((Step(attn, pre=Norm("attn_norm", LAYER_NORM)), mlp))
     # The embeddings are normed already.

@@ -18,7 +18,7 @@ def moshi(config: PreTrainedConfig) -> Architecture:
     gate, up = fused_gate("fc1", width)
     return llama_like(
         config,
-        attn=Attention("self_attn", q, k, v, o="o_proj.linear", rotary=True),
+        attn=Attention("self_attn", q, k, v, o="o_proj.linear", rotary="last"),
         mlp=MLP("mlp", up=up, gate=gate, down="fc2"),
         # Its configuration has a window, which it does not use.
         config_values={"d_mlp": width, "use_local_attn": False, "window_size": None, "attn_types": None},

@@ -18,8 +18,9 @@ def mpt(config: PreTrainedConfig) -> Architecture:
     width, heads, scale = config.hidden_size, config.n_heads, config.attn_config.softmax_scale
     q, k, v = (Projection("Wqkv", columns(i * width, (i + 1) * width, heads)) for i in range(3))
     return gpt2_like(
-        Attention("attn", q, k, v, o="out_proj", out="resid_attn_dropout", out_key=None),
-        MLP("ffn", up=Projection("up_proj"), down="down_proj", out="ffn.down_proj"),
+        Attention("attn", q, k, v, o="out_proj"),
+        MLP("ffn", up=Projection("up_proj"), down="down_proj"),
+        out=("resid_attn_dropout", "ffn.down_proj"),
         pre=("norm_1", "norm_2"),
         path="blocks",
         output=(0, 2),

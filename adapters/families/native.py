@@ -28,7 +28,7 @@ def native(config: PreTrainedConfig) -> Architecture:
         Projection("k"),
         Projection("v"),
         o="o",
-        rotary=positions == "rotary",
+        rotary="last" if positions == "rotary" else None,
         qk_shift="pos_embed" if positions == "shortformer" else None,
     )
     mlp = MLP(
@@ -38,7 +38,10 @@ def native(config: PreTrainedConfig) -> Architecture:
         ln=Norm("ln", LAYER_NORM) if config.act_fn == "solu_ln" else None,
         down="down",
     )
-    steps = (Step(attn, pre=Norm("ln1", norm)), Step(mlp, pre=Norm("ln2", norm), parallel=config.parallel_attn_mlp))
+    steps = (
+        Step(attn, pre=Norm("ln1", norm)),
+        Step(mlp, pre=Norm("ln2", norm), parallel_to=0 if config.parallel_attn_mlp else None),
+    )
     final_norm = Norm("ln_final", RMS_NORM if config.final_rms else norm)
     embedding = Embedding("embed", positions="pos_embed" if positions in ("standard", "shortformer") else None)
     return Architecture(

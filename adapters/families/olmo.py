@@ -15,7 +15,7 @@ from adapters.registry import only, register
 @register("OlmoPreTrainedModel")
 def olmo(config: PreTrainedConfig) -> Architecture:
     only(config, clip_qkv=None)  # queries, keys and values would be changed in place
-    return llama_like(config, norm=NormKind(centered=True, eps=1e-5))  # which its norm, without weights, keeps nowhere
+    return llama_like(config, norm=NormKind("layer", eps=1e-5))  # which its norm, without weights, keeps nowhere
 
 
 @register("Olmo2PreTrainedModel", "Olmo3PreTrainedModel")

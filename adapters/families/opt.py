@@ -25,7 +25,8 @@ def opt(config: PreTrainedConfig) -> Architecture:
         )
     return gpt2_like(
         Attention("self_attn", Q, K, V, o="out_proj"),
-        MLP("", up=Projection("fc1"), down="fc2", out="fc2", flat=True),
+        MLP("", up=Projection("fc1"), down="fc2", flat=True),
+        out=(None, "fc2"),
         pre=("self_attn_layer_norm", "final_layer_norm"),
         path="decoder.layers",
         final_norm=None if config._remove_final_layer_norm else "decoder.final_layer_norm",

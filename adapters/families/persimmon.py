@@ -6,9 +6,9 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, language_part
 from adapters.attention import Attention, Projection
-from adapters.families.shapes.llama import llama_like
+from adapters.families.shapes.llama import llama_like, normed
 from adapters.feed_forward import MLP
-from adapters.norms import LAYER_NORM, Norm
+from adapters.norms import LAYER_NORM
 from adapters.registry import register
 from adapters.views import interleaved
 
@@ -16,10 +16,11 @@ from adapters.views import interleaved
 @register("PersimmonPreTrainedModel")
 def persimmon(config: PreTrainedConfig) -> Architecture:
     q, k, v = (Projection("query_key_value", interleaved(config.num_attention_heads, i)) for i in range(3))
-    q_norm, k_norm = (Norm(f"{letter}_layernorm", LAYER_NORM) if config.qk_layernorm else None for letter in "qk")
-    attn = Attention("self_attn", q, k, v, o="dense", rotary=True, q_norm=q_norm, k_norm=k_norm)
-    mlp = MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h", out="dropout")
-    return llama_like(config, attn=attn, mlp=mlp, norm=LAYER_NORM, final_norm="final_layernorm")
+    attn = Attention("self_attn", q, k, v, o="dense", rotary="last")
+    if config.qk_layernorm:
+        attn = normed(attn, "q_layernorm", "k_layernorm", LAYER_NORM)
+    mlp = MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h")
+    return llama_like(config, attn=attn, mlp=mlp, norm=LAYER_NORM, out=(None, "dropout"), final_norm="final_layernorm")
 
 
 @register("FuyuPreTrainedModel")

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
 from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
 from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
+from adapters.families.shapes.llama import normed
 from adapters.feed_forward import MLP
-from adapters.norms import LAYER_NORM, Norm
+from adapters.norms import LAYER_NORM
 from adapters.registry import register
 
 
 @register("PhiPreTrainedModel")
 def phi(config: PreTrainedConfig) -> Architecture:
-    q_norm, k_norm = (Norm(f"{letter}_layernorm", LAYER_NORM) if config.qk_layernorm else None for letter in "qk")
-    attn = Attention("self_attn", Q, K, V, o="dense", rotary=True, q_norm=q_norm, k_norm=k_norm)
+    attn = Attention("self_attn", Q, K, V, o="dense", rotary="last", norms_over="heads first")
+    if config.qk_layernorm:
+        attn = normed(attn, "q_layernorm", "k_layernorm", LAYER_NORM)
     return gpt2_like(
-        replace(attn, qk_norm_over="heads first"),
+        attn,
         MLP("mlp", up=Projection("fc1"), down="fc2"),
         pre=("input_layernorm", "input_layernorm"),
         parallel=True,

@@ -25,8 +25,7 @@ def phi3(config: PreTrainedConfig) -> Architecture:
         q=Projection("qkv_proj", columns(0, keys, heads)),
         k=Projection("qkv_proj", columns(keys, values, kv_heads)),
         v=Projection("qkv_proj", columns(values, end, kv_heads)),
-        out="resid_attn_dropout",
-        out_key=None,
     )
     gate, up = fused_gate("gate_up_proj", config.intermediate_size)
-    return llama_like(config, attn=attn, mlp=MLP("mlp", up=up, gate=gate, down="down_proj", out="resid_mlp_dropout"))
+    mlp = MLP("mlp", up=up, gate=gate, down="down_proj")
+    return llama_like(config, attn=attn, mlp=mlp, out=("resid_attn_dropout", "resid_mlp_dropout"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.attention import Attention
+from adapters.attention import Attention, Gate, Projection
 from adapters.families.qwen import VALUES
 from adapters.families.shapes.llama import ATTENTION, FEED_FORWARD, NORMED_ATTENTION
 from adapters.families.shapes.mixture import mixture_like
@@ -19,7 +19,9 @@ from adapters.registry import register
 @register("Qwen2MoePreTrainedModel")
 def qwen2_moe(config: PreTrainedConfig) -> Architecture:
     shared = replace(FEED_FORWARD, path="shared_expert", flat=True)
-    moe = MoE("mlp", router="gate", shared=shared, shared_gate="shared_expert_gate")
+    moe = MoE(
+        "mlp", router="gate", shared=shared, shared_transform=(Gate(Projection("shared_expert_gate"), "sigmoid"),)
+    )
     return sparse_steps(config, ATTENTION, moe, config.shared_expert_intermediate_size)
 
 

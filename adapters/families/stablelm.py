@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture
-from adapters.families.shapes.llama import FEED_FORWARD, llama_like
+from adapters.families.shapes.llama import llama_like
 from adapters.norms import LAYER_NORM
 from adapters.registry import only, register
 
@@ -17,5 +15,4 @@ def stablelm(config: PreTrainedConfig) -> Architecture:
     only(config, qk_layernorm=False)  # each head has norms of its own
     parallel = config.use_parallel_residual
     pre = ("input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm")
-    mlp = replace(FEED_FORWARD, out="dropout")
-    return llama_like(config, norm=LAYER_NORM, mlp=mlp, pre=pre, parallel=parallel)
+    return llama_like(config, norm=LAYER_NORM, pre=pre, out=(None, "dropout"), parallel=parallel)

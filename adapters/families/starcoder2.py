@@ -25,4 +25,4 @@ def jais2(config: PreTrainedConfig) -> Architecture:
 
 @register("NemotronPreTrainedModel")
 def nemotron(config: PreTrainedConfig) -> Architecture:
-    return llama_like(config, norm=NormKind(centered=True, offset=1.0), mlp=UNGATED)
+    return llama_like(config, norm=NormKind("layer", offset=1.0), mlp=UNGATED)

@@ -14,17 +14,17 @@ from adapters.registry import register
 
 def _attention(layer: int, module: str, cross: bool = False) -> Attention:
     q, k, v = (Projection(letter) for letter in "qkv")
-    path, out = f"layer.{layer}.{module}", f"layer.{layer}.dropout"
     bias = None if cross else "relative_attention_bias"
-    return Attention(path, q, k, v, o="o", out=out, out_key=None, position_bias=bias, cross=cross)
+    return Attention(f"layer.{layer}.{module}", q, k, v, o="o", position_bias=bias, cross=cross)
 
 
-def _stack(name: str, *parts: Attention | MLP, outputs: int = 3, pos: str = "pos") -> Stack:
+def _stack(name: str, *parts: Attention | MLP, outputs: int = 3) -> Stack:
     norms = [Norm(f"layer.{i}.layer_norm", RMS_NORM) for i in range(len(parts))]
-    block = Block(tuple(Step(part, pre=norm) for part, norm in zip(parts, norms, strict=True)))
+    steps = (Step(part, pre=norms[i], out=f"layer.{i}.dropout") for i, part in enumerate(parts))
+    block = Block(tuple(steps))
     final_norm = Norm(f"{name}.final_layer_norm", RMS_NORM)
     embedding = Embedding(f"{name}.embed_tokens")
-    return Stack(f"{name}.block", block, {}, final_norm, embedding, name, pos, output_key=0, output_length=outputs)
+    return Stack(f"{name}.block", block, {}, final_norm, embedding, name, (0, outputs))
 
 
 @register("T5PreTrainedModel")
@@ -39,12 +39,12 @@ def mt5(config: PreTrainedConfig) -> Architecture:
 
 def _declared(config: PreTrainedConfig, factor_in: float) -> Architecture:
     up, gate = (Projection("wi_1"), Projection("wi_0")) if config.is_gated_act else (Projection("wi"), None)
-    mlps = [MLP(f"layer.{i}.DenseReluDense", up=up, gate=gate, down="wo", out=f"layer.{i}.dropout") for i in range(3)]
+    mlps = [MLP(f"layer.{i}.DenseReluDense", up=up, gate=gate, down="wo") for i in range(3)]
     attn, cross = _attention(0, "SelfAttention"), _attention(1, "EncDecAttention", cross=True)
     return Architecture(
         stacks=(
             _stack("encoder", attn, mlps[1], outputs=outputs_of_t5_encoder()),
-            _stack("decoder", attn, cross, mlps[2], pos="decoder_pos"),
+            _stack("decoder", attn, cross, mlps[2]),
         ),
         readout=Readout("lm_head", factor_in=factor_in),
         no_layer_runs="all layers use its first layer's position bias, and its decoder needs the encoder's output",

@@ -9,23 +9,26 @@ from adapters.attention import Attention, Projection
 from adapters.families.shapes.gpt2 import K, Q, V, gpt2_like
 from adapters.feed_forward import MLP
 from adapters.registry import only, register
+from adapters.views import Composed, HeadsOfBatch, MaskedScores
 
 
 @register("XGLMPreTrainedModel")
 def xglm(config: PreTrainedConfig) -> Architecture:
     only(config, add_cross_attention=False)
-    return _declared("lm_head", flat_heads=True, d_mlp=config.ffn_dim)
+    return _declared("lm_head", heads=config.attention_heads, d_mlp=config.ffn_dim)
 
 
 @register("BioGptPreTrainedModel")
 def biogpt(config: PreTrainedConfig) -> Architecture:
-    return _declared("output_projection", flat_heads=False, d_mlp=config.intermediate_size)
+    return _declared("output_projection", heads=None, d_mlp=config.intermediate_size)
 
 
-def _declared(unembed: str, *, flat_heads: bool, d_mlp: int) -> Architecture:
+def _declared(unembed: str, *, heads: int | None, d_mlp: int) -> Architecture:
+    scores = MaskedScores() if heads is None else Composed(HeadsOfBatch(heads), MaskedScores())
     return gpt2_like(
-        Attention("self_attn", Q, K, V, o="out_proj", flat_heads=flat_heads),
-        MLP("", up=Projection("fc1"), down="fc2", out="fc2"),
+        Attention("self_attn", Q, K, V, o="out_proj", scores=scores),
+        MLP("", up=Projection("fc1"), down="fc2"),
+        out=(None, "fc2"),
         pre=("self_attn_layer_norm", "final_layer_norm"),
         path="layers",
         final_norm="layer_norm",

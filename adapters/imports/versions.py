@@ -6,7 +6,6 @@ Nothing else asks for a version. What the installed one does not have is refused
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -28,6 +27,26 @@ _SINCE = {
     "HfExporter": ("transformers.exporters", *_EXPORT),
     "get_exporter_class": ("transformers.exporters.auto", *_EXPORT),
     "decompose_for_generation": ("transformers.exporters.utils", *_EXPORT),
+}
+#: Classes that transformers changed: what we declare is there from this version on. An older one is inferred.
+_DECLARED_SINCE = {
+    # Before, the router returns no choice of experts, or is none.
+    "DeepseekV2PreTrainedModel": "5.15",
+    "DeepseekV3PreTrainedModel": "5.15",
+    "Dots1PreTrainedModel": "5.15",
+    "Ernie4_5_MoePreTrainedModel": "5.15",
+    "ExaoneMoePreTrainedModel": "5.15",
+    "Glm4MoePreTrainedModel": "5.15",
+    "Glm4MoeLitePreTrainedModel": "5.15",
+    "HunYuanMoEV1PreTrainedModel": "5.15",
+    "SolarOpenPreTrainedModel": "5.15",
+    # Before, what a router returns is in another order, or its experts are kept elsewhere.
+    "AriaTextPreTrainedModel": "5.21",
+    "GraniteMoePreTrainedModel": "5.21",
+    "GraniteMoeSharedPreTrainedModel": "5.21",
+    # Before, a block returns a tuple.
+    "MoshiForCausalLM": "5.21",
+    "MoshiModel": "5.21",
 }
 
 
@@ -61,18 +80,51 @@ def registered_conversions() -> set[str]:
 
 
 def check_patching() -> None:
-    """Refuses a patched load that would fail: transformers' patching imports modules that need torchvision until 5.20.
+    """Refuses a patched load before 5.21, where transformers' patching looks into every module that it could import.
 
-    A load that fails there would leave torch making every tensor on the meta device.
+    It imports them so, which fails without torchvision and Pillow, in the middle of the load.
 
     Raises:
-        VersionError: transformers is that old, and there is no torchvision.
+        VersionError: transformers is older.
     """
-    if not has_transformers("5.21") and importlib.util.find_spec("torchvision") is None:
-        raise VersionError(
-            f"loading with patches needs transformers 5.21 or later, or torchvision, and transformers "
-            f"{transformers.__version__} is installed without it: pip install 'transformers>=5.21'"
-        )
+    _require("5.21", "loading with patches")
+
+
+def older_than_declared(name: str) -> str:
+    """Why our declaration is not of this class as it is in the installed transformers; "" where it is.
+
+    Args:
+        name: of the class that the declaration is for.
+    """
+    since = _DECLARED_SINCE.get(name, "0")
+    if has_transformers(since):
+        return ""
+    installed = transformers.__version__
+    return f"the declaration for {name} is of transformers {since} or later, and {installed} is installed"
+
+
+def check_batching() -> None:
+    """Refuses transformers' continuous batching before 5.20, whose pages and options are others.
+
+    Raises:
+        VersionError: transformers is older.
+    """
+    _require("5.20", "generate_batch")
+
+
+def checkpointing_method() -> str:
+    """What a model's method is called that turns activation checkpointing on: before 5.23 as gradients are named."""
+    return "activation_checkpointing_enable" if has_transformers("5.23") else "gradient_checkpointing_enable"
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether activation checkpointing is on: before 5.23 the attribute is called as gradients are.
+
+    Args:
+        model: a Hugging Face model.
+    """
+    newer = has_transformers("5.23")
+    return bool(getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing"))
 
 
 def rotation_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -132,9 +184,13 @@ def __getattr__(name: str) -> object:
     if name not in _SINCE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, version, use = _SINCE[name]
+    _require(version, use)
+    return getattr(importlib.import_module(module), name)
+
+
+def _require(version: str, use: str) -> None:
     if not has_transformers(version):
         raise VersionError(
             f"{use} needs transformers {version} or later, and {transformers.__version__} is installed: "
             f"pip install 'transformers>={version}'"
         )
-    return getattr(importlib.import_module(module), name)

@@ -23,19 +23,13 @@ class Mixer:
 
     Attributes:
         path: the module, relative to the block.
-        out, out_key: where the result stands that is added to the residual stream, as for `MLP`.
         modules: the modules in it that are each called once, relative to `path`, with the axes of what they return.
         functions: the functions that it calls, of those in `adapters.mixers.functions`.
-        entry: the module that is given what it reads, where that is another one, and no module stands around
-            it all. "" where that is not known.
     """
 
     path: str
-    out: str | None = None
-    out_key: int | None = None
     modules: tuple[tuple[str, str], ...] = ()
     functions: tuple[str, ...] = ()
-    entry: str | None = None
 
     @property
     def channels(self) -> dict[str, int]:

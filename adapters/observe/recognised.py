@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -23,6 +24,11 @@ class RecognisedNorm:
     centered: bool
     offset: float
     eps: float | None
+
+    @property
+    def computes(self) -> Literal["layer", "rms"]:
+        """What it is."""
+        return "layer" if self.centered else "rms"
 
 
 def recognise_norm(

@@ -156,7 +156,7 @@ class _GraphRecorder(Recorder):
         names = () if call.args else argument_names(call.module)[:1]
         call.entered = _seen(None, call.args[0] if call.args else next(map(call.kwargs.get, names), None))
         if call.entered:
-            self._watch(call, "input", call.entered.live)
+            self._watched.append((call, "input", call.entered.live, call.entered.live._version))
 
     def leaves(self, call: ModuleCall) -> Any:
         given = output = call.output
@@ -165,13 +165,10 @@ class _GraphRecorder(Recorder):
             given = output = call.output = output.detach().requires_grad_() * 1
         if isinstance(output, Tensor) and output.is_floating_point():
             given = output.clone()  # what the model writes over is not what is kept here
-            self._watch(call, "output", given)
+            self._watched.append((call, "output", given, given._version))
         elements = [(None, output)] if isinstance(output, Tensor) else list(enumerate(elements_of(output)))
         call.left = [seen for key, x in elements if (seen := _seen(key, x))]
         return given
-
-    def _watch(self, call: ModuleCall, which: Literal["input", "output"], x: Tensor) -> None:
-        self._watched.append((call, which, x, x._version))
 
     def note_changes(self) -> None:
         """Says of each call what of it was written over in the run."""

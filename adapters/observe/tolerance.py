@@ -1,4 +1,18 @@
-"""What computed numbers may differ by."""
+"""What computed numbers may differ by.
+
+Measured with `verify` on tiny random models of 35 families (28 in float64, in which transformers runs no mixtures): the
+most that two results of what is declared right differ by, relative to the largest number in them.
+
+| type | a claim that is recomputed | logits after writing back | tolerance |
+|---|---|---|---|
+| float64 | 1.8e-7 | 2.1e-7 | 5e-6 |
+| float32 | 5.5e-7 | 8.0e-7 | 2e-5 |
+| bfloat16 | 4.4e-7 (on a probe copy in float32) | 1.6e-2 | 5e-2 |
+
+A float64 model differs by more than its own rounding, as many compute norms, softmaxes and rotations in float32,
+whatever they are given. The factor of about 25 is for models of more layers and wider sums than these. That a wrong
+declaration differs by more is what the table of wrong declarations in the tests is for.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +21,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-#: What computed values may differ by, relative to the largest, for each type of numbers. Many models compute norms,
-#: softmaxes and rotations in float32, whatever they are given.
+#: What computed values may differ by, relative to the largest, for each type of numbers.
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 5e-6, torch.float32: 2e-5}
 _HALF = 5e-2
+#: What is left of numbers that a factor, or three for each column, are fitted to, relative to the largest. Measured by
+#: inferring the 185 causal types of transformers: of 418 fits of one factor, 410 leave at most 2.1e-6 and 8 at least
+#: 2.0e-2; of 534 columns, 54 are a constant or a parameter up to 4.6e-7, and 480 are none by at least 0.13.
+FITTED = 1e-3
 
 
 def tolerance(of: Tensor | torch.dtype) -> float:

@@ -22,6 +22,7 @@ from adapters.observe.recording import Recorder, Watch
 from adapters.paths import INFER, has_module, join, module_path
 from adapters.proofs.evidence import Evidence, Place, add_numbered
 from adapters.proofs.report import Check, Findings
+from adapters.views import parameters_of
 
 CLAIM = "nothing in a block is left out: its layers, norms and softmaxes are claimed"
 
@@ -83,7 +84,7 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
 def _biases(place: Place) -> list[str]:
     """Modules whose parameters are claimed otherwise than by a hook point."""
     part, step = place.named.step.part, place.named.step
-    kept = [path for affine in (step.adjust, step.carry) if affine for path in affine.parameters()]
+    kept = parameters_of((*step.output_transform, *step.residual_transform))
     # Only of a module inside of the block: what a part's own module keeps is seen in the sum.
     return [join(place.path, path.rpartition(".")[0]) for path in kept] + _of_part(place, part)
 
@@ -94,7 +95,7 @@ def _of_part(place: Place, part: Part) -> list[str]:
     if not isinstance(part, Attention):
         return []
     # What stands beside is declared by name, also where its hook point is not offered.
-    beside = [module_path(path) for path, _ in part.beside]
+    beside = [module_path(path) for path, _ in part.auxiliary_modules]
     return [join(place.module, path) for path in (*beside, part.position_bias) if path]
 
 
@@ -102,7 +103,7 @@ def _roles(place: Place) -> Iterator[str]:
     """The layers and norms that have a part of their own to play."""
     step, part = place.named.step, place.named.step.part
     if isinstance(part, Attention):
-        norms = [norm.path for norm in (part.q_norm, part.k_norm) if norm]
+        norms = [norm.path for norm in part.qk_norms]
         yield from (join(place.module, path) for path in (part.q.path, part.k.path, part.v.path, part.o, *norms))
     elif isinstance(part, MLP):
         paths = (part.up.path, part.gate.path if part.gate else "", part.down, part.ln.path if part.ln else "")
@@ -116,8 +117,8 @@ def _opaque(place: Place) -> list[str]:
     part, mix = place.named.step.part, place.named.step.mix
     mixing = [join(place.path, mix.path)] if mix else []
     if isinstance(part, Mixer | Opaque):
-        entry = [join(place.path, part.entry)] if part.entry else []
-        return [place.module, *entry, *mixing]
+        entry = place.named.step.entry
+        return [place.module, *([join(place.path, entry)] if entry else []), *mixing]
     if not isinstance(part, MoE):
         return mixing
     return [join(place.module, path) for path in (part.experts, part.router) if path] + mixing
@@ -129,7 +130,7 @@ def _before_latents(place: Place, calls: Calls) -> list[str]:
     if not isinstance(part, Attention):
         return []
     found = []
-    for latent in (part.q_latent, part.kv_latent):
+    for latent in (part.q.latent, part.k.latent):
         norm = calls.get(join(place.module, latent)) if latent else None
         entered = norm[0].input if norm else None
         if entered is None:
@@ -205,7 +206,7 @@ def _claims(place: Place) -> Iterator[tuple[str, str, str]]:
             ("its output", part.o),
         ):
             yield f"{what} made", part.path, path
-        for what, norm in (("queries normed", part.q_norm), ("keys normed", part.k_norm)):
+        for what, norm in (("queries normed", part.q.norm), ("keys normed", part.k.norm)):
             if norm and not norm.path.startswith("."):
                 yield what, part.path, norm.path
     elif isinstance(part, MLP):

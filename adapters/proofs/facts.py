@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from adapters.architecture import Architecture, Block, feeds_forward
+from adapters.architecture import Architecture, Block, Part
 from adapters.attention import Attention
 from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE
@@ -42,14 +42,20 @@ def _last(evidence: Evidence, end: str, axis: int = -1) -> set[int]:
     return {x.shape[axis] for name, x in evidence.activations.items() if name.endswith(end) and ".mixer." not in name}
 
 
+def _has_own_sizes(part: Part) -> bool:
+    """Whether a part says numbers of heads or widths that are not those of `ModelConfig`."""
+    if isinstance(part, MLP):
+        return part.up.width is not None
+    if not isinstance(part, Attention):
+        return False
+    heads = bool(part.config_values.keys() & {"n_heads", "n_key_value_heads"})
+    return heads or any(each.width is not None for each in part.projections.values())
+
+
 def _sizes(evidence: Evidence) -> Iterator[tuple[str, object]]:
     cfg, model = evidence.bridge.cfg, evidence.bridge.original_model
     first = evidence.bridge.architecture.stack
-    sized = any(
-        getattr(place.named.step.part, name, None) is not None
-        for place in evidence.places()
-        for name in ("n_heads", "n_kv_heads", "d_q", "d_k", "d_v", "d_mlp")
-    )
+    sized = any(_has_own_sizes(place.named.step.part) for place in evidence.places())
 
     def one(name: str, found: set[int]) -> Iterator[tuple[str, object]]:
         own = sized and getattr(cfg, name) in found  # layers that say their own sizes are held to them
@@ -111,11 +117,10 @@ def _forms(evidence: Evidence) -> Iterator[tuple[str, object]]:
     attentions = [part for part in parts if isinstance(part, Attention)]
     if steps:
         yield "attn_only", len(attentions) == len(parts)
-        parallel = any(step.parallel and step.reads is None and feeds_forward(step.part) for step in steps)
-        yield "parallel_attn_mlp", parallel
+        yield "parallel_attn_mlp", any(block.has_parallel_mlp for block in blocks)
         mixed = any(isinstance(part, MoE) for part in parts) and not _ungated_experts(evidence)
         yield "gated_mlp", mixed or any(isinstance(part, MLP) and part.gate is not None for part in parts)
-        yield "use_qk_norm", any(part.q_norm or part.k_norm for part in attentions)
+        yield "use_qk_norm", any(part.qk_norms for part in attentions)
         yield "use_normalization_before_and_after", any(step.pre and step.post for step in steps)
         yield "normalization_type", _norm_type(evidence)
     final = architecture.stack.final_norm

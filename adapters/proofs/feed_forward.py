@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapters.architecture import Step
 from adapters.config import config_of
-from adapters.experts import expert_bias, expert_weight, has_bias, sparsemixer_topk
+from adapters.experts import expert_bias, expert_weight, has_bias, router_matrix, sparsemixer_topk
 from adapters.feed_forward import MLP, MoE
 from adapters.observe.activations import product
 from adapters.paths import join, module_at
@@ -97,13 +97,11 @@ class _Mixture:
         if logits is None or weights is None or top is None or chosen is None or router is None or router.input is None:
             self.findings.holds(CHOICE, at, False, "the router did not run")
             return
-        matrix = router.module.get_submodule(self.part.router_matrix)
+        matrix = router.module.get_submodule(router_matrix(router.module))
         weight, bias = (getattr(matrix, name, None) for name in ("weight", "bias"))
         if isinstance(weight, Tensor) and weight.ndim == 2:
             made = torch.nn.functional.linear(router.input.flatten(0, -2), weight.detach(), bias)
             self.findings.equal(CHOICE, f"{at}hook_router_logits", logits, made)
-        elif any(has_matrix(each) for each in router.module.modules()):
-            self.findings.holds(CHOICE, f"{at}hook_router_logits", False, f"no matrix at {self.part.router_matrix!r}")
         else:
             self.findings.inconclusive(CHOICE, f"{at}hook_router_logits: the router has no matrix")
         wide = logits.double()
@@ -116,14 +114,14 @@ class _Mixture:
         if self.part.chosen_by == "scores":
             self._by_scores(wide, weights, top, chosen)
             return
-        if self.part.chosen_by == "probabilities":
+        if self.part.chosen_by.endswith("probabilities"):
             expected = wide.softmax(-1)
         else:
             expected = torch.zeros_like(wide)
             expected.scatter_(-1, chosen.long(), wide.gather(-1, chosen.long()).softmax(-1))
         self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
         best = expected.topk(chosen.shape[-1]).indices.sort(-1).values
-        same = self.part.corrected or bool((best == chosen.long().sort(-1).values).all())
+        same = self.part.chosen_by.startswith("corrected") or bool((best == chosen.long().sort(-1).values).all())
         self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest weights")
         share = weights.double().gather(-1, chosen.long())
         normed = share / share.sum(-1, keepdim=True)
@@ -205,9 +203,3 @@ class _Mixture:
         if not later:
             total = self.step.added(total, module_at(self.evidence.bridge.original_model, self.place.path))
         self.findings.equal(CHOICE, f"{at}(sum)", added, like(total.to(added.dtype), added))
-
-
-def has_matrix(module: nn.Module) -> bool:
-    """Whether a module's own weight is a matrix."""
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.ndim == 2

@@ -16,7 +16,7 @@ from adapters.paths import call_number, module_at, module_path
 from adapters.proofs.evidence import Place, places_of
 from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
 from adapters.proofs.report import Check
-from adapters.views import Kwargs, SinkPattern
+from adapters.views import Kwargs, SinkPattern, transformed
 
 #: Says of some hook points which do not hold, and why; what it raises is a reason, too.
 Test = Callable[[list[str]], dict[str, str]]
@@ -200,7 +200,7 @@ class Mechanics:
     @cached_property
     def routes(self) -> dict[str, Tensor]:
         """Which experts each token is sent to without hooks: that can depend on the last digit."""
-        names = [name for name in self.names if _is_route(name)]
+        names = [name for name in self.names if name.endswith("hook_expert_indices")]
         cache = self.cache(names) if names else {}
         return {name: cache[name] for name in names}
 
@@ -240,8 +240,8 @@ class Mechanics:
         if step.mix:
             result, write, *keep = (cache[name] for name in added)
             return step.mix.of(stream, result, write, keep[0] if keep else None)
-        carried = stream if step.carry is None else step.carry.of(stream, module_at(self.model, place.path))
-        return sum((cache[name] for name in added), carried)
+        stream = transformed(step.residual_transform, stream, module_at(self.model, place.path))
+        return sum((cache[name] for name in added), stream)
 
     def pattern_rows(self) -> None:
         """Pattern rows sum to one."""
@@ -344,10 +344,6 @@ class Mechanics:
         left = self.count_hooks() - self.hooks_before
         patched = [n for n, m in self.model.named_modules() if "forward" in m.__dict__ and _is_ours(m.forward)]
         self.add("no torch hook is left behind", not left and not patched, f"{left} hooks, {len(patched)} patches")
-
-
-def _is_route(name: str) -> bool:
-    return name.endswith("hook_expert_indices")
 
 
 def _is_ours(forward: object) -> bool:

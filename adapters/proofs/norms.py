@@ -58,7 +58,7 @@ def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
             yield join(place.path, norm.path), norm
         yield from ((join(place.path, n.path), n) for n in (step.pre, step.post, step.stream_norm) if n)
         if isinstance(step.part, Attention):
-            yield from ((join(place.module, n.path), n) for n in (step.part.q_norm, step.part.k_norm) if n)
+            yield from ((join(place.module, n.path), n) for n in step.part.qk_norms)
         elif isinstance(step.part, MLP) and step.part.ln:
             yield join(place.module, step.part.ln.path), step.part.ln
 
@@ -114,7 +114,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
 
 
 def _said(found: RecognisedNorm) -> str:
-    return _kind(NormKind(found.centered, found.offset))
+    return _kind(NormKind(found.computes, found.offset))
 
 
 def _kind(kind: NormKind) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from adapters.attention import Attention
+from adapters.norms import Norm
 from adapters.observe.calls import ModuleCall
 from adapters.observe.gradients import by_position, gradients_of_scores, gradients_of_z
 from adapters.paths import module_path
@@ -44,7 +45,7 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
                 CLAIM, f"{place.part}: it runs without gradients; another call of its module has them"
             )
         else:
-            z = _before_norm(evidence, place, output.input) if part.z_is == "norm" else output.input
+            z = _before_norm(evidence, place, output.input) if isinstance(part.z_transform, Norm) else output.input
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()
 
 
@@ -119,8 +120,8 @@ class _Columns:
         return self.evidence.call(self.normed(letter) or hook.point.site.path)
 
     def normed(self, letter: str) -> str | None:
-        norm = {"q": self.part.q_norm, "k": self.part.k_norm}.get(letter)
-        if norm is None or self.part.qk_norm_over != "width":
+        norm = self.part.projections[letter].norm
+        if norm is None or letter == "v" or self.part.norms_over != "width":
             return None
         return f"{self.place.module}.{norm.path}"
 
@@ -180,7 +181,7 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Pla
         claim: its name.
         place, part: the attention.
     """
-    for path, reader in ((part.q_latent, part.q.path), (part.kv_latent, part.k.path)):
+    for path, reader in ((each.latent, each.path) for each in (part.q, part.k)):
         made = evidence.call(place.module, path) if path else None
         read = evidence.call(place.module, reader) if path else None
         if made is None or read is None or made.result is None or read.input is None:
@@ -198,13 +199,13 @@ def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
 def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Tensor | None:
     """Queries or keys behind their norm, where they have one."""
     made = clipped(evidence.get(f"{place.part}hook_{letter}"), part)
-    norm = part.q_norm if letter == "q" else part.k_norm
-    if norm is None or made is None or part.qk_norm_last:
+    norm = part.projections[letter].norm
+    if norm is None or made is None or part.rotary == "first":
         return made
     call = evidence.call(place.module, norm.path)
     if call is None or call.result is None:
         return None
     result = call.result
-    if part.qk_norm_over == "heads first":
+    if part.norms_over == "heads first":
         result = result.transpose(1, 2)
     return result.reshape(made.shape) if result.numel() == made.numel() else None

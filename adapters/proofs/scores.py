@@ -6,16 +6,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adapters.attention import GATE_FUNCTIONS, Attention
+from adapters.attention import GATE_FUNCTIONS, AddedOutput, Attention, Gate, SinkGate
 from adapters.config import config_of
 from adapters.inputs.made import repeated, split
+from adapters.norms import Norm
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, Place
 from adapters.proofs.projections import clipped, normed, prove_latents
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
 from adapters.proofs.rotation import prove_rotation, relative_buckets
-from adapters.views import AlibiScores
+from adapters.views import Affine, AlibiScores
 
 SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
 PATTERN = "the pattern is the softmax of the scores, less what declared sinks take"
@@ -41,7 +42,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
         part = place.named.step.part
         if not isinstance(part, Attention):
             continue
-        if not part.shows_scores:
+        if part.scores is None:
             for claim in (SCORES, PATTERN, VALUES, MASK):
                 findings.inconclusive(claim, f"{place.part}: its scores cannot be seen")
             continue
@@ -76,7 +77,7 @@ class _Attention:
         """Whether queries and keys are rotated here."""
         at = self.place.part
         q, k = (normed(self.evidence, self.place, self.part, letter) for letter in "qk")
-        for letter in "qk" if not self.part.qk_norm_last else "":
+        for letter in "qk" if self.part.rotary != "first" else "":
             self._norm_reads(letter)
         prove_latents(self.evidence, self.findings, SCORES, self.place, self.part)
         scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
@@ -85,16 +86,16 @@ class _Attention:
             self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
             return False
         rotated = False
-        if self.part.rotary or self.part.shared_keys:
+        if self.part.shows_rotated:
             turned_q, turned_k = self.get("rot_q"), self.get("rot_k")
             config = config_of(self.evidence.bridge.core).get_text_config()
-            turned = (turned_q, turned_k) if not self.part.qk_norm_last else self._normed_last(turned_q, turned_k)
-            if self.part.kv_latent is not None:
+            turned = (turned_q, turned_k) if self.part.rotary != "first" else self._normed_last(turned_q, turned_k)
+            if self.part.k.latent is not None:
                 rotated = self._latent(q, k, *turned)
             elif not self.padded:  # positions are counted in another way in each row of the batch
                 if getattr(config, "is_heterogeneous", False):
                     config = config.per_layer_config[self.place.layer]
-                own = self.part.rotary_dim, self.part.rotary_base
+                own = self.part.own("rotary_dim", None), self.part.own("rotary_base", None)
                 rotated = prove_rotation(self.findings, SCORES, at, self.cfg, config, self.local, (q, k), turned, own)
             q, k = turned_q, turned_k
         if q is None or k is None:
@@ -114,12 +115,12 @@ class _Attention:
     def _normed_last(self, *normed: Heads | None) -> tuple[Tensor | None, Tensor | None]:
         """What the norms behind the rotation are given; what they put out is what enters the product."""
         given: list[Tensor | None] = []
-        for letter, norm, seen in zip("qk", (self.part.q_norm, self.part.k_norm), normed, strict=True):
+        for letter, norm, seen in zip("qk", (self.part.q.norm, self.part.k.norm), normed, strict=True):
             call = self.evidence.call(self.place.module, norm.path) if norm else None
             if call is None or call.input is None or call.result is None:
                 given.append(seen)
                 continue
-            first = self.part.qk_norm_over == "heads first"
+            first = self.part.norms_over == "heads first"
             made, entered = (x.transpose(1, 2) if first else x for x in (call.result, call.input))
             self.findings.equal(SCORES, f"{self.place.part}{letter}_norm", seen, made)
             given.append(entered)
@@ -138,7 +139,7 @@ class _Attention:
         if not self.part.rotary:
             self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q, q)
             return False
-        dims, said = q.shape[-1] - width, self.part.rotary_dim or self.cfg.rotary_dim
+        dims, said = q.shape[-1] - width, self.part.own("rotary_dim", self.cfg.rotary_dim)
         self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
         self.findings.inconclusive(SCORES, f"{at}hook_rot_q: how fast its columns turn, and in which pairs")
         sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
@@ -148,66 +149,63 @@ class _Attention:
 
     def _values(self, v: Heads, pattern: Tensor, z: Tensor, seen: Tensor) -> None:
         """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
-        part, place, at = self.part, self.place, f"{self.place.part}hook_z"
-        if part.v_norm is not None:
-            call = self.evidence.call(place.module, part.v_norm.path)
+        place, at, transform = self.place, f"{self.place.part}hook_z", self.part.z_transform
+        if norm := self.part.v.norm:
+            call = self.evidence.call(place.module, norm.path)
             if call is None or call.result is None or call.result.numel() != v.numel():
-                self.findings.holds(VALUES, at, False, f"{part.v_norm.path} did not norm the values")
+                self.findings.holds(VALUES, at, False, f"{norm.path} did not norm the values")
                 return
             v = call.result.reshape(v.shape)
         repeated = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
         product = torch.einsum("bhqk,bkhd->bqhd", pattern.double(), repeated.double())
-        if part.z_is == "factor":
-            product = product * part.z_factor
-        elif part.z_is == "gate" and part.gate is not None and part.gate_fn is not None:
+        module = module_at(self.evidence.bridge.original_model, place.module)
+        if isinstance(transform, Affine):
+            product = transform.of(product, module)
+        elif isinstance(transform, Gate):
             gate = self.get("gate")
             if gate is None:
-                self.findings.holds(VALUES, at, False, f"the gate {part.gate.path} did not run")
+                self.findings.holds(VALUES, at, False, f"the gate {transform.projection.path} did not run")
                 return
-            product = product * GATE_FUNCTIONS[part.gate_fn](gate.double())
-        elif part.z_is == "sink" and part.z_sinks is not None:
-            scores = self.get("attn_scores")
-            sinks = getattr(module_at(self.evidence.bridge.original_model, place.module), part.z_sinks, None)
+            product = product * GATE_FUNCTIONS[transform.function](gate.double())
+        elif isinstance(transform, SinkGate):
+            scores, sinks = self.get("attn_scores"), getattr(module, transform.parameter, None)
             if scores is None or not isinstance(sinks, Tensor):
-                self.findings.holds(VALUES, at, False, f"there are no sinks in {part.z_sinks}")
+                self.findings.holds(VALUES, at, False, f"there are no sinks in {transform.parameter}")
                 return
             total = scores.double().logsumexp(-1).transpose(1, 2)[..., None]
             product = product * (total - sinks.detach().double()[:, None]).sigmoid()
-        elif part.z_is == "norm":
-            self._normed_values(product, z)
+        elif isinstance(transform, Norm):
+            self._normed_values(transform, product, z)
             return
-        if part.branch is not None:
-            call = self.evidence.call(place.module, part.branch)
+        elif isinstance(transform, AddedOutput):
+            call = self.evidence.call(place.module, transform.path)
             if call is None or call.result is None or call.result.ndim != 4:
-                self.findings.holds(VALUES, at, False, f"{part.branch} returned no tensor of heads")
+                self.findings.holds(VALUES, at, False, f"{transform.path} returned no tensor of heads")
                 return
             product = product + call.result.transpose(1, 2).double()
         self.findings.equal(VALUES, at, z.where(seen, 0), product.where(seen, 0).to(z.dtype), float(v.abs().max()))
 
-    def _normed_values(self, product: Tensor, z: Tensor) -> None:
+    def _normed_values(self, norm: Norm, product: Tensor, z: Tensor) -> None:
         """A norm of each head, or of all, stands between."""
-        at = f"{self.place.part}hook_z"
-        flat = product.flatten(2)
-        for call in self.evidence.calls_in(self.place.module):
-            entered, result = call.input, call.result
-            if entered is None or result is None or entered.numel() != flat.numel() or result.numel() != z.numel():
-                continue
-            if torch.allclose(entered.double().reshape(flat.shape), flat, rtol=1e-3, atol=1e-4):
-                self.findings.equal(VALUES, at, z, result.reshape(z.shape))
-                return
-        self.findings.holds(VALUES, at, False, "no norm reads pattern @ v")
+        at, call = f"{self.place.part}hook_z", self.evidence.call(self.place.module, norm.path)
+        entered, result = (call.input, call.result) if call else (None, None)
+        if entered is None or result is None or entered.numel() != product.numel() or result.numel() != z.numel():
+            self.findings.holds(VALUES, at, False, f"{norm.path} did not norm pattern @ v")
+            return
+        self.findings.equal(VALUES, at, entered.reshape(product.shape), product.to(entered.dtype))
+        self.findings.equal(VALUES, at, z, result.reshape(z.shape))
 
     def _norm_reads(self, letter: str) -> None:
-        norm = self.part.q_norm if letter == "q" else self.part.k_norm
+        norm = self.part.projections[letter].norm
         if norm is None:
             return
         made = self.get(letter)
         call = self.evidence.call(self.place.module, norm.path)
         entered = call.input if call else None
-        if entered is not None and made is not None and self.part.qk_norm_over == "heads first":
+        if entered is not None and made is not None and self.part.norms_over == "heads first":
             entered = entered.transpose(1, 2)
         if entered is not None and made is not None and entered.numel() == made.numel():
-            width = made.shape[-1] * (made.shape[-2] if self.part.qk_norm_over == "width" else 1)
+            width = made.shape[-1] * (made.shape[-2] if self.part.norms_over == "width" else 1)
             over = call.input.shape[-1] if call and call.input is not None else 0
             self.findings.holds(SCORES, f"{self.place.part}{letter}_norm", over == width, f"it is over {over} columns")
             entered = entered.reshape(made.shape)
@@ -219,7 +217,7 @@ class _Attention:
         made = torch.einsum("bqhd,bkhd->bhqk", q.double(), repeated.double())
         size = float(made.abs().max())
         scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
-        scale = self.part.scale or scale
+        scale = self.part.own("attn_scale", scale)
         if cfg.scale_attn_by_inverse_layer_idx:
             scale *= self.place.layer + 1
         made, size = made / scale, size / scale
@@ -228,7 +226,7 @@ class _Attention:
             made = cap * (made / cap).tanh()
             size = min(size, cap)
         seen = scores.isfinite() & self._sees_something(scores)
-        if self.part.adds is not None:
+        if self.part.score_bias_modules is not None:
             if not self.padded:
                 self._interaction(q, k, scale, at)
             return
@@ -279,7 +277,7 @@ class _Attention:
             given = repeated({name: x[:1] for name, x in self.evidence.arguments.items()}, 4)
             tokens, more = split(bridge.core, given)
             bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
-        biases = (self.part.q_bias, self.part.k_bias, self.part.v_bias)
+        biases = [projection.bias for projection in self.part.projections.values()]
         core = module_at(bridge.original_model, join(self.place.module, self.part.core))
         for name, bias in core.named_parameters(recurse=False):
             told = bias.numel() != q.shape[2:].numel() or join(self.part.core, name) in biases

@@ -5,7 +5,7 @@ Points are tried together, and apart only where that fails: a model of some thou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -84,14 +84,12 @@ class Proof:
         tokens, more = split(self.bridge.core, repeated(self.arguments, times))
         return self.bridge.run_with_hooks(tokens, fwd_hooks=list(hooks), **more)
 
-    def _has_rows(self, name: str) -> bool:
-        axes = self.bridge.hook_dict[name].point.axes
-        return axes.startswith("batch ") and name not in ("embed.hook_in",) and "hook_expert_indices" not in name
-
     def _edited(self, names: list[str]) -> dict[str, str]:
         """An edit of one row of the batch, at one point each, changes that row of the logits."""
         failed: dict[str, str] = {}
-        for some in _chunks([name for name in names if self._has_rows(name)], 48):
+        rows_of = [name for name in names if self.bridge.hook_dict[name].point.axes.startswith("batch ")]
+        edited = [name for name in rows_of if name != "embed.hook_in" and "hook_expert_indices" not in name]
+        for some in (edited[start : start + 48] for start in range(0, len(edited), 48)):
             times = -(-len(some) // self.tokens.shape[0])
             plain = self._repeated([], times)
             rows = {name: row for row, name in enumerate(some)}
@@ -118,8 +116,3 @@ class Proof:
         except WRONG as error:
             return f"its blocks cannot be run by themselves ({one_line(error)})"
         return ""
-
-
-def _chunks(names: Sequence[str], size: int) -> Iterator[list[str]]:
-    for start in range(0, len(names), size):
-        yield list(names[start : start + size])

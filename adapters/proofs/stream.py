@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from adapters.architecture import Opaque, Stack
+from adapters.architecture import Stack
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
-from adapters.mixers.part import Mixer
 from adapters.observe.calls import ModuleCall
 from adapters.observe.recording import Recorder
 from adapters.paths import call_number, join, module_at, module_path
@@ -19,6 +18,7 @@ from adapters.proofs.ends.logits import prove_end
 from adapters.proofs.evidence import Evidence, Place, like
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
+from adapters.views import constant_of, parameters_of, transformed
 
 READS = "each part reads the stream that it is declared to read, through its norm"
 RETURNS = "what is added is what the part's last layer makes, through its norm, with its factor"
@@ -50,8 +50,9 @@ def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
     steps = place.stack.block_at(place.layer).named
     names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
     left = " + ".join(name.removeprefix("hook_") for name in names)
-    carry = place.named.step.carry
-    left = left if carry is None else f"({', '.join(carry.parameters()) or f'{carry.factor:g}'}) * {left}"
+    carry = place.named.step.residual_transform
+    if carry:
+        left = f"({', '.join(parameters_of(carry)) or f'{constant_of(carry):g}'}) * {left}"
     claim = f"{left} = {place.named.after.removeprefix('hook_')}"
     at = place.prefix + place.named.after
     terms = [evidence.get(place.prefix + name) for name in names]
@@ -63,9 +64,7 @@ def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
     if place.named.step.mix:
         _mixed(evidence, findings, place, there)
         return
-    added = there[0].double()
-    if carry is not None:
-        added = carry.of(added, module_at(evidence.bridge.original_model, place.path))
+    added = transformed(carry, there[0].double(), module_at(evidence.bridge.original_model, place.path))
     for term in there[1:]:
         added = added + term.double()
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
@@ -122,12 +121,13 @@ def _same(x: Tensor | None, y: Tensor | None, tolerance: float) -> bool:
 
 def _entries(place: Place) -> list[str]:
     """The modules, relative to the block, that are given what a part reads."""
-    part, pre = place.named.step.part, place.named.step.pre
+    step = place.named.step
+    part, pre = step.part, step.pre
     if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms what it is given
-        inside = [p.path for letter, p in zip("qkv", (part.q, part.k, part.v), strict=True) if not part.latent(letter)]
+        inside = [projection.path for projection in part.projections.values() if not projection.latent]
         return [join(part.path, path) for path in dict.fromkeys(inside)]
-    if isinstance(part, Opaque | Mixer) and part.entry is not None:
-        return [part.entry] if part.entry else []
+    if step.entry is not None:
+        return [step.entry] if step.entry else []
     if part.path:
         return [part.path]
     assert isinstance(part, MLP)
@@ -193,12 +193,11 @@ def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
     if (
         isinstance(part, MoE)
         and added is not None
-        and part.out_key is None
-        and not (step.post or step.adjust)
-        and step.factor == 1
+        and step.out_element == 0
+        and not (step.post or step.output_transform)
     ):
         call = evidence.call(place.module)
-        findings.equal(RETURNS, at, added, like(call.output if call else None, added))
+        findings.equal(RETURNS, at, added, like(call.result if call else None, added))
 
 
 def streams_of(
@@ -223,24 +222,25 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
     """What leaves a block enters the next, as the declared element of what it returns."""
     before: Tensor | None = None
     for index, (prefix, entered, left, call) in enumerate(streams_of(evidence, stack)):
-        if before is not None and stack.every_block[0].exit:
+        if before is not None and stack.every_block[0].ends:
             before = zeroed(findings, before, entered)
-        if index in stack.joined:
-            before = _joined(evidence, stack.joined[index])
+        if index in stack.block_inputs:
+            before = _entered(evidence, stack.block_inputs[index], before)
             findings.holds(CHAIN, f"{prefix}hook_resid_pre", before is not None, "what it is the sum of did not run")
         if before is not None:
-            findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before * stack.rescaled.get(index, 1))
+            findings.equal(CHAIN, f"{prefix}hook_resid_pre", entered, before)
         before = left
-        if stack.every_block[0].exit:
+        if stack.every_block[0].ends:
             continue  # no module returns it
         output = call.output if call else None
         length = len(output) if isinstance(output, tuple | list) else 1
-        fits = length == stack.output_length and isinstance(output, tuple | list) == (stack.output_key is not None)
+        key, expected = stack.output
+        fits = length == expected and isinstance(output, tuple | list) == (key is not None)
         findings.holds(
             CHAIN,
             f"{prefix}(output)",
             fits,
-            f"{length} elements in a {type(output).__name__}, for {stack.output_length} with key {stack.output_key}",
+            f"{length} elements in a {type(output).__name__}, for {expected} with key {key}",
         )
 
 
@@ -248,16 +248,16 @@ def _last(evidence: Evidence, stack: Stack) -> Tensor | None:
     """What leaves the last block, as the final norm reads it."""
     left = [left for _, _, left, _ in streams_of(evidence, stack)]
     last = left[-1] if left else None
-    return None if last is None else last * stack.rescaled.get(len(left), 1)
+    return _entered(evidence, stack.block_inputs.get(len(left), (("", 1.0),)), last)
 
 
-def _joined(evidence: Evidence, sources: Sequence[tuple[str, float]]) -> Tensor | None:
-    """The sum of what calls outside of the blocks put out."""
+def _entered(evidence: Evidence, sources: Sequence[tuple[str, float]], before: Tensor | None) -> Tensor | None:
+    """The sum of what calls outside of the blocks put out, or, without a path, of what left the block before."""
     total: Tensor | None = None
     for path, factor in sources:
-        calls = evidence.calls.get(join(evidence.base, module_path(path)), ())
+        calls = evidence.calls.get(join(evidence.base, module_path(path)), ()) if path else ()
         number = call_number(path) or 0
-        made = calls[number].result if number < len(calls) else None
+        made = calls[number].result if number < len(calls) else None if path else before
         if made is None:
             return None
         total = made * factor if total is None else total + made * factor

@@ -12,7 +12,7 @@ from adapters.feed_forward import MLP, MoE
 from adapters.paths import module_at
 from adapters.proofs.evidence import Evidence, Place, like
 from adapters.proofs.report import Findings
-from adapters.views import Call
+from adapters.views import Call, linearly, transformed
 from adapters.weights import Weights
 
 CLAIM = "weights and biases make the activations of their names"
@@ -93,11 +93,11 @@ class _Layer:
         entered = call.input.flatten(0, -2).double()
         expected = entered @ matrix.double().flatten(0, -2) + bias.double()
         step = self.place.named.step
-        own = step.part.shared_factor if isinstance(step.part, MoE) and "shared" in matrix_name else 1.0
-        made = call.result * (own * step.last_factor)
-        if step.adjust and not step.post:
-            block = module_at(self.evidence.bridge.original_model, self.place.path)
-            made = step.adjust.of(made, block) if own == 1 else step.adjust.linear(made, block)
+        block = module_at(self.evidence.bridge.original_model, self.place.path)
+        if isinstance(step.part, MoE) and "shared" in matrix_name:  # one of several terms
+            made = linearly(step.behind_last, call.result * step.part.shared_factor, block)
+        else:
+            made = transformed(step.behind_last, call.result, block)
         self.findings.equal(CLAIM, f"{self.place.part}{matrix_name}", like(expected.to(made.dtype), made), made)
 
     def mlp(self, part: MLP, inside: str) -> None:
@@ -132,4 +132,4 @@ class _Layer:
         gate = part.gate if isinstance(part, MLP) else None
         if not isinstance(bias, Tensor):
             return None
-        return gate.part.get(bias.detach(), Call(module, (), {})) if gate and gate.part else bias.detach()
+        return gate.view.get(bias.detach(), Call(module, (), {})) if gate and gate.view else bias.detach()

@@ -20,6 +20,19 @@ class Basis(Protocol):
         """The part of the activation ``[..., d]`` that features explain."""
 
 
+class WritesLater(Basis, Protocol):
+    """One layer of a cross-layer transcoder: a basis whose features are written at later points, too.
+
+    Attributes:
+        n_later: at how many.
+    """
+
+    n_later: int
+
+    def decode_later(self, features: Tensor, ahead: int, /) -> Tensor:
+        """What features add at the point that is so many behind their own, from 1."""
+
+
 #: What becomes of what a basis does not explain: it stays, it is left out, or it is this tensor.
 Error = Literal["keep", "drop"] | Tensor
 
@@ -39,6 +52,8 @@ class InBasis(View):
             transcoder); None: they are of the activation.
         skip: what is added to ``decode(new)``, made of what is read; it cancels where the error is kept.
         stateful: `decode` undoes what the last `encode` remembered, and forgets it (normalisation at run time).
+        on_top: where the error is not kept, what is decoded goes on top of the activation, not in its place: what a
+            cross-layer transcoder of an earlier layer adds.
     """
 
     identity = False
@@ -52,11 +67,18 @@ class InBasis(View):
         reads: tuple[str, View] | None = None,
         skip: Callable[[Tensor], Tensor] | None = None,
         stateful: bool = False,
+        on_top: bool = False,
     ) -> None:
         self.name, self.inner, self.basis, self.error = name, inner, basis, error
-        self.reads, self.skip, self.stateful = reads, skip, stateful
+        self.reads, self.skip, self.stateful, self.on_top = reads, skip, stateful, on_top
         self.contextual = inner.contextual or reads is not None
         self.writes_through, self.at_once = inner.writes_through, inner.at_once
+
+    @property
+    def edits_alone(self) -> bool:
+        """Whether an edit changes the activation by what is decoded, and is of that activation alone."""
+        kept = isinstance(self.error, str) and self.error == "keep"
+        return kept and self.reads is None and not self.stateful
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return self.encode(self._read(x, call))
@@ -74,6 +96,8 @@ class InBasis(View):
                 made = made + self.skip(read).to(made.dtype)
             if isinstance(self.error, Tensor):
                 made = made + self._fitting(self.error, made, "the error that it was given")
+            if self.on_top:
+                made = act + made
         return self.inner.put(x, made, self._own(call))
 
     def unexplained(self, act: Tensor, features: Tensor, read: Tensor | None = None) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from adapters.views.base import Call, Derived, View
+from adapters.views.base import Call, Derived, View, split
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,30 +28,33 @@ class Scaled(View):
 
 @dataclass(frozen=True)
 class Affine:
-    """``(x + bias) * weight * factor + plus``: what a block does to a tensor before it adds it to another.
+    """``x * weight * factor + plus``: a link of a chain that a tensor goes through, in constants and parameters.
 
     Attributes:
         factor: a constant.
-        weight, bias, plus: parameters of the block, by their paths in it: ``[d_model]``, or one number.
+        weight, plus: parameters of the block, by their paths in it: ``[d_model]``, or one number.
         squashed: it is the weight's `tanh` that is multiplied with (a gate).
     """
 
     factor: float = 1.0
     weight: str | None = None
-    bias: str | None = None
     squashed: bool = False
     plus: str | None = None
 
-    def of(self, x: Tensor, block: nn.Module) -> Tensor:
-        """What it makes of a tensor ``[..., d_model]``."""
-        bias = self._bias(block)
-        y = self.linear(x if bias is None else x + bias, block)
-        return y if self.plus is None else y + block.get_parameter(self.plus)
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The paths of its parameters."""
+        return tuple(path for path in (self.weight, self.plus) if path)
 
     def linear(self, x: Tensor, block: nn.Module) -> Tensor:
-        """The same without its bias: what it makes of one of several terms of a sum, or of a matrix that writes it."""
+        """What it makes of a tensor ``[..., d_model]``, without `plus`."""
         weight = self._weight(block)
         return x * (self.factor if weight is None else weight)
+
+    def of(self, x: Tensor, block: nn.Module) -> Tensor:
+        """What it makes of a tensor ``[..., d_model]``."""
+        y = self.linear(x, block)
+        return y if self.plus is None else y + block.get_parameter(self.plus)
 
     def undone(self, y: Tensor, block: nn.Module) -> Tensor:
         """The tensor that it makes this one of.
@@ -58,7 +62,7 @@ class Affine:
         Raises:
             ValueError: its weight has zeros: no tensor would become this one.
         """
-        bias, weight = self._bias(block), self._weight(block)
+        weight = self._weight(block)
         if weight is not None and not (torch.compiler.is_compiling() or weight.is_meta or is_fake(weight)):
             zeros = int((weight == 0).sum())
             if zeros:
@@ -68,15 +72,7 @@ class Affine:
                     "there. Use what the part puts out before it, its own hook_out"
                 )
         y = y if self.plus is None else y - block.get_parameter(self.plus)
-        x = y / (self.factor if weight is None else weight)
-        return x if bias is None else x - bias
-
-    def parameters(self) -> tuple[str, ...]:
-        """The paths of its parameters."""
-        return tuple(path for path in (self.weight, self.bias, self.plus) if path)
-
-    def _bias(self, block: nn.Module) -> Tensor | None:
-        return None if self.bias is None else block.get_parameter(self.bias)
+        return y / (self.factor if weight is None else weight)
 
     def _weight(self, block: nn.Module) -> Tensor | None:
         if self.weight is None:
@@ -85,19 +81,68 @@ class Affine:
         return (torch.tanh(weight) if self.squashed else weight) * self.factor
 
 
+#: What a tensor goes through, link by link.
+Chain = tuple[Affine, ...]
+
+
+def times(factor: float) -> Chain:
+    """The chain that multiplies with a constant; without a link where that is one."""
+    return () if factor == 1 else (Affine(factor),)
+
+
+def parameters_of(chain: Chain) -> tuple[str, ...]:
+    """The paths of all its parameters."""
+    return tuple(path for link in chain for path in link.parameters)
+
+
+def constant_of(chain: Chain) -> float | None:
+    """What a chain multiplies with, whatever it adds; None where parameters multiply, too."""
+    return None if any(link.weight for link in chain) else math.prod(link.factor for link in chain)
+
+
+def transformed(chain: Chain, x: Tensor, block: nn.Module) -> Tensor:
+    """What a chain makes of a tensor.
+
+    Args:
+        chain: the links.
+        x: ``[..., d_model]``.
+        block: the module whose parameters they name.
+    """
+    for link in chain:
+        x = link.of(x, block)
+    return x
+
+
+def linearly(chain: Chain, x: Tensor, block: nn.Module) -> Tensor:
+    """The same without what it adds: what it makes of a term of a sum, or of a matrix that writes it."""
+    for link in chain:
+        x = link.linear(x, block)
+    return x
+
+
 @dataclass(frozen=True, repr=False)
 class Adjusted(View):
-    """What a module returns, after the block has scaled and shifted it; the block is the module of the last source."""
+    """What a module returns, behind a chain of the block's; the block is the module of the last source."""
 
-    by: Affine
+    by: Chain
     identity = False
     contextual = True
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return self.by.of(x, call.sources[-1][0])
+        return transformed(self.by, x, call.sources[-1][0])
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        return self.by.undone(new, call.sources[-1][0])
+        for link in reversed(self.by):
+            new = link.undone(new, call.sources[-1][0])
+        return new
+
+
+def through(chain: Chain) -> View | None:
+    """What a module returns, behind a chain; None where that is the same."""
+    if not chain:
+        return None
+    factor = None if parameters_of(chain) else constant_of(chain)
+    return Adjusted(chain) if factor is None else None if factor == 1 else Scaled(factor)
 
 
 class Copied(View):
@@ -127,6 +172,20 @@ class WithBatchAxis(Derived):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new
+
+
+@dataclass(frozen=True, repr=False)
+class SeveralStreams(View):
+    """``batch pos (stream d_model) -> batch pos stream d_model``; streams that have an axis stay as they are."""
+
+    n_streams: int
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x if x.ndim == 4 else split(x, self.n_streams)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new if x.ndim == 4 else new.flatten(-2)
 
 
 class PositionsFirst(View):

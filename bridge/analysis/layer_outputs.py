@@ -146,7 +146,7 @@ def _factor(model: AnalysedModel, layer: int, part: str) -> float:
     Raises:
         ValueError: that is no constant.
     """
-    factor = model.architecture.step_at(layer, part).constant_factor
+    factor = model.architecture.step_at(layer, part).last_factor
     if factor is None:
         raise ValueError(
             f"block {layer} of {model.cfg.model_name} multiplies what its {part} puts out with parameters of its own: "

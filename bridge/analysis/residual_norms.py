@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from adapters.architecture import Architecture, Step, feeds_forward
 from adapters.norms import NormKind, at_least_float32, normalized
 from adapters.paths import module_at
-from adapters.views import Composed, Copied
+from adapters.views import Composed, Copied, linearly, transformed
 from bridge.analysis.requirements import AnalysedModel
 
 
@@ -127,18 +127,15 @@ class PostNorm(StreamNorm):
 
     def linear(self, x: Float[Tensor, "*any d_model"], scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """What reaches the stream of a term of its input; `constant` is of no term."""
-        made = super().linear(x, scale) * self.step.factor
-        return self.step.adjust.linear(made, self.block) if self.step.adjust else made
+        return linearly(self.step.output_transform, super().linear(x, scale), self.block)
 
     @property
     def constant(self) -> Tensor | None:
         """What reaches the stream whatever its input is, ``[d_model]``; None for nothing."""
-        bias, adjust = self.bias, self.step.adjust
-        made = None if bias is None else bias * self.step.factor
-        if adjust is None or not adjust.parameters():
-            return made if adjust is None or made is None else adjust.linear(made, self.block)
-        like = next(self.block.parameters()).new_zeros(()) if made is None else made
-        return adjust.of(like, self.block)
+        bias, chain = self.bias, self.step.output_transform
+        if bias is None and not any(link.plus for link in chain):
+            return None
+        return transformed(chain, next(self.block.parameters()).new_zeros(()) if bias is None else bias, self.block)
 
 
 def post_norm(model: AnalysedModel, layer: int, part: str) -> PostNorm | None:

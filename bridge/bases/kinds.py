@@ -1,4 +1,4 @@
-"""Bases that come with the package: directions, rotations, single neurons."""
+"""Bases that come with the package: directions, rotations, single neurons, layers of a cross-layer transcoder."""
 
 from __future__ import annotations
 
@@ -147,3 +147,73 @@ class Neurons(nn.Module):
         """The vector that has these, and zeros elsewhere."""
         wide = features.new_zeros(*features.shape[:-1], self.d)
         return wide.index_copy(-1, self.indices, features)
+
+
+class CrossLayer(nn.Module):
+    """One layer of a cross-layer transcoder: features that are written at the points of several layers.
+
+    The tensors are those of one layer of circuit-tracer's `CrossLayerTranscoder` (Ameisen et al. 2025, "Circuit
+    Tracing"), whose layers are all placed to have the whole.
+
+    Args:
+        W_enc: ``[feature, d]``, from what is read to the features.
+        b_enc: ``[feature]``.
+        W_dec: ``[feature, point, d_out]``, what is written at the layer's own point and at those behind it.
+        b_dec: ``[d_out]``, added at the layer's own point alone.
+        threshold: of a JumpReLU, ``[feature]``; None: a ReLU.
+
+    Raises:
+        ValueError: the sizes do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.bases import CrossLayer
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> reads, writes = ([f"blocks.{i}.{name}" for i in range(4)] for name in ("hook_resid_mid", "hook_mlp_out"))
+        >>> for i in range(4):
+        ...     layer = CrossLayer(torch.randn(6, 128), torch.zeros(6), torch.randn(6, 4 - i, 128), torch.zeros(128))
+        ...     point = bridge.add_basis(writes[i], "clt", layer, reads=reads[i], later=writes[i + 1 :])
+        >>> _, cache = bridge.run_with_cache("Mary and", names_filter="blocks.1.hook_mlp_out.clt")
+        >>> cache["blocks.1.hook_mlp_out.clt"].shape
+        torch.Size([1, 3, 6])
+        >>> [name for name in bridge.hook_dict if "hook_mlp_out.clt_of_2" in name]
+        ['blocks.3.hook_mlp_out.clt_of_2']
+    """
+
+    W_enc: Tensor
+    b_enc: Tensor
+    W_dec: Tensor
+    b_dec: Tensor
+    threshold: Tensor | None
+
+    def __init__(
+        self,
+        W_enc: Float[Tensor, "feature d"],
+        b_enc: Float[Tensor, " feature"],
+        W_dec: Float[Tensor, "feature point d_out"],
+        b_dec: Float[Tensor, " d_out"],
+        threshold: Float[Tensor, " feature"] | None = None,
+    ) -> None:
+        super().__init__()
+        parts = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec, "threshold": threshold}
+        sizes = {name: list(value.shape) for name, value in parts.items() if value is not None}
+        n, out = W_enc.shape[0], b_dec.shape[0]
+        if [b_enc.shape[0], W_dec.shape[0], W_dec.shape[2]] != [n, n, out] or sizes.get("threshold", [n]) != [n]:
+            raise ValueError(f"the sizes of a layer do not fit each other: {sizes}")
+        self.n_later = W_dec.shape[1] - 1
+        for name, value in parts.items():
+            self.register_buffer(name, None if value is None else value.detach().clone())
+
+    def encode(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... feature"]:
+        """The features."""
+        before = x @ self.W_enc.T + self.b_enc
+        return before.relu() if self.threshold is None else before * (before > self.threshold)
+
+    def decode(self, features: Float[Tensor, "... feature"]) -> Float[Tensor, "... d_out"]:
+        """What they explain at the layer's own point."""
+        return features @ self.W_dec[:, 0] + self.b_dec
+
+    def decode_later(self, features: Float[Tensor, "... feature"], ahead: int) -> Float[Tensor, "... d_out"]:
+        """What they add at the point that is so many behind."""
+        return features @ self.W_dec[:, ahead]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.views.basis import Basis, Error, InBasis
-from bridge.bases.placing import Functions, basis_point, modules_of
+from bridge.bases.placing import Request, modules_of, one_of, takes_over, written_later
 from bridge.cache.activation_cache import ActivationCache
 from bridge.facade.runs import RunMethods
 from bridge.hooks.hook_point import HookPoint
@@ -47,6 +47,7 @@ class BasisMethods(RunMethods):
         reads: str | HookPoint | None = None,
         skip: Callable[[Tensor], Tensor] | None = None,
         error: Error = "keep",
+        later: Sequence[str | HookPoint] = (),
     ) -> HookPoint:
         """Places a hook point that shows an activation in a basis: an SAE's features, directions, a rotation.
 
@@ -66,6 +67,10 @@ class BasisMethods(RunMethods):
             error: what becomes of what the basis does not explain. ``"keep"``: it stays. ``"drop"``: in every run
                 ``decode(features)`` goes on in place of the activation. A tensor: that and this (`basis_error` gives
                 the error of a run).
+            later: further points at which the features are written, in their order (a cross-layer transcoder): `basis`
+                is one layer of it, with `decode_later`, such as `bridge.bases.CrossLayer`; `reads` is given. What is
+                written there shows as points of its own, named after `name` and the layer (``blocks.3.hook_mlp_out.
+                NAME_of_1``), which go with this one.
 
         Returns:
             The hook point.
@@ -73,8 +78,9 @@ class BasisMethods(RunMethods):
         Raises:
             UnknownHookError: a name that no hook point has.
             ValueError: the name is taken or is no word; the activation has no axis of features; the basis's tensors are
-                on another device, or of another type; `reads` cannot be read from elsewhere, or does not come before.
-            TypeError: neither a basis nor both functions, or both ways.
+                on another device, or of another type; `reads` cannot be read from elsewhere, or does not come before;
+                `later` does not come behind.
+            TypeError: neither a basis nor both functions, or both ways; or a method is missing.
 
         Example:
             >>> import torch
@@ -87,8 +93,10 @@ class BasisMethods(RunMethods):
             >>> cache["blocks.2.hook_resid_post.mary"].shape
             torch.Size([1, 4, 1])
         """
-        hook = self._new_point(point, name, basis, encode, decode, reads, skip, error)
-        if not _leaves_alone(hook):
+        given = one_of(basis, encode, decode)
+        places = self._hook(point), None if reads is None else self._hook(reads), tuple(map(self._hook, later))
+        hook = self._new_point(request := Request(name, given, *places, skip, error))
+        if not request.keeps:
             self.wiring.add(hook, Listener("fwd", as_they_are, None, permanent=True))
         return hook
 
@@ -104,11 +112,12 @@ class BasisMethods(RunMethods):
         reads: str | HookPoint | None = None,
         skip: Callable[[Tensor], Tensor] | None = None,
         error: Error = "keep",
+        later: Sequence[str | HookPoint] = (),
     ) -> Iterator[HookPoint]:
         """As `add_basis`, inside a ``with`` statement; an error that is not kept is so for its runs alone.
 
         Args:
-            point, name, basis, encode, decode, reads, skip, error: as for `add_basis`.
+            point, name, basis, encode, decode, reads, skip, error, later: as for `add_basis`.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -120,9 +129,11 @@ class BasisMethods(RunMethods):
             >>> bridge.bases
             []
         """
-        hook = self._new_point(point, name, basis, encode, decode, reads, skip, error)
+        given = one_of(basis, encode, decode)
+        places = self._hook(point), None if reads is None else self._hook(reads), tuple(map(self._hook, later))
+        hook = self._new_point(request := Request(name, given, *places, skip, error))
         try:
-            if _leaves_alone(hook):
+            if request.keeps:
                 yield hook
             else:
                 scope = Scope()
@@ -140,7 +151,8 @@ class BasisMethods(RunMethods):
 
         Raises:
             UnknownHookError: a name that no hook point has.
-            ValueError: it is one of the model's own.
+            ValueError: it is one of the model's own, or goes with another one (a later point of a cross-layer
+                transcoder).
 
         Example:
             >>> from bridge import TransformerBridge
@@ -150,6 +162,10 @@ class BasisMethods(RunMethods):
             >>> bridge.remove_basis(point)
         """
         hook, _ = self._basis_at(point)
+        if takes_over(hook):
+            raise ValueError(f"{hook.name} takes over features of an earlier layer: remove_basis the one of that layer")
+        for follower in hook.point.linked:
+            self.wiring.take_out(self.hook_dict[follower.name])
         for other in self.bases:
             if other is hook or other.name.startswith(f"{hook.name}."):
                 self.wiring.take_out(other)
@@ -159,8 +175,8 @@ class BasisMethods(RunMethods):
         """What a basis did not explain in a run: the activation less what is decoded (and less a transcoder's skip).
 
         Args:
-            cache: of a run; it holds the basis's own point, the point that it stands on, and for one that reads
-                elsewhere with a skip path, that point.
+            cache: of a run; it holds the basis's own point, the point that it stands on, for one that reads elsewhere
+                with a skip path that point, and where earlier layers of a cross-layer transcoder are written, those.
             point: the hook point in the basis, or its name.
 
         Returns:
@@ -181,7 +197,12 @@ class BasisMethods(RunMethods):
         """
         hook, view = self._basis_at(point)
         read = None if view.reads is None or view.skip is None else cache[view.reads[0]]
-        return view.unexplained(cache[hook.name.rpartition(".")[0]], cache[hook.name], read)
+        base, _, name = hook.name.rpartition(".")
+        rest = view.unexplained(cache[base], cache[hook.name], read)
+        layers = [other for other in self.bases if other.name.endswith(f".{name}")]
+        for layer, there in written_later(base, layers, self.hook_dict):
+            rest = there.unexplained(rest, cache[layer.name])
+        return rest
 
     @contextmanager
     def linearised(
@@ -250,33 +271,20 @@ class BasisMethods(RunMethods):
                 hook.view.error = hook.view.error.to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
-    def _new_point(
-        self,
-        point: str | HookPoint,
-        name: str,
-        basis: Basis | None,
-        encode: Callable[[Tensor], Tensor] | None,
-        decode: Callable[[Tensor], Tensor] | None,
-        reads: str | HookPoint | None,
-        skip: Callable[[Tensor], Tensor] | None,
-        error: Error,
-    ) -> HookPoint:
-        if (basis is None) != (encode is not None and decode is not None) or (encode is None) != (decode is None):
-            raise TypeError("give either a basis, with encode and decode, or both functions: encode=..., decode=...")
-        if basis is None:
-            assert encode is not None and decode is not None
-            basis = Functions(encode, decode)
-        (base,) = self.select_hooks(point)
-        source = None if reads is None else self.select_hooks(reads)[0]
-        if source is not None and source.order >= base.order:
-            raise ValueError(f"{source.name} does not come before {base.name}: features of it cannot be written there")
-        declared = basis_point(base, name, basis, source, skip, error, self.cfg, self.original_model)
-        if declared.name in self.hook_dict:
-            raise ValueError(f"{declared.name} is there already: give the basis another name, or remove_basis it")
-        hook = self.makes_points(declared, base.order, self.wiring)
-        self.wiring.insert(hook, base)
+    def _new_point(self, request: Request) -> HookPoint:
+        declared = request.points(self.cfg, self.original_model)
+        for point in declared:
+            if point.name in self.hook_dict:
+                raise ValueError(f"{point.name} is there already: give the basis another name, or remove_basis it")
+        hooks = []
+        for base, point in zip((request.point, *request.later), declared, strict=True):
+            hooks.append(self.makes_points(point, base.order, self.wiring))
+            self.wiring.insert(hooks[-1], base)
         self._names_changed()
-        return hook
+        return hooks[0]
+
+    def _hook(self, point: str | HookPoint) -> HookPoint:
+        return self.select_hooks(point)[0]
 
     def _basis_at(self, point: str | HookPoint) -> tuple[HookPoint, InBasis]:
         hook = self.select_hooks(point)[0]
@@ -308,9 +316,3 @@ def _held(value: Tensor) -> Callable[..., Tensor]:
         return value.expand_as(activation) if one else value
 
     return held
-
-
-def _leaves_alone(hook: HookPoint) -> bool:
-    """Whether the model computes what it did while nobody listens."""
-    assert isinstance(hook.view, InBasis)
-    return isinstance(hook.view.error, str) and hook.view.error == "keep"

@@ -117,7 +117,7 @@ def feature_logit_attrs(
         ``[feature, batch, pos]``.
 
     Raises:
-        ValueError: the point is in no basis, or its `decode` is not linear.
+        ValueError: the point is in no basis, or in one of something inside a part; its `decode` is not linear.
         MissingActivationsError, KeyError: the cache does not hold what is needed.
 
     Example:
@@ -136,6 +136,12 @@ def feature_logit_attrs(
     view = cache.model.hook_dict[name].view
     if not isinstance(view, InBasis):
         raise ValueError(f"{name} is the model's own hook point, and no basis")  # noqa: TRY004 - a name is wrong
+    base = name.rpartition(".")[0]
+    if not base.endswith(("_out", "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "embed")):
+        raise ValueError(
+            f"what features of {base} write goes through the rest of its part first: place a basis on the stream, or "
+            "on what is added to it"
+        )
     found = cache[name]
     features = found.to_dense() if found.is_sparse else found
     with torch.no_grad():

@@ -1,8 +1,7 @@
-"""Directions: found between two sets of prompts, added, removed, capped, and written into the weights."""
+"""Directions: found between two sets of prompts, and their removal written into the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
-from bridge.hooks.context import CURRENT, without_hooks
+from bridge.hooks.context import without_hooks
 from bridge.hooks.hook_point import HookPoint
+from bridge.interventions import ProjectOut
 from weight_processing.parts import Parts, precise
 from weight_processing.saving import untie
 
@@ -135,64 +135,6 @@ def _vector(x: Tensor, positive: Tensor, how: How) -> Tensor:
     return torch.from_numpy(probe.coef_[0]).to(x) / width
 
 
-@dataclass(frozen=True, eq=False)
-class Steer:
-    """A change along a direction: a hook function for any point of ``[..., d]``.
-
-    Attributes:
-        vector: the direction, ``[d]``; where it is removed or capped its length does not matter.
-        add: how many times the vector is added.
-        remove: the part along the direction is taken out first.
-        cap: the coordinate along the direction (of length one) is at most this.
-        positions: at which positions, counted from the prompt's first; None: at all, those that are generated included.
-
-    Raises:
-        ValueError: a direction of no length, or a position that is counted from the end.
-
-    Example:
-        >>> from bridge import TransformerBridge
-        >>> from bridge.features import Steer
-        >>> bridge = TransformerBridge.boot_embedded()
-        >>> anna = Steer(bridge.tokens_to_residual_directions(" Anna"), add=20.0)
-        >>> with bridge.hooks(fwd_hooks=[("blocks.3.hook_resid_post", anna)]):
-        ...     bridge("When Mary and John went to the store, John gave a drink to", return_type="predictions")
-        ' Anna'
-    """
-
-    vector: Float[Tensor, " d"]
-    add: float = 0.0
-    remove: bool = False
-    cap: float | None = None
-    positions: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        if not bool(self.vector.any()):
-            raise ValueError("the direction has no length")
-        if self.positions is not None and min(self.positions, default=0) < 0:
-            raise ValueError(f"positions are {list(self.positions)}; they are counted from the prompt's first, 0")
-
-    def __call__(self, activation: Tensor, hook: HookPoint) -> Tensor | None:
-        """The activation, changed."""
-        vector = self.vector.to(activation)
-        unit = vector / vector.norm()
-        along = (activation @ unit).unsqueeze(-1)
-        new = activation
-        if self.remove:
-            new = new - along * unit
-        if self.cap is not None:
-            new = new - (along - self.cap).clamp(min=0) * unit
-        if self.add:
-            new = new + self.add * vector
-        if self.positions is None:
-            return new
-        generation = CURRENT.get().generation
-        if generation is not None and generation.step > 0 and activation.shape[1] == 1:
-            return None  # the prompt is in the model's cache already
-        at = torch.zeros(activation.shape[1], dtype=torch.bool, device=activation.device)
-        at[list(self.positions)] = True
-        return torch.where(at.view(1, -1, *[1] * (activation.ndim - 2)), new, activation)
-
-
 def written_points(bridge: TransformerBridge) -> list[str]:
     """The hook points at which something is added to the residual stream.
 
@@ -213,7 +155,7 @@ def written_points(bridge: TransformerBridge) -> list[str]:
 def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_model"]) -> None:
     """Makes the removal of a direction part of the weights: nothing writes along it any more (Arditi et al. 2024).
 
-    The model is changed in place, and computes what it did with ``Steer(vector, remove=True)`` at `written_points`;
+    The model is changed in place, and computes what it did with ``ProjectOut(vector)`` at `written_points`;
     that is tried, and where it is not so the weights stay as they were. Tied embeddings are untied.
 
     Args:
@@ -238,16 +180,16 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
     parts = Parts(bridge.weights)
     steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
     begin = bridge.architecture.embedding
-    if steps or begin.norm or begin.project or begin.adjust or begin.types or begin.more or begin.unknown:
+    if steps or begin.norm or begin.project or begin.behind_embed or begin.types or begin.more or begin.unknown:
         what = steps[0] if steps else "the embeddings"
         raise ValueError(
             f"between the weights of {what} and the residual stream stands more than a sum: a direction cannot "
-            "be taken out of the weights there. Use Steer(vector, remove=True) as a hook"
+            "be taken out of the weights there. Use bridge.interventions.ProjectOut as a hook"
         )
     unit = precise(vector / vector.norm())
     tokens = torch.arange(min(8, bridge.cfg.d_vocab), device=bridge.cfg.device)[None]
-    steer = Steer(vector, remove=True)
-    hooks = [(name, steer) for name in written_points(bridge)]
+    removal = ProjectOut(vector)
+    hooks = [(name, removal) for name in written_points(bridge)]
     with without_hooks():
         before = bridge(tokens)
     wanted = bridge.run_with_hooks(tokens, fwd_hooks=hooks)

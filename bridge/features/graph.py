@@ -11,12 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adapters.views.basis import InBasis
+from bridge.bases.placing import takes_over, written_later
 from bridge.bridge import TransformerBridge
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 
 #: What begins the residual stream.
 _BEGINNINGS = ("hook_embed", "hook_pos_embed")
+#: What bases may stand on: the stream, and what is added to it.
+_LINEAR_BEHIND = (".hook_resid_pre", ".hook_resid_mid", ".hook_resid_post", ".hook_attn_out", ".hook_mlp_out")
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,16 @@ def attribution_graph(
     if not hooks or len(bases) < len(hooks):
         named = ", ".join(hook.name for hook in hooks if hook not in bases) or "none"
         raise ValueError(f"points are hook points that add_basis placed; these are not: {named}")
+    on = [hook.name.rpartition(".")[0] for hook in bases]
+    if inside := [name for name in on if not name.endswith(_LINEAR_BEHIND)]:
+        raise ValueError(
+            f"{', '.join(inside)} is inside a part, so what is behind it is not linear in its features: place bases on "
+            "the stream, or on what attention or an MLP adds to it"
+        )
+    if twice := sorted({name for name in on if on.count(name) > 1}):
+        raise ValueError(f"several bases stand on {', '.join(twice)}: a part is replaced by one of them")
+    if gone := sorted(hook.name for hook in bases if takes_over(hook)):
+        raise ValueError(f"{', '.join(gone)} takes over features of an earlier layer: name the one of that layer")
     length = tokens.shape[1]
     kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
     kept[list(without_positions)] = False
@@ -206,13 +219,16 @@ class _Replaced:
         self.tokens: list[_Source] = []
         self.targets: list[Tensor] = []
         self._read: dict[str, Tensor] = {}
+        self._leaves: dict[str, Tensor] = {}
         by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
         mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out")]
         reads = [hook.view.reads[0] for hook in bases if isinstance(hook.view, InBasis) and hook.view.reads]
         begin = [name for name in _BEGINNINGS if name in bridge.hook_dict]
         hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in begin]
         hooks += [(name, self._keep) for name in dict.fromkeys(reads)]
-        hooks += [(name, self._replace(by_point.get(name))) for name in dict.fromkeys([*by_point, *mlps])]
+        later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
+        for name in dict.fromkeys([*by_point, *later, *mlps]):
+            hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
         made = bridge.run_with_hooks(tokens, fwd_hooks=hooks)[0, -1].float()
         cap = bridge.cfg.output_logits_soft_cap
         if cap > 0:  # what entered the cap is linear
@@ -229,11 +245,18 @@ class _Replaced:
     def _keep(self, act: Tensor, hook: HookPoint) -> None:
         self._read[hook.name] = act
 
-    def _replace(self, basis: HookPoint | None) -> Callable[..., Tensor]:
-        """A hook that makes an MLP's output a function of features and errors alone."""
+    def _replace(self, basis: HookPoint | None, earlier: list[tuple[HookPoint, InBasis]]) -> Callable[..., Tensor]:
+        """A hook that makes an MLP's output a function of features and errors alone.
+
+        Args:
+            basis: that of the features; None: the MLP is all error.
+            earlier: what writes here of a cross-layer transcoder's layers.
+        """
 
         def replace(act: Tensor, hook: HookPoint) -> Tensor:
-            rest, explained, through = act.detach(), None, None
+            made = torch.zeros_like(act)
+            for layer, there in earlier:
+                made = made + there.decoded(self._leaves[layer.name], act)
             if basis is not None:
                 view = basis.view
                 assert isinstance(view, InBasis)
@@ -245,17 +268,15 @@ class _Replaced:
                 nodes = [Node("feature", basis.name, int(pos), int(index)) for pos, index in entries]
                 self.features.append(_Source(nodes, leaf, entries))
                 self.targets.append(found)
-                explained = view.decoded(leaf, act)
+                self._leaves[basis.name] = leaf
+                made = made + view.decoded(leaf, act)
                 if view.skip is not None:
-                    through = view.skip(read)
-                    rest = rest - through.detach()
-                rest = rest - explained.detach()
-            error = rest.clone().requires_grad_()
+                    made = made + view.skip(read)
+            error = (act.detach() - made.detach()).requires_grad_()
             positions = self.kept.nonzero().flatten()
             nodes = [Node("error", hook.name, int(pos)) for pos in positions]
             self.errors.append(_Source(nodes, error, positions))
-            made = error if explained is None else error + explained
-            return made if through is None else made + through
+            return error + made
 
         return replace
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
+from adapters.imports.versions import check_batching
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.options import check_generates
 from bridge.generation.packed import AtPoint, Edit, Packed, Request, check_tells_apart, together
@@ -108,6 +109,7 @@ def generate_batch(
         prompts: as tokens.
         interventions, each, options: as there.
     """
+    check_batching()
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
         raise ValueError(f"{type(bridge.core).__name__} cannot generate many requests at once: use bridge.generate")

@@ -7,6 +7,7 @@ from bridge.interventions.operation import Operation
 from bridge.interventions.operations import (
     OPERATIONS,
     Add,
+    Cap,
     Clamp,
     Mean,
     ProjectOnto,
@@ -20,6 +21,7 @@ from bridge.interventions.operations import (
 __all__ = [
     "OPERATIONS",
     "Add",
+    "Cap",
     "Clamp",
     "Interventions",
     "InterventionsFileError",

@@ -194,6 +194,40 @@ class ProjectOnto(ProjectOut):
         return self.along(activation, hook, inputs)
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class Cap(ProjectOut):
+    """Keeps the coordinate along a direction at a value or below.
+
+    Args:
+        directions: one direction ``[feature]``, of any length; the coordinate is of one of length one.
+        most: a number.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.interventions import Cap
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> capped = Cap(bridge.tokens_to_residual_directions(" Mary"), 0.0)
+        >>> with bridge.hooks(fwd_hooks=[("blocks.3.hook_resid_post", capped)]):
+        ...     bridge("When Mary and John went to the store, John gave a drink to", return_type="predictions")
+        ' John'
+    """
+
+    most: Number
+    numbers: ClassVar[tuple[str, ...]] = ("directions", "most")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, axes in (("directions", 1), ("most", 0)):
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.ndim != axes:
+                raise ValueError(f"{name} has shape {list(value.shape)}; Cap is along one direction, at one number")
+
+    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
+        unit = orthonormal(self.number("directions", activation, inputs, hook).reshape(1, -1))[0]
+        above = (activation @ unit - self.number("most", activation, inputs, hook)).clamp_min(0)
+        return activation - above.unsqueeze(-1) * unit
+
+
 def orthonormal(rows: Tensor) -> Tensor:
     """An orthonormal basis of what rows span, by Gram and Schmidt (twice), which every runtime has.
 
@@ -267,5 +301,5 @@ class Replace(Operation):
 
 #: All operations, by name.
 OPERATIONS: dict[str, type[Operation]] = {
-    kind.__name__: kind for kind in (Set, Add, Scale, Clamp, Zero, Mean, ProjectOut, ProjectOnto, Replace)
+    kind.__name__: kind for kind in (Set, Add, Scale, Clamp, Zero, Mean, ProjectOut, ProjectOnto, Cap, Replace)
 }

@@ -100,12 +100,12 @@ def _raw(bridge: Readable) -> Callable[[Tensor, int], Tensor]:
     """
     readout = replace(bridge.architecture.readout, soft_cap=None)
     unembed = bridge.core.get_submodule(readout.path)
-    for head in bridge.architecture.heads:
-        if head.unembeds and head.width not in (None, bridge.cfg.d_model):
-            raise ValueError(
-                f"the unembedding of {bridge.cfg.model_name} reads vectors of width {head.width}, not of the stream's "
-                f"{bridge.cfg.d_model}: kind='raw' is not for it"
-            )
+    width = getattr(unembed, "in_features", bridge.cfg.d_model)
+    if width != bridge.cfg.d_model:
+        raise ValueError(
+            f"the unembedding of {bridge.cfg.model_name} reads vectors of width {width}, not of the stream's "
+            f"{bridge.cfg.d_model}: kind='raw' is not for it"
+        )
     return lambda stream, layer: readout.logits(unembed.forward(stream * readout.factor_in), bridge.core)
 
 

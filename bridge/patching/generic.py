@@ -199,8 +199,8 @@ def _heads(model: TransformerBridge, activation_name: str, layer: int) -> int:
     axes = model.names.find(act_name(activation_name, layer)).point.axes.split()
     attn = model.architecture.stack.block_at(layer).attn
     if "n_key_value_heads" in axes:
-        return (attn and attn.n_kv_heads) or model.cfg.n_kv_heads
-    return (attn and attn.n_heads) or model.cfg.n_heads
+        return attn.own("n_key_value_heads", model.cfg.n_kv_heads) if attn else model.cfg.n_kv_heads
+    return attn.own("n_heads", model.cfg.n_heads) if attn else model.cfg.n_heads
 
 
 def _clean(clean_cache: Mapping[str, Tensor], hook: HookPoint) -> Tensor:

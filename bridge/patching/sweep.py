@@ -9,13 +9,14 @@ run; and logits are computed where the metric looks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from adapters.views.basis import InBasis
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
@@ -42,12 +43,14 @@ class Job:
         hook: where it stands.
         start: the first position that it changes; 0 where that is not known.
         patch: called with the first position that runs; gives what makes the patched activation.
+        basis: the point in a basis whose activation is patched, where `hook` is one that shows what it stands on.
     """
 
     index: int
     hook: HookPoint
     start: int
     patch: Callable[[int], Patch]
+    basis: HookPoint | None = None
 
     @property
     def layer(self) -> int:
@@ -128,11 +131,11 @@ class Sweep:
             jobs: the patches.
         """
         run = self.corrupted
+        jobs = [below_its_basis(job, run.model.hook_dict) for job in jobs]
         for start, together in groups(jobs, run.length, run.batch, self.n_layers):
-            together.sort(key=lambda job: (job.layer, job.hook.order, job.index))
+            together.sort(key=lambda job: (job.layer, job.hook.order, job.basis is not None, job.index))
             most = self.most(run.length - start)
-            for at in range(0, len(together), most):
-                some = together[at : at + most]
+            for some in _batches(together, most):
                 ends = _Ends(run, self._through(some, start), start)
                 for number, job in enumerate(some):
                     yield job, ends.logits(number)
@@ -151,9 +154,12 @@ class Sweep:
             before = 0 if rows is None else len(rows)
             rows = fresh if rows is None else torch.cat([rows, fresh])
             hooks = []
-            for hook, group in itertools.groupby(joining, key=lambda job: job.hook):
+            for (hook, basis), group in itertools.groupby(joining, key=lambda job: (job.hook, job.basis)):
                 patches = [job.patch(start) for job in group]
-                hooks.append((hook, _patching(patches, before, run.batch, len(rows))))
+                if basis is None:
+                    hooks.append((hook, _patching(patches, before, run.batch, len(rows))))
+                else:
+                    hooks.append((hook, _patching_features(basis, patches, before, run.batch)))
                 before += run.batch * len(patches)
             rows = run.model.run_with_hooks(
                 rows,
@@ -164,6 +170,24 @@ class Sweep:
             )
         assert rows is not None
         return rows
+
+
+def _batches(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
+    """The patches that run together.
+
+    Others join them at later layers, where a new run begins: what hook points in later layers take over from an earlier
+    one would be lost there.
+
+    Args:
+        jobs: the patches, sorted by layer.
+        most: how many may run together.
+    """
+    parts = [jobs]
+    if any(job.hook.point.linked for job in jobs):
+        parts = [list(part) for _, part in itertools.groupby(jobs, key=lambda job: job.layer)]
+    for part in parts:
+        for at in range(0, len(part), most):
+            yield part[at : at + most]
 
 
 def _patching(patches: Sequence[Patch], before: int, batch: int, rows: int) -> Callable[..., Tensor]:
@@ -180,6 +204,53 @@ def _patching(patches: Sequence[Patch], before: int, batch: int, rows: int) -> C
             if made is not None and made is not part:
                 part.copy_(made)
         return activation
+
+    return patch
+
+
+def below_its_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
+    """A patch in a basis as one of the point that the basis stands on, where that is the same.
+
+    All patches that join at a layer begin with the same activation: there it is encoded once, not for each.
+
+    Args:
+        job: any patch.
+        hooks: all hook points.
+    """
+    view = job.hook.view
+    if not isinstance(view, InBasis) or job.hook.point.linked or not view.edits_alone:
+        return job
+    base = hooks[job.hook.name.rpartition(".")[0]]
+    own = [hook for hook in hooks.values() if hook.name.startswith(f"{base.name}.")]
+    if isinstance(base.view, InBasis) or any(hook.listeners for hook in own):
+        return job
+    return replace(job, hook=base, basis=job.hook)
+
+
+def _patching_features(basis: HookPoint, patches: Sequence[Patch], before: int, batch: int) -> Callable[..., Tensor]:
+    """A hook that patches the features of what it sees.
+
+    Args:
+        basis: the point in the basis.
+        patches, before, batch: as for `_patching`.
+    """
+    view = basis.view
+    assert isinstance(view, InBasis)
+
+    def patch(activation: Tensor, hook: HookPoint) -> Tensor:
+        rows = slice(before, before + batch * len(patches))
+        own = activation[before : before + batch]
+        old = view.encode(own)
+        old = old.to_dense() if old.is_sparse else old
+        features = old.repeat(len(patches), *[1] * (old.ndim - 1))
+        for part, function in zip(features.split(batch), patches, strict=True):
+            made = function(part)
+            if made is not None and made is not part:
+                part.copy_(made)
+        kept = view.decoded(old, own).repeat(len(patches), *[1] * (own.ndim - 1))
+        new = activation.clone()
+        new[rows] += view.decoded(features, activation[rows]) - kept
+        return new
 
     return patch
 

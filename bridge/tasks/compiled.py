@@ -23,8 +23,8 @@ from bridge.native import NativeConfig
 
 _FOLDER = Path(__file__).parent / "programs"
 #: The programs: the share of earlier tokens that are "x"; the tokens from behind; how often each token is there; the
-#: tokens in order.
-PROGRAMS = ("frac_prevs", "reverse", "hist", "sort_unique")
+#: tokens in order; whether "x" or "y" is there; whether "x" is more than half (BOS counts).
+PROGRAMS = ("frac_prevs", "reverse", "hist", "sort_unique", "either", "most")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,8 @@ def compiled(program: str) -> Compiled:
 
     Args:
         program: ``"frac_prevs"``, the share of the tokens so far that are "x"; ``"reverse"``, the tokens from behind;
-            ``"hist"``, how often each token is there; ``"sort_unique"``, the tokens in order.
+            ``"hist"``, how often each token is there; ``"sort_unique"``, the tokens in order; ``"either"``, whether "x"
+            or "y" is there (both or none, in its prompts); ``"most"``, whether more than half of the tokens are "x".
 
     Raises:
         ValueError: another program.

@@ -162,7 +162,7 @@ class Access:
                 index, _, inside = rest.partition(".")
                 block = join(base, stack.place_of(int(index)))
                 paths = stack.block_at(int(index)).module_paths
-                if not inside and not stack.block_at(int(index)).entry:
+                if not inside and not stack.block_at(int(index)).ends:
                     return block
                 if not inside:
                     break

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.imports.versions import is_checkpointed
 from adapters.inputs.arguments import takes
 from adapters.paths import module_at
 from bridge.hooks.context import CURRENT
@@ -300,7 +301,7 @@ def refuse_checkpointing(bridge: Traced) -> None:
     Raises:
         RuntimeError: activation checkpointing is on.
     """
-    if bridge.core.training and torch.is_grad_enabled() and bridge.core.is_activation_checkpointing:
+    if bridge.core.training and torch.is_grad_enabled() and is_checkpointed(bridge.core):
         raise RuntimeError(
             "activation checkpointing computes blocks again in backward, where nobody runs the body of a trace: use "
             "hooks (bridge.trace_edit makes them of a body), or switch it off"

@@ -8,6 +8,8 @@ from bridge.hooks.hook_point import HookPoint
 def put_behind_in_order(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
     """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
 
+    It comes before those that follow a point elsewhere, unless it does so itself: what they add goes on top.
+
     Args:
         points: the hook points by name, in their order; changed in place.
         hook: the one to be moved.
@@ -15,7 +17,11 @@ def put_behind_in_order(points: dict[str, HookPoint], hook: HookPoint, behind: H
     """
     in_order = [point for point in points.values() if point is not hook]
     at = in_order.index(behind) + 1
+    following = {follower.name for point in in_order for follower in point.point.linked}
+    last = hook.name in following
     while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
+        if in_order[at].name in following and not last:
+            break
         at += 1
     in_order.insert(at, hook)
     points.clear()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adapters.imports.versions import checkpointing_method
 from adapters.paths import module_path
 from adapters.points import Site
 from adapters.views import Args, Call, Kwargs
@@ -209,7 +210,7 @@ class SiteHook(AtSite):
                     f"backward is computing {self.site.path} again (activation checkpointing), and the hooks at "
                     f"{point.name} are there now, but nothing says whether they were in the forward pass. Run the "
                     "forward pass with the hooks attached, and checkpoint with the model's own "
-                    "activation_checkpointing_enable()"
+                    f"{checkpointing_method()}()"
                 )
 
     def is_meant(self, module: nn.Module) -> bool:

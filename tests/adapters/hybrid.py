@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapters import MLP, Architecture, Attention, Block, Embedding, Mixer, Norm, Projection, Readout, Stack, Step
 from adapters.norms import LAYER_NORM, RMS_NORM
+from adapters.views import times
 
 WIDTH, HEADS, WORDS = 16, 2, 61
 FACTOR, HALF = -0.7, 0.5
@@ -139,7 +140,7 @@ def hybrid(config: PreTrainedConfig) -> Architecture:
 
     def attention(path: str) -> Attention:
         q, k, v = (Projection(letter) for letter in "qkv")
-        return Attention(path, q, k, v, o="o", out_key=None)
+        return Attention(path, q, k, v, o="o")
 
     def rms(path: str) -> Norm:
         return Norm(path, RMS_NORM)
@@ -147,29 +148,29 @@ def hybrid(config: PreTrainedConfig) -> Architecture:
     def layer_norm(path: str) -> Norm:
         return Norm(path, LAYER_NORM)
 
-    mixer = Mixer("mix", out_key=0)
+    mixer = Mixer("mix")
     mlp = MLP("mlp", up=Projection("up"), gate=Projection("gate"), down="down")
-    bare = MLP("", up=Projection("up"), down="down", out="down")
+    bare = MLP("", up=Projection("up"), down="down")
     blocks = [
         Block(
             (
-                Step(mixer, pre=rms("norm"), factor=FACTOR),
-                Step(mlp, pre=rms("before"), post=rms("after"), factor=HALF),
+                Step(mixer, pre=rms("norm"), output_transform=times(FACTOR)),
+                Step(mlp, pre=rms("before"), post=rms("after"), output_transform=times(HALF)),
             )
         ),
         Block(
             (
-                Step(attention("attn"), pre=rms("norm"), factor=FACTOR),
-                Step(mixer, pre=rms("norm"), parallel=True),
-                Step(mlp, pre=layer_norm("other"), parallel=True),
+                Step(attention("attn"), pre=rms("norm"), output_transform=times(FACTOR)),
+                Step(mixer, pre=rms("norm"), parallel_to=0),
+                Step(mlp, pre=layer_norm("other"), parallel_to=0),
             )
         ),
         Block((Step(attention("attn"), post=rms("after_attn")), Step(mlp, post=rms("after_mlp")))),
         Block(
             (
                 Step(attention("attn"), stream_norm=layer_norm("first")),
-                Step(attention("again"), factor=HALF, stream_norm=layer_norm("second")),
-                Step(bare, stream_norm=layer_norm("third")),
+                Step(attention("again"), output_transform=times(HALF), stream_norm=layer_norm("second")),
+                Step(bare, stream_norm=layer_norm("third"), out="down"),
             )
         ),
     ]

@@ -35,13 +35,25 @@ from adapters import (
     UnsupportedModelError,
     verify,
 )
+from adapters.attention import Gate
 from adapters.config import ModelConfig
 from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
 from adapters.observe.recording import Recorder
-from adapters.paths import has_module, module_path
+from adapters.paths import has_module, join, module_path
 from adapters.proofs.report import Report
-from adapters.views import AlibiScores, Call, Heads, MaskedScores, View
+from adapters.views import (
+    Affine,
+    AlibiScores,
+    Call,
+    Composed,
+    Heads,
+    HeadsOfBatch,
+    MaskedScores,
+    SinkScores,
+    View,
+    times,
+)
 from bridge import TransformerBridge
 
 
@@ -92,7 +104,6 @@ class Doubled(View):
 Change = tuple[str, Any, str]
 SMALL = "it offers less of the same model"
 GIVEN = "what the experts are given is what the router chose: the same numbers, seen one step later"
-FIRST = "of a tuple, no element means the first"
 BATCHED = "what has a batch axis already is shown as it is"
 
 
@@ -146,90 +157,103 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     for letter in "qkv":
         projection: Projection = getattr(part, letter)
         heads = facts.cfg.n_heads if letter == "q" else facts.cfg.n_kv_heads
-        view = projection.part or Heads(heads)
+        view = projection.view or Heads(heads)
         one = "there is one head" if heads == 1 else ""
         yield (
             f"{letter} shifted by one head",
-            replace(part, **{letter: replace(projection, part=Rolled(view, -2))}),
+            replace(part, **{letter: replace(projection, view=Rolled(view, -2))}),
             one,
         )
         yield (
             f"{letter} shifted by one column",
-            replace(part, **{letter: replace(projection, part=Rolled(view, -1))}),
+            replace(part, **{letter: replace(projection, view=Rolled(view, -1))}),
             "",
         )
-        yield f"{letter} doubled", replace(part, **{letter: replace(projection, part=Doubled(view))}), ""
+        yield f"{letter} doubled", replace(part, **{letter: replace(projection, view=Doubled(view))}), ""
         yield f"{letter} from the output projection", replace(part, **{letter: Projection(part.o)}), ""
         if projection.path != part.o:
             yield f"z from {projection.path}", replace(part, o=projection.path), ""
-    yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=not part.rotary), ""
-    yield "scores not shown", replace(part, shows_scores=not part.shows_scores), SMALL if part.shows_scores else ""
+    yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=None if part.rotary else "last"), ""
+    if part.scores is None:
+        yield "scores shown", replace(part, scores=MaskedScores()), ""
+    else:
+        yield "scores not shown", replace(part, scores=None), SMALL
     if isinstance(part.scores, AlibiScores):
         same = "the model's own scores: they differ by a constant for each query, which is nothing to the softmax"
         yield "other scores", replace(part, scores=MaskedScores()), same
     else:
         yield "other scores", replace(part, scores=AlibiScores()), ""
     yield "cross", replace(part, cross=not part.cross), ""
-    if part.out_key != 1:
-        yield "no element", replace(part, out_key=None if part.out_key == 0 else 0), FIRST
-    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.out or part.path)
-    if part.out:
-        yield "out of the module", replace(part, out=None), facts.behind_a_dropout(part.out)
-    if part.sinks:
-        yield "sinks left out", replace(part, sinks=None), ""
-    else:
-        yield "sinks", replace(part, sinks="sinks"), ""
+    if isinstance(part.scores, SinkScores):
+        yield "sinks left out", replace(part, scores=part.scores.inner), ""
+    elif part.scores:
+        yield "sinks", replace(part, scores=SinkScores(part.scores, "sinks")), ""
     if part.core:
         yield "core left out", replace(part, core=""), ""
     if part.qk_shift:
         yield "shift left out", replace(part, qk_shift=None), ""
     if part.position_bias:
         yield "position bias left out", replace(part, position_bias=None), ""
-    for which in ("q_norm", "k_norm"):
-        norm = getattr(part, which)
-        if norm:
-            yield f"{which} left out", replace(part, **{which: None}), ""
+    for letter in "qk":
+        projection = part.projections[letter]
+        if norm := projection.norm:
+            yield f"{letter}_norm left out", replace(part, **{letter: replace(projection, norm=None)}), ""
             for text, changed in _norm_changes(norm):
-                yield f"{which}: {text}", replace(part, **{which: changed}), ""
-    if part.q_norm and part.k_norm:
-        yield "q_norm and k_norm exchanged", replace(part, q_norm=part.k_norm, k_norm=part.q_norm), ""
+                yield f"{letter}_norm: {text}", replace(part, **{letter: replace(projection, norm=changed)}), ""
+    if part.q.norm and part.k.norm:
+        exchanged = replace(part, q=replace(part.q, norm=part.k.norm), k=replace(part.k, norm=part.q.norm))
+        yield "q_norm and k_norm exchanged", exchanged, ""
         for over in ("heads", "heads first", "width"):
-            if over != part.qk_norm_over:
-                yield f"norms over {over}", replace(part, qk_norm_over=over), ""
+            if over != part.norms_over:
+                yield f"norms over {over}", replace(part, norms_over=over), ""
 
 
 def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     """What only some attentions claim: gates, sinks, factors and norms around values, latents, widths."""
-    if part.z_is:
-        yield f"no {part.z_is} of z", replace(part, z_is=None, gate=None, gate_fn=None, z_sinks=None), ""
-    if part.gate:
-        yield "gate through another function", replace(part, gate_fn="tanh" if part.gate_fn != "tanh" else "silu"), ""
-        view = part.gate.part or Heads(facts.cfg.n_heads)
-        yield "gate shifted by one head", replace(part, gate=replace(part.gate, part=Rolled(view, -2))), ""
-        yield "gate from the queries", replace(part, gate=part.q), ""
-    if part.z_is == "factor":
-        yield "factor of z times 1.1", replace(part, z_factor=part.z_factor * 1.1), ""
-    if part.z_is is None:
-        yield "a factor of z", replace(part, z_is="factor", z_factor=1.1), ""
-    if part.v_norm:
-        yield "v_norm left out", replace(part, v_norm=None), ""
+    if part.z_transform:
+        yield f"no {type(part.z_transform).__name__} of z", replace(part, z_transform=None), ""
+    if isinstance(gate := part.z_transform, Gate):
+        other = "tanh" if gate.function != "tanh" else "silu"
+        yield "gate through another function", replace(part, z_transform=replace(gate, function=other)), ""
+        view = gate.projection.view or Heads(facts.cfg.n_heads)
+        shifted = replace(gate, projection=replace(gate.projection, view=Rolled(view, -2)))
+        yield "gate shifted by one head", replace(part, z_transform=shifted), ""
+        yield "gate from the queries", replace(part, z_transform=replace(gate, projection=part.q)), ""
+    if isinstance(affine := part.z_transform, Affine):
+        yield "factor of z times 1.1", replace(part, z_transform=Affine(affine.factor * 1.1)), ""
+    if part.z_transform is None:
+        yield "a factor of z", replace(part, z_transform=Affine(1.1)), ""
+    if part.v.norm:
+        yield "v_norm left out", replace(part, v=replace(part.v, norm=None)), ""
     if part.clip:
         yield "clamp left out", replace(part, clip=None), ""
         yield "clamp times 1.5", replace(part, clip=part.clip * 1.5), ""
-    for letter in ("q", "kv"):
-        if getattr(part, f"{letter}_latent"):
-            yield f"{letter}_latent left out", replace(part, **{f"{letter}_latent": None}), ""
-    if part.q_latent and part.kv_latent:
-        yield "latents exchanged", replace(part, q_latent=part.kv_latent, kv_latent=part.q_latent), ""
-    for which in ("d_q", "d_k", "d_v"):
-        if getattr(part, which):
-            yield f"{which} one more", replace(part, **{which: getattr(part, which) + 1}), ""
-    for which in ("n_heads", "n_kv_heads"):
-        if getattr(part, which):
-            yield f"{which} of the model", replace(part, **{which: None}), ""
-    if part.q_norm and part.rotary:
-        yield "norms before or behind the rotation", replace(part, qk_norm_last=not part.qk_norm_last), ""
-    yield "flat heads or not", replace(part, flat_heads=not part.flat_heads), ""
+    latents = {"q": part.q.latent, "kv": part.k.latent}
+    for name, latent in latents.items():
+        if latent:
+            left = {letter: replace(part.projections[letter], latent=None) for letter in name}
+            yield f"{name}_latent left out", replace(part, **left), ""
+    if part.q.latent and part.k.latent:
+        exchanged = {
+            letter: replace(each, latent=latents["kv" if letter == "q" else "q"])
+            for letter, each in part.projections.items()
+        }
+        yield "latents exchanged", replace(part, **exchanged), ""
+    for letter, each in part.projections.items():
+        if each.width:
+            yield f"width of {letter} one more", replace(part, **{letter: replace(each, width=each.width + 1)}), ""
+    for which in ("n_heads", "n_key_value_heads"):
+        if which in part.config_values:
+            others = {name: value for name, value in part.config_values.items() if name != which}
+            yield f"{which} of the model", replace(part, config_values=others), ""
+    if part.q.norm and part.rotary:
+        turned = "last" if part.rotary == "first" else "first"
+        yield "norms before or behind the rotation", replace(part, rotary=turned), ""
+    if isinstance(part.scores, Composed):
+        yield "heads have an axis", replace(part, scores=part.scores.outer), ""
+    elif part.scores:
+        heads = HeadsOfBatch(facts.cfg.n_heads)
+        yield "heads beside the batch", replace(part, scores=Composed(heads, part.scores)), ""
 
 
 def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
@@ -239,14 +263,12 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
         yield "gate left out", replace(part, gate=None), ""
         yield "gate for up", replace(part, up=part.gate, gate=None), ""
         yield "up is the gate", replace(part, up=part.gate), ""
-        yield "gate shifted", replace(part, gate=replace(part.gate, part=Rolled(part.gate.part or View(), -1))), ""
+        yield "gate shifted", replace(part, gate=replace(part.gate, view=Rolled(part.gate.view or View(), -1))), ""
     else:
         yield "up is a gate too", replace(part, gate=part.up), ""
-    yield "up shifted", replace(part, up=replace(part.up, part=Rolled(part.up.part or View(), -1))), ""
-    yield "up doubled", replace(part, up=replace(part.up, part=Doubled(part.up.part or View()))), ""
+    yield "up shifted", replace(part, up=replace(part.up, view=Rolled(part.up.view or View(), -1))), ""
+    yield "up doubled", replace(part, up=replace(part.up, view=Doubled(part.up.view or View()))), ""
     yield "post before up", replace(part, down=part.up.path), ""
-    yield "out of up", replace(part, out="".join([part.path, "." if part.path else "", part.up.path])), ""
-    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.out or part.path)
     yield "flat" if not part.flat else "not flat", replace(part, flat=not part.flat), "" if part.flat else BATCHED
     if part.ln:
         yield "norm left out", replace(part, ln=None), ""
@@ -256,38 +278,33 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
         yield "what it is multiplied with left out", replace(part, given=None), ""
     if part.activation:
         yield "learned activation left out", replace(part, activation=None), ""
-    yield "one neuron more", replace(part, d_mlp=(part.d_mlp or facts.cfg.d_mlp or 0) + 1), ""
+    neurons = part.up.width or facts.cfg.d_mlp or 0
+    yield "one neuron more", replace(part, up=replace(part.up, width=neurons + 1)), ""
 
 
 def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     """Everything that a mixture claims, changed one at a time."""
-    other = "logits" if part.chosen_by == "probabilities" else "probabilities"
+    other = "probabilities" if part.chosen_by in ("logits", "scores", "in turn") else "logits"
     yield f"chosen by {other}", replace(part, chosen_by=other), ""
     if part.margin:
         yield "margin times 2", replace(part, margin=part.margin * 2), ""
-    yield "no element", replace(part, out_key=0 if part.out_key is None else None), FIRST
-    yield "second element", replace(part, out_key=1), facts.of_a_tensor(part.path)
     yield "factor times 2", replace(part, factor=part.factor * 2), ""
-    yield (
-        "corrected or not",
-        replace(part, corrected=not part.corrected),
-        "it says how the choice is proved, not what it is",
-    )
+    if part.chosen_by == "probabilities":
+        same = "it says how the choice is proved, not what it is"
+        yield "chosen by corrected probabilities", replace(part, chosen_by="corrected probabilities"), same
     yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
-    returns = "choice" if part.router_returns == "logits" else "logits"
-    same = GIVEN if returns == "logits" and part.chosen_by == "probabilities" else ""
-    yield f"router returns {returns}", replace(part, router_returns=returns), same
-    yield "in batches or not", replace(part, in_batches=not part.in_batches), ""
-    if part.router_matrix:
-        yield "router's own matrix", replace(part, router_matrix=""), ""
+    for returns in ("choice", "logits", "weights"):
+        same = GIVEN if returns == "logits" and part.chosen_by.endswith("probabilities") else ""
+        if returns != part.router_returns:
+            yield f"router returns {returns}", replace(part, router_returns=returns), same
     if part.shared:
-        yield "shared expert times 2", replace(part, shared_factor=part.shared_factor * 2), ""
+        yield "shared expert times 2", replace(part, shared_transform=(*part.shared_transform, *times(2.0))), ""
         yield "shared expert left out", replace(part, shared=None), ""
         for text, changed, same in mlp_changes(part.shared, facts):
-            unread = "what a shared expert returns is what its module returns" if text == "out of up" else ""
-            yield f"shared: {text}", replace(part, shared=changed), same or unread
+            yield f"shared: {text}", replace(part, shared=changed), same
     if part.shared_gate:
-        yield "shared gate left out", replace(part, shared_gate=None), ""
+        left = tuple(each for each in part.shared_transform if not isinstance(each, Gate))
+        yield "shared gate left out", replace(part, shared_transform=left), ""
 
 
 def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
@@ -312,23 +329,31 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
         yield "pre norm for post", replace(step, pre=None, post=step.pre), ""
     if step.pre and step.post:
         yield "norms exchanged", replace(step, pre=step.post, post=step.pre), ""
+    if step.out_element != 1:
+        yield "second element", replace(step, out_element=1), facts.of_a_tensor(step.out or part.path)
+    if step.out and not (isinstance(part, MLP) and not part.path):
+        yield "out of the module", replace(step, out=None), facts.behind_a_dropout(step.out)
+    if isinstance(part, MLP):
+        yield "out of up", replace(step, out=join(part.path, part.up.path)), ""
     for factor in (0.5, 2.0, -1.0):
-        yield f"factor times {factor}", replace(step, factor=step.factor * factor), ""
-    for which in ("carry", "adjust"):
-        if affine := getattr(step, which):
-            yield f"{which} left out", replace(step, **{which: None}), ""
-            yield f"{which} times 2", replace(step, **{which: replace(affine, factor=affine.factor * 2)}), ""
-            for part in ("bias", "plus"):
-                if getattr(affine, part):
-                    yield f"{which} without its {part}", replace(step, **{which: replace(affine, **{part: None})}), ""
+        yield f"factor times {factor}", replace(step, output_transform=(*times(factor), *step.output_transform)), ""
+    for which in ("residual_transform", "output_transform"):
+        links = getattr(step, which)
+        if links:
+            yield f"{which} left out", replace(step, **{which: ()}), ""
+            yield f"{which} times 2", replace(step, **{which: (*links, *times(2.0))}), ""
+        for place, link in enumerate(links if len(links) > 1 else ()):
+            left = links[:place] + links[place + 1 :]
+            yield f"{which} without {link}", replace(step, **{which: left}), ""
     if step.mix:
         yield "mix left out", replace(step, mix=None), ""
         if step.mix.keep is not None:
-            yield "streams not mixed", replace(step, mix=replace(step.mix, keep=None)), ""
-    if step.reads is not None:
-        yield "reads what the others read", replace(step, reads=None), ""
+            returns = tuple("" if each == "keep" else each for each in step.mix.returns)
+            yield "streams not mixed", replace(step, mix=replace(step.mix, returns=returns)), ""
+    if step.parallel and step.parallel_to != index - 1:
+        yield "reads what the step before reads", replace(step, parallel_to=index - 1), ""
     if index:
-        other = replace(step, parallel=not step.parallel, carry=None, reads=None)
+        other = replace(step, parallel_to=None if step.parallel else index - 1, residual_transform=())
         yield "sequential for parallel" if step.parallel else "parallel", other, ""
 
 
@@ -371,35 +396,39 @@ def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
         yield "all layers alike", replace(stack, layers={}), ""
         yield "other layers", replace(stack, layers={n - 1 - i: block for i, block in stack.layers.items()}), ""
     for which, without in (
-        ("rescaled", {}), ("joined", {}), ("positions_first", False), ("n_streams", None), ("collapse", None),
-        ("side_by_side", False),
+        ("block_inputs", {}), ("stream_view", None), ("collapse", None),
     ):  # fmt: skip
         if getattr(stack, which):
             yield f"{which} left out", replace(stack, **{which: without}), ""
-    if stack.joined:
-        last, (one, other) = max(stack.joined.items())
-        exchanged = {**stack.joined, last: ((other[0], one[1]), other)}
-        yield "joined with another", replace(stack, joined=exchanged), ""
+    several = {index: inputs for index, inputs in stack.block_inputs.items() if len(inputs) > 1}
+    if several:
+        last, (one, other) = max(several.items())
+        exchanged = {**stack.block_inputs, last: ((other[0], one[1]), other)}
+        yield "block_inputs of another", replace(stack, block_inputs=exchanged), ""
     if stack.final_norm:
         yield "final norm left out", replace(stack, final_norm=None), ""
         for text, norm in _norm_changes(stack.final_norm):
             yield f"final: {text}", replace(stack, final_norm=norm), ""
-    yield "other output", replace(stack, output_key=0 if stack.output_key is None else None), ""
-    yield "second output", replace(stack, output_key=1), ""
-    yield "longer output", replace(stack, output_length=stack.output_length + 1), ""
+    key, length = stack.output
+    yield "other output", replace(stack, output=(0 if key is None else None, length)), ""
+    yield "second output", replace(stack, output=(1, length)), ""
+    yield "longer output", replace(stack, output=(key, length + 1)), ""
 
 
 def embedding_changes(embedding: Embedding) -> Iterator[tuple[str, Embedding]]:
     """How the stream begins, with one claim changed."""
     if not embedding.tokens:  # the first blocks read no tokens
         return
-    for name in ("positions", "types", "norm", "adjust", "project", "more"):
+    for name in ("positions", "types", "norm", "project", "more"):
         if getattr(embedding, name):
             yield f"{name} of the embedding left out", replace(embedding, **{name: () if name == "more" else None})
     if embedding.norm:
         for text, norm in _norm_changes(embedding.norm):
             yield f"embedding: {text}", replace(embedding, norm=norm)
-    yield "embedding times 2", replace(embedding, factor=embedding.factor * 2)
+    if embedding.behind_embed:
+        left = embedding.transform[: len(embedding.transform) - len(embedding.behind_embed)]
+        yield "parameters of the embedding left out", replace(embedding, transform=left)
+    yield "embedding times 2", replace(embedding, transform=(*times(2 * embedding.factor), *embedding.behind_embed))
     if embedding.positions:
         exchanged = replace(embedding, tokens=embedding.positions, positions=embedding.tokens)
         yield "embeddings exchanged", exchanged
@@ -411,12 +440,15 @@ def readout_changes(readout: Readout, facts: Facts) -> Iterator[tuple[str, Reado
     """How logits are made, with one claim changed."""
     if not facts.logits:  # the model has no output layer
         return
-    for name in ("factor_in", "factor_out"):
-        yield f"{name} times 2", replace(readout, **{name: getattr(readout, name) * 2})
-        if getattr(readout, name) != 1:
-            yield f"{name} left out", replace(readout, **{name: 1.0})
+    behind = readout.output_transform
+    yield "factor_in times 2", replace(readout, factor_in=readout.factor_in * 2)
+    if readout.factor_in != 1:
+        yield "factor_in left out", replace(readout, factor_in=1.0)
+    yield "factor_out times 2", replace(readout, output_transform=replace(behind, factor=behind.factor * 2))
+    if readout.factor_out != 1:
+        yield "factor_out left out", replace(readout, output_transform=replace(behind, factor=1.0))
     if readout.bias and readout.bias_of(facts.model) is not None:
-        yield "bias of the logits left out", replace(readout, bias=None)
+        yield "bias of the logits left out", replace(readout, output_transform=replace(behind, plus=None))
     yield "another soft cap", replace(readout, soft_cap=10.0 if readout.soft_cap is None else readout.soft_cap * 0.8)
     if readout.soft_cap is not None:
         yield "soft cap left out", replace(readout, soft_cap=None)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from adapters.families import CLASSES
+from tools.structure import vocabulary
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ROOT / "adapters" / "families"
@@ -19,3 +20,10 @@ def table() -> list[tuple[str, str]]:
 def test_the_table_holds_every_class_that_we_support() -> None:
     declared = {name: f"{family}.py" for family, names in CLASSES.items() for name in names}
     assert dict(table()) == declared
+
+
+def test_every_field_of_the_vocabulary_is_in_the_table_of_questions() -> None:
+    text = (ROOT / "docs" / "adapters.md").read_text()
+    questions = text.split("| question | where it goes |")[1].split("\n\n")[0]
+    said = set(re.findall(r"`(\w+\.\w+)`", questions)) - {"t5.py", "gpt_oss.py", "adapters.norms"}
+    assert said == {f"{noun}.{field}" for noun, names in vocabulary().items() for field in names}

@@ -108,9 +108,8 @@ def test_every_fact_is_claimed_or_is_none() -> None:
 #: Of what only some families claim, one change of each sort.
 NEWER = {
     ("afmoe", "blocks: MoE: factor times 2"): CHOICE,
-    ("afmoe", "blocks: MoE: router's own matrix"): CHOICE,
     ("laguna", "blocks: Attention: gate through another function"): VALUES,
-    ("granite_swa", "blocks: Attention: no sink of z"): VALUES,
+    ("granite_swa", "blocks: Attention: no SinkGate of z"): VALUES,
     ("granite_swa", "embedding times 2"): ENDS,
     ("granite", "factor_out left out"): LOGITS,
     ("cohere", "factor_out left out"): LOGITS,

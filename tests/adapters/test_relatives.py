@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapters import verify
 from adapters.config import ModelConfig
+from adapters.imports.versions import known_error, older_than_declared
 from adapters.registry import UndeclaredOptionError, declaration_for, has_declaration
 from bridge import TransformerBridge
 from tests.tiny_models import CANNOT_BE_BUILT, Task, model_class, tiny_config, tiny_model, types
@@ -93,9 +94,13 @@ def test_a_relative_is_proved_and_is_what_is_inferred(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_a_declaration_is_proved_quickly(model_type: str) -> None:
     """`make slow` proves them in full, and infers them."""
-    bridge = TransformerBridge(tiny_model(model_type))
-    assert not bridge.offered().inferred
+    model = tiny_model(model_type)
+    bridge = TransformerBridge(model)
+    assert bridge.offered().inferred == any(older_than_declared(cls.__name__) for cls in type(model).__mro__)
     report = verify(bridge, level="quick")
+    if wrong := known_error(model):
+        assert wrong in str(report)
+        pytest.xfail(wrong)
     assert report.passed, str(report)
 
 

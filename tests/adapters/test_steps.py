@@ -29,8 +29,10 @@ from adapters import (
 )
 from adapters.config import rotary_values
 from adapters.families.llama import ATTENTION, FEED_FORWARD, llama_like
+from adapters.families.shapes.llama import normed
 from adapters.norms import LAYER_NORM, RMS_NORM
 from adapters.proofs.ends.embeddings import ENDS
+from adapters.views import Affine, times
 from bridge import TransformerBridge
 from tests.adapters.hybrid import FACTOR, HALF, HEADS, WIDTH, hybrid, tiny_hybrid
 from tests.adapters.test_verify_all import GQA, SIZES
@@ -204,11 +206,11 @@ def changed(architecture: Architecture, layer: int, step: int, **fields: Any) ->
 @pytest.mark.parametrize(
     ("layer", "step", "fields", "failing"),
     [
-        (0, 0, {"factor": 1.0}, "resid_pre + mixer_out = resid_mid"),
-        (0, 1, {"factor": -HALF}, "resid_mid + mlp_out = resid_post"),
-        (1, 1, {"parallel": False}, "resid_pre + attn_out = resid_mid"),
+        (0, 0, {"output_transform": ()}, "resid_pre + mixer_out = resid_mid"),
+        (0, 1, {"output_transform": times(-HALF)}, "resid_mid + mlp_out = resid_post"),
+        (1, 1, {"parallel_to": None}, "resid_pre + attn_out = resid_mid"),
         (2, 1, {"post": None}, "resid_mid + mlp_out = resid_post"),
-        (3, 1, {"factor": 1.0}, "ln1.hook_out + attn_2_out = resid_mid_2"),
+        (3, 1, {"output_transform": ()}, "ln1.hook_out + attn_2_out = resid_mid_2"),
         (3, 1, {"stream_norm": None}, "ln1.hook_out + attn_2_out = resid_mid_2"),
     ],
 )
@@ -238,18 +240,17 @@ def granite(config: transformers.PreTrainedConfig) -> Architecture:
 
 
 def olmo2(config: transformers.PreTrainedConfig) -> Architecture:
-    norms = {"q_norm": Norm("q_norm", RMS_NORM), "k_norm": Norm("k_norm", RMS_NORM)}
     post = ("post_attention_layernorm", "post_feedforward_layernorm")
-    attn = replace(ATTENTION, **norms, qk_norm_over="width")
+    attn = replace(normed(ATTENTION, "q_norm", "k_norm"), norms_over="width")
     return llama_like(config, attn=attn, pre=(None, None), post=post)
 
 
 def cohere(config: transformers.PreTrainedConfig) -> Architecture:
     norm = Norm("input_layernorm", LAYER_NORM)
-    block = Block((Step(ATTENTION, pre=norm), Step(FEED_FORWARD, pre=norm, parallel=True)))
+    block = Block((Step(ATTENTION, pre=norm), Step(FEED_FORWARD, pre=norm, parallel_to=0)))
     stack = Stack("layers", block, {}, Norm("norm", LAYER_NORM), Embedding("embed_tokens"))
     values = rotary_values(config) | {"rotary_adjacent_pairs": True}
-    return Architecture((stack,), Readout("lm_head", factor_out=config.logit_scale), config_values=values)
+    return Architecture((stack,), Readout("lm_head", output_transform=Affine(config.logit_scale)), config_values=values)
 
 
 def bart(config: transformers.PreTrainedConfig) -> Architecture:
@@ -257,19 +258,19 @@ def bart(config: transformers.PreTrainedConfig) -> Architecture:
         q, k, v = (Projection(f"{letter}_proj") for letter in "qkv")
         return Attention(path, q, k, v, o="out_proj", cross=cross)
 
-    def stack(name: str, *parts: Attention, pos: str = "pos") -> Stack:
+    def stack(name: str, *parts: Attention) -> Stack:
         steps = [Step(part, stream_norm=Norm(f"{part.path}_layer_norm", LAYER_NORM)) for part in parts]
-        mlp = MLP("", up=Projection("fc1"), down="fc2", out="fc2")
-        block = Block((*steps, Step(mlp, stream_norm=Norm("final_layer_norm", LAYER_NORM))))
-        return Stack(f"{name}.layers", block, embedding=Embedding(f"{name}.embed_tokens"), name=name, pos=pos)
+        mlp = MLP("", up=Projection("fc1"), down="fc2")
+        block = Block((*steps, Step(mlp, stream_norm=Norm("final_layer_norm", LAYER_NORM), out="fc2")))
+        return Stack(f"{name}.layers", block, embedding=Embedding(f"{name}.embed_tokens"), name=name)
 
     own = attention("self_attn")
     return Architecture(
         stacks=(
             stack("encoder", own),
-            stack("decoder", own, attention("encoder_attn", True), pos="decoder_pos"),
+            stack("decoder", own, attention("encoder_attn", True)),
         ),
-        readout=Readout("lm_head", bias="final_logits_bias"),
+        readout=Readout("lm_head", output_transform=Affine(plus="final_logits_bias")),
         no_layer_runs="its decoder needs the encoder's output",
         config_values={"d_mlp": config.encoder_ffn_dim, "attention_dir": "bidirectional"},
     )
@@ -383,12 +384,12 @@ def test_bart_has_two_stacks_with_norms_on_the_stream() -> None:
 
 def test_steps_that_cannot_be() -> None:
     norm = Norm("norm", RMS_NORM)
-    with pytest.raises(ValueError, match="factor=0"):
-        Step(FEED_FORWARD, factor=0.0)
+    with pytest.raises(ValueError, match="multiplies with 0"):
+        Step(FEED_FORWARD, output_transform=times(0.0))
     with pytest.raises(ValueError, match="both pre and stream_norm"):
         Step(FEED_FORWARD, pre=norm, stream_norm=norm)
-    with pytest.raises(ValueError, match="first step of a block cannot be parallel"):
-        Block((Step(FEED_FORWARD, parallel=True),))
+    with pytest.raises(ValueError, match="step 0 of a block has parallel_to=0"):
+        Block((Step(FEED_FORWARD, parallel_to=0),))
 
 
 def test_an_mlp_without_a_place_where_its_input_enters() -> None:
@@ -423,7 +424,7 @@ def test_names_of_steps() -> None:
     assert [name for name, *_ in four] == ["attn", "mlp", "attn_2", "mlp_2"]
     assert [norm for _, norm, *_ in four] == ["ln1", "ln2", "ln1_attn_2", "ln2_mlp_2"]
     assert [before for *_, before, _ in four] == [pre, mid, "hook_resid_mid_2", "hook_resid_mid_3"]
-    beside = named(Step(own, norm), Step(Mixer("m"), norm, parallel=True), Step(FEED_FORWARD, norm))
+    beside = named(Step(own, norm), Step(Mixer("m"), norm, parallel_to=0), Step(FEED_FORWARD, norm))
     assert beside == [
         ("attn", "ln1", pre, mid), ("mixer", "ln1_mixer", pre, mid), ("mlp", "ln2", mid, post),
     ]  # fmt: skip

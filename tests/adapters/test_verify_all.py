@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from adapters import verify
+from adapters.imports.versions import known_error
 from bridge import TransformerBridge
 
 SIZES = {
@@ -148,6 +149,9 @@ def tiny(case: str, cls: str | None = None, **more: Any) -> PreTrainedModel:
 
 def holds(model: PreTrainedModel) -> None:
     report = verify(TransformerBridge(model))
+    if wrong := known_error(model):
+        assert wrong in str(report)
+        pytest.xfail(wrong)
     assert report.passed, str(report)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge import HookPoint, TransformerBridge
-from bridge.bases import Basis, Directions, Neurons, Rotation
+from bridge.bases import Basis, CrossLayer, Directions, Neurons, Rotation
 
 
 class SAE(nn.Module):
@@ -35,9 +35,18 @@ class Case:
     point: str
     basis: Basis
     reads: str | None = None
+    later: str | None = None
 
     def place(self, bridge: TransformerBridge) -> HookPoint:
-        return bridge.add_basis(self.point, "own", self.basis, reads=self.reads)
+        later = () if self.later is None else (self.later,)
+        return bridge.add_basis(self.point, "own", self.basis, reads=self.reads, later=later)
+
+
+def cross_layer(d: int, n: int, points: int) -> CrossLayer:
+    """One layer of a cross-layer transcoder with random weights."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((n, d), (n,), (n, points, d), (d,))
+    return CrossLayer(*(torch.randn(size, generator=generator) / size[-1] ** 0.5 for size in sizes))
 
 
 def cases(bridge: TransformerBridge) -> dict[str, Case]:
@@ -52,7 +61,13 @@ def cases(bridge: TransformerBridge) -> dict[str, Case]:
         "rotation": Case("blocks.1.attn.hook_z", Rotation(cfg.d_head, 5, generator=generator)),
         "neurons": Case("blocks.1.mlp.hook_post", Neurons(d_mlp, [5, 2, 11])),
         "transcoder": Case("blocks.1.hook_mlp_out", SAE(d, 40), middle),
+        "cross-layer": Case(
+            "blocks.0.hook_mlp_out",
+            cross_layer(d, 40, 2),
+            middle.replace("blocks.1", "blocks.0"),
+            "blocks.1.hook_mlp_out",
+        ),
     }
 
 
-KINDS = ("sae", "directions", "rotation", "neurons", "transcoder")
+KINDS = ("sae", "directions", "rotation", "neurons", "transcoder", "cross-layer")

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge import TransformerBridge, UnknownHookError
+from bridge import TransformerBridge, UnknownHookError, pictures
+from bridge.bases import CrossLayer
+from bridge.features import attribution_graph, evaluate_features, feature_attribution, feature_logit_attrs
 from bridge.patching import generic_activation_patch, layer_feature_patch_setter, layer_pos_feature_patch_setter
 from tests.bases.common import KINDS, Case, cases
 
@@ -48,9 +50,15 @@ def by_hand(case: Case, edit: Callable[[Tensor], Tensor] = halved) -> list[tuple
 
     def write(act: Tensor, hook: object) -> Tensor:
         features = case.basis.encode(seen["read"] if case.reads else act)
-        return act + case.basis.decode(edit(features)) - case.basis.decode(features)
+        seen["old"], seen["new"] = features, edit(features)
+        return act + case.basis.decode(seen["new"]) - case.basis.decode(features)
 
-    return ([(case.reads, read)] if case.reads else []) + [(case.point, write)]
+    def later(act: Tensor, hook: object) -> Tensor:
+        assert isinstance(case.basis, CrossLayer)
+        return act + (seen["new"] - seen["old"]) @ case.basis.W_dec[:, 1]
+
+    reading = [(case.reads, read)] if case.reads else []
+    return [*reading, (case.point, write), *([(case.later, later)] if case.later else [])]
 
 
 def features_by_hand(bridge: TransformerBridge, case: Case, tokens: Tensor) -> Tensor:
@@ -162,6 +170,89 @@ def test_sweeps(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor
         bridge, corrupted, cache, metric, layer_pos_feature_patch_setter, short, **options
     )
     assert by_pos.shape == (bridge.cfg.n_layers, 6, cache[name].shape[-1])
+
+
+def difference(logits: Tensor) -> Tensor:
+    return (logits[:, -1, 5] - logits[:, -1, 9]).sum()
+
+
+@torch.no_grad()
+def test_lens(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    plain = bridge.lens(tokens).stack()
+    with bridge.hooks(fwd_hooks=[(name, halved)]):
+        found = bridge.lens(tokens).stack()
+    with bridge.hooks(fwd_hooks=by_hand(case)):
+        right = bridge.lens(tokens).stack()
+    assert torch.allclose(found[2:], right[2:], **CLOSE), "behind block 1, in which the edit is"
+    assert not torch.allclose(found[2:], plain[2:], atol=1e-3)
+
+
+def test_attribution(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    leaf: list[Tensor] = []
+
+    def from_leaf(features: Tensor) -> Tensor:
+        leaf.append(features.detach().requires_grad_())
+        return leaf[0]
+
+    (right,) = torch.autograd.grad(difference(bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, from_leaf))), leaf)
+    found = feature_attribution(bridge, tokens, difference, name)
+    assert torch.allclose(found, right * leaf[0], rtol=1e-3, atol=1e-5) and found.abs().max() > 1e-3
+    integrated = feature_attribution(bridge, tokens, difference, name, steps=64)
+    with torch.no_grad():
+        without = difference(bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, torch.zeros_like)))
+        change = difference(bridge(tokens)) - without
+    assert torch.allclose(integrated.sum(), change, rtol=0.02, atol=1e-3)
+    names = [str(i) for i in range(found.shape[-1])]
+    picture = pictures.heat_map(found[0].sum(0).reshape(-1, found.shape[-1]), columns=names, column_title="feature")
+    assert isinstance(picture, pictures.Picture)
+
+
+@torch.no_grad()
+def test_logit_attribution(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    _, cache = bridge.run_with_cache(tokens, names_filter=[name, "ln_final.hook_scale"])
+    if case.point.endswith(("hook_z", "hook_post")):
+        with pytest.raises(ValueError, match="goes through the rest of its part first"):
+            feature_logit_attrs(cache, name, 5, 9)
+        return
+    features = cache[name]
+    n = features.shape[-1]
+    written = case.basis.decode(torch.eye(n)) - case.basis.decode(torch.zeros(1, n))
+    if "LlamaForCausalLM" not in str(type(bridge.original_model)):
+        written = written - written.mean(-1, keepdim=True)
+    toward = bridge.ln_final.w * (bridge.W_U[:, 5] - bridge.W_U[:, 9])
+    right = features * (written @ toward) / cache["ln_final.hook_scale"]
+    found = feature_logit_attrs(cache, name, 5, 9)
+    assert torch.allclose(found.movedim(0, -1), right, rtol=1e-4, atol=1e-5) and right.abs().max() > 1e-3
+    assert isinstance(pictures.attribution(found[:, :1], [str(i) for i in range(n)], ["a"] * 6), pictures.Picture)
+
+
+@torch.no_grad()
+def test_circuits(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+    """Features as nodes: how faithful some of them are, and their graph."""
+    scores = feature_attribution(bridge, tokens, difference, name).sum((0, 1)).abs()
+    mask = scores >= scores.median()
+
+    def alone(keep: Tensor) -> float:
+        edit = lambda features: torch.where(keep, features, torch.zeros(()))
+        return float(difference(bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, edit))))
+
+    found = evaluate_features(bridge, tokens, difference, {name: mask})
+    right = [float(difference(bridge(tokens))), *map(alone, (torch.zeros_like(mask), mask, ~mask))]
+    assert [found.model, found.ablated, found.circuit, found.complement] == pytest.approx(right, abs=1e-4)
+    assert found.share == pytest.approx(float(mask.float().mean())) and 0 < found.share < 1
+    every = {name: torch.ones_like(mask)}
+    whole = evaluate_features(bridge, tokens, difference, every)
+    assert (whole.faithfulness, whole.complement_faithfulness) == pytest.approx((1, 0), abs=1e-5)
+    other = evaluate_features(bridge, tokens, difference, every, ablation="resample", corrupted=tokens.flip(0))
+    _, cache = bridge.run_with_cache(tokens.flip(0), names_filter=name)
+    patched = bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, lambda features: cache[name]))
+    assert other.ablated == pytest.approx(float(difference(patched)), abs=1e-4)
+    if case.point.endswith(("hook_z", "hook_post")):
+        with pytest.raises(ValueError, match="is inside a part"):
+            attribution_graph(bridge, tokens[:1], [name])
+        return
+    graph = attribution_graph(bridge, tokens[:1], [name])
+    assert isinstance(pictures.circuit(graph.largest(5)), pictures.Picture)
 
 
 @torch.no_grad()

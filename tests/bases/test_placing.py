@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.bases import Directions, Neurons, Rotation
-from tests.bases.common import SAE
+from bridge.bases import CrossLayer, Directions, Neurons, Rotation
+from bridge.patching import generic_activation_patch, layer_feature_patch_setter
+from tests.bases.common import SAE, cross_layer
 from tests.conftest import tiny
 
 POINT = "blocks.1.hook_resid_post"
@@ -82,7 +83,7 @@ def test_what_cannot_be_a_basis_is_refused() -> None:
             bridge.add_basis(POINT, "sae", **given)
     with pytest.raises(ValueError, match="a word without dots"):
         bridge.add_basis(POINT, "a.b", sae)
-    with pytest.raises(ValueError, match="only hands on to"):
+    with pytest.raises(ValueError, match="hands on to"):
         bridge.add_basis("blocks.1.hook_attn_in", "sae", sae)
     assert list(bridge.hook_dict) == before
     with pytest.raises(ValueError, match="model's own hook point"):
@@ -97,3 +98,112 @@ def test_what_cannot_be_a_basis_is_refused() -> None:
         Directions(torch.ones(4, 2), orthonormal=True)
     with pytest.raises(ValueError, match="not linearly independent"):
         Directions(torch.ones(4, 2))
+
+
+def place_both(bridge: TransformerBridge, error: object = "keep") -> list[str]:
+    """A cross-layer transcoder of layers 0 and 1, which writes into layer 2 as well."""
+    names = []
+    for layer in (0, 1):
+        writes = [f"blocks.{i}.hook_mlp_out" for i in range(layer, 3)]
+        given = error if isinstance(error, str) else error[layer]
+        hook = bridge.add_basis(
+            writes[0], "clt", cross_layer(32, 40, 3 - layer), reads=f"blocks.{layer}.hook_resid_mid", later=writes[1:],
+            error=given,
+        )  # fmt: skip
+        names.append(hook.name)
+    return names
+
+
+@torch.no_grad()
+def test_a_cross_layer_transcoder_without_its_error_by_hand() -> None:
+    bridge, other = TransformerBridge(tiny("gpt2")), torch.tensor([[8, 3, 50, 12, 7, 21]])
+    plain, layers = bridge(TOKENS), [cross_layer(32, 40, 3), cross_layer(32, 40, 2)]
+    seen: dict[int, torch.Tensor] = {}
+    hooks = []
+    for at in range(3):
+        if at < 2:
+            hooks.append(
+                (f"blocks.{at}.hook_resid_mid", lambda act, hook, at=at: seen.update({at: layers[at].encode(act)}))
+            )
+
+        def write(act: torch.Tensor, hook: object, at: int = at) -> torch.Tensor:
+            made = sum(seen[i] @ layers[i].W_dec[:, at - i] for i in range(min(at + 1, 2)))
+            return made + layers[at].b_dec if at < 2 else act + made
+
+        hooks.append((f"blocks.{at}.hook_mlp_out", write))
+    names = place_both(bridge, "drop")
+    found = bridge(TOKENS)
+    for name in names:
+        bridge.remove_basis(name)
+    assert torch.equal(bridge(TOKENS), plain) and not bridge.bases
+    right = bridge.run_with_hooks(TOKENS, fwd_hooks=hooks)
+    assert torch.allclose(found, right, atol=1e-5) and not torch.allclose(found, plain, atol=1e-2)
+    names = place_both(bridge)
+    writes = [name.rpartition(".")[0] for name in names]
+    _, cache = bridge.run_with_cache(other, names_filter=[*names, *writes])
+    errors = [bridge.basis_error(cache, name) for name in names]
+    encoded = [cache[name] for name in names]
+    by_hand = cache[writes[1]] - layers[1].decode(encoded[1]) - encoded[0] @ layers[0].W_dec[:, 1]
+    assert torch.allclose(errors[1], by_hand, atol=1e-5)
+    for name in names:
+        bridge.remove_basis(name)
+    place_both(bridge, errors)
+    _, frozen = bridge.run_with_cache(other, names_filter=writes)
+    assert all(torch.allclose(frozen[name], cache[name], atol=1e-5) for name in writes)
+
+
+@pytest.mark.unchecked
+def test_the_layers_of_a_transcoder_go_together() -> None:
+    bridge = TransformerBridge(tiny("gpt2"))
+    before = list(bridge.hook_dict)
+    names = place_both(bridge)
+    at = "blocks.2.hook_mlp_out"
+    assert [hook.name for hook in bridge.bases] == [
+        *names[:1], names[1], "blocks.1.hook_mlp_out.clt_of_0", f"{at}.clt_of_0", f"{at}.clt_of_1",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="takes over features of an earlier layer"):
+        bridge.remove_basis(f"{at}.clt_of_0")
+    with pytest.raises(ValueError, match="which would not see"):
+        bridge.add_basis(names[0], "some", Neurons(40, [3]))
+    for name in names:
+        bridge.remove_basis(name)
+    assert list(bridge.hook_dict) == before
+    reads, layer = "blocks.0.hook_resid_mid", cross_layer(32, 40, 2)
+    for error, match, given in (
+        (ValueError, "at 1 later points, and later= names 0", {"basis": layer, "reads": reads}),
+        (ValueError, "say what they are of", {"basis": layer, "later": [at]}),
+        (ValueError, "at 0 later points, and later= names 1", {"basis": SAE(32, 40), "reads": reads, "later": [at]}),
+        (ValueError, "does not come behind", {"basis": layer, "reads": reads, "later": ["blocks.0.hook_attn_out"]}),
+    ):
+        with pytest.raises(error, match=match):
+            bridge.add_basis("blocks.0.hook_mlp_out", "clt", **given)
+    assert list(bridge.hook_dict) == before
+    with pytest.raises(ValueError, match="do not fit each other"):
+        CrossLayer(torch.randn(4, 8), torch.randn(5), torch.randn(4, 2, 8), torch.randn(8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", ["keep", "drop"])
+@pytest.mark.parametrize("per_run", ["auto", 1])
+def test_sweeps_over_layers_that_are_written_later(per_run: int | str, error: str) -> None:
+    """A patch goes on through all layers that it writes into, whatever other patches join there."""
+    bridge, clean = TransformerBridge(tiny("gpt2")), torch.tensor([[8, 3, 50, 12, 7, 21]])
+    names = place_both(bridge, error)
+    _, cache = bridge.run_with_cache(clean, names_filter=names)
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return logits[0, -1, 5] - logits[0, -1, 9]
+
+    found = generic_activation_patch(
+        bridge, TOKENS, cache, metric, layer_feature_patch_setter, "mlp_out.clt", ("layer", "feature"), verbose=False,
+        patches_per_run=per_run,
+    )  # fmt: skip
+    for layer, name in enumerate(names):
+        for feature in (0, 7, 39):
+
+            def patch(features: torch.Tensor, hook: object, name: str = name, feature: int = feature) -> torch.Tensor:
+                features[..., feature] = cache[name][..., feature]
+                return features
+
+            right = metric(bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, patch)]))
+            assert torch.allclose(found[layer, feature], right, atol=1e-5)

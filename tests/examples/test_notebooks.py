@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat", reason="needs the extra notebooks")
+NotebookClient = pytest.importorskip("nbclient", reason="needs the extra notebooks").NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = {

@@ -15,6 +15,7 @@ from bridge import TransformerBridge
 from bridge.run.tokenization import TokenizerFacts
 from tests.adapters.test_verify_all import tiny
 from tests.conftest import torch_hooks
+from tests.tiny_models import checkpoint
 from weight_processing.check import ProcessingError
 
 TOKENS = torch.randint(3, 61, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -323,7 +324,7 @@ def test_checkpointing_without_gradients():
     model = tiny("llama-gqa")
     spec = [("blocks.1.hook_mlp_out", halve)]
     expected = TransformerBridge(copy.deepcopy(model)).run_with_hooks(TOKENS, fwd_hooks=spec)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint(model, {"use_reentrant": False})
     bridge = TransformerBridge(model.train())
     with torch.no_grad():
         logits, cache = bridge.run_with_cache(TOKENS)

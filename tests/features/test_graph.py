@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bridge import TransformerBridge, pictures
+from bridge.bases import CrossLayer
 from bridge.features import AttributionGraph, Node, attribution_graph
 from tests.bases.common import SAE
 from tests.reference import DATA
@@ -19,12 +20,23 @@ def reference_bridge(family: str) -> TransformerBridge:
     return TransformerBridge(AutoModelForCausalLM.from_pretrained(DATA / family).eval())
 
 
-@pytest.mark.parametrize("skip", ["plain", "skip"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_circuit_tracer_finds_the_same_graph(family: str, skip: str) -> None:
-    key = f"{family}/{skip}/"
-    theirs = {name.removeprefix(key): value for name, value in load_file(GRAPHS).items() if name.startswith(key)}
-    bridge = reference_bridge(family)
+def place_cross_layer(bridge: TransformerBridge, read: str, theirs: dict[str, Tensor]) -> list[str]:
+    """circuit-tracer's cross-layer transcoder."""
+    reads, writes = ([f"blocks.{layer}.{name}" for layer in range(2)] for name in (read, "hook_mlp_out"))
+    points = []
+    for layer in range(2):
+        threshold = theirs.get("activation_function.threshold")
+        own = CrossLayer(
+            theirs["W_enc"][layer], theirs["b_enc"][layer], theirs[f"W_dec.{layer}"], theirs["b_dec"][layer],
+            None if threshold is None else threshold[layer, 0],
+        )  # fmt: skip
+        hook = bridge.add_basis(writes[layer], "clt", own, reads=reads[layer], later=writes[layer + 1 :])
+        points.append(hook.name)
+    return points
+
+
+def place_transcoders(bridge: TransformerBridge, read: str, theirs: dict[str, Tensor]) -> list[str]:
+    """circuit-tracer's transcoders, of each layer one."""
     points = []
     for layer in range(2):
         own = {name: theirs[f"{layer}/{name}"] for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
@@ -34,10 +46,20 @@ def test_circuit_tracer_finds_the_same_graph(family: str, skip: str) -> None:
             "tc",
             encode=lambda x, own=own: (x @ own["W_enc"].T + own["b_enc"]).relu(),
             decode=lambda features, own=own: features @ own["W_dec"] + own["b_dec"],
-            reads=f"blocks.{layer}.{READS[family]}",
+            reads=f"blocks.{layer}.{read}",
             skip=None if through is None else lambda x, through=through: x @ through.T,
         )
         points.append(hook.name)
+    return points
+
+
+@pytest.mark.parametrize("kind", ["plain", "skip", "clt"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_circuit_tracer_finds_the_same_graph(family: str, kind: str) -> None:
+    key = f"{family}/{kind}/"
+    theirs = {name.removeprefix(key): value for name, value in load_file(GRAPHS).items() if name.startswith(key)}
+    bridge = reference_bridge(family)
+    points = (place_cross_layer if kind == "clt" else place_transcoders)(bridge, READS[family], theirs)
     tokens = theirs["tokens"][None].long()
     graph = attribution_graph(bridge, tokens, points, logits=torch.tensor([7, 9, 11]), without_positions=[0])
     n = tokens.shape[1]

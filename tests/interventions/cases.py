@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bridge.interventions import Add, Clamp, Mean, ProjectOnto, ProjectOut, Replace, Scale, Set, Zero
+from bridge.interventions import Add, Cap, Clamp, Mean, ProjectOnto, ProjectOut, Replace, Scale, Set, Zero
 
 RESID, Z, PATTERN = "blocks.1.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"
 LENGTH = 7
@@ -66,9 +66,19 @@ def cases(d_model: int, n_heads: int) -> dict[str, tuple[str, object, object]]:
         "Mean": (Z, Mean("heads", heads=0), mean),
         "ProjectOut": (RESID, ProjectOut(rows), out),
         "ProjectOnto": (RESID, ProjectOnto(vector), onto),
+        "Cap": (RESID, Cap(vector, 0.1), capped(vector)),
         "Replace": (RESID, Replace(source), replace),
         "Replace, one": (RESID, Replace(source, positions=2), replace_one),
     }
+
+
+def capped(vector):
+    def cap(x):
+        unit = vector.double() / vector.double().norm()
+        along = x.double() @ unit
+        x += (along.clamp(max=0.1) - along)[..., None] * unit
+
+    return cap
 
 
 NAMES = list(cases(32, 4))

@@ -18,9 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCau
 from transformers.monkey_patching import clear_patch_mapping, get_patch_mapping, register_patch_mapping
 
 from adapters import verify
+from adapters.imports.versions import has_transformers
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 from tests.loading.patched_qwen2_moe import FusedAttention, SequentialExperts
+
+pytestmark = pytest.mark.skipif(not has_transformers("5.21"), reason="transformers is older than 5.21: tests/versions")
 
 
 class FusedLlamaAttention(FusedAttention):
@@ -98,6 +101,7 @@ def test_a_load_that_fails_leaves_nothing_behind(folder: str):
     assert get_patch_mapping() == {"LlamaMLP": MyMLP}
     assert modeling_llama.LlamaAttention is LlamaAttention
     assert modeling_llama.LlamaMLP is LlamaMLP  # transformers alone would leave the user's there
+    assert torch.empty(1).device.type == "cpu" and torch.get_default_dtype() == torch.float32
 
 
 def test_what_the_user_registered_is_respected_and_stays(folder: str):

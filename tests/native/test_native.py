@@ -18,6 +18,7 @@ from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
 from bridge.native.config import ACT_FNS, INIT_MODES
 from tests.native.by_hand import ByHand
+from tests.tiny_models import checkpoint
 
 SIZES: dict[str, Any] = {"n_layers": 2, "d_model": 12, "n_heads": 4, "d_head": 4, "d_vocab": 11, "n_ctx": 7}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
@@ -295,7 +296,7 @@ def test_hugging_faces_own_outputs_and_checkpointing() -> None:
         return model.embed.weight.grad.clone()
 
     plain = gradient()
-    model.activation_checkpointing_enable()
+    checkpoint(model)
     model.train()
     assert_close(gradient(), plain, "gradient with checkpointing")
     assert torch.equal(copy.deepcopy(model)(TOKENS).logits, model(TOKENS).logits)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import bridge.analysis.residual
 from adapters import Architecture
+from adapters.views import Affine
 from bridge import TransformerBridge
 from bridge.analysis.decomposition import Term
 from bridge.harvest import Activations
@@ -30,12 +31,12 @@ def _first_step(architecture: Architecture, **fields: Any) -> Architecture:
 #: What is changed, in which type, and which property has to notice.
 CHANGES: dict[str, tuple[str, str, Callable[[Architecture], Architecture]]] = {
     "factor of the logits left out": (
-        "cohere", "attributions", lambda a: replace(a, readout=replace(a.readout, factor_out=1.0)),
+        "cohere", "attributions", lambda a: replace(a, readout=replace(a.readout, output_transform=Affine())),
     ),
     "norm of the embeddings left out": (
         "mbart", "terms", lambda a: _stack(a, embedding=replace(a.stack.embedding, norm=None)),
     ),
-    "factor of what attention writes left out": ("granite", "terms", lambda a: _first_step(a, factor=1.0)),
+    "factor of what attention writes left out": ("granite", "terms", lambda a: _first_step(a, output_transform=())),
     "final norm left out": ("llama", "attributions", lambda a: _stack(a, final_norm=None)),
     "norm behind attention left out": ("gemma2", "terms", lambda a: _first_step(a, post=None)),
     "another final norm": (

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.public.uses import BRIDGE, COMMANDS, USES
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,17 +31,9 @@ class WithinReach(PathFinder):
         return None if fullname.split(".")[0] in {blocked!r} else super().find_spec(fullname, path, target)
 
 sys.meta_path[:] = [WithinReach if finder is PathFinder else finder for finder in sys.meta_path]
-from bridge import TransformerBridge
-bridge = TransformerBridge.boot_embedded()
 """
-USES = {
-    "": "bridge.generate('Mary and', max_new_tokens=2, do_sample=False, verbose=False); bridge.process_weights()",
-    "pictures": "from bridge import pictures; lens = bridge.lens('Mary and')\n"
-    "pictures.logit_lens(lens.stack(), bridge.to_str_tokens('Mary and'), bridge).save('lens.svg')",
-    "harvest": "from bridge.harvest import Activations, harvest\n"
-    "harvest(bridge, ['Mary and John'], hook_points=['blocks.1.hook_resid_post'], out='out', context_size=4)\n"
-    "assert len(Activations('out'))",
-}
+#: Those that `make test` installs together.
+TOGETHER = ("", "pictures", "harvest")
 
 
 def brought(extra: str) -> set[str]:
@@ -59,13 +55,15 @@ def blocked(extra: str) -> set[str]:
     return {package for package, names in where.items() if {canonicalize_name(each) for each in names} & others}
 
 
-@pytest.mark.parametrize("extra", USES)
+@pytest.mark.parametrize("extra", TOGETHER)
 def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
+    if absent := [name for name in ("altair", "pyarrow") if find_spec(name) is None]:
+        pytest.skip(f"{', '.join(absent)} is not installed, so there is nothing to put out of reach")
     away = blocked(extra)
     assert (
         "pytest" in away and ("altair" in away) == (extra != "pictures") and ("pyarrow" in away) == (extra != "harvest")
     )
-    code = FIRST.format(blocked=away) + USES[extra]
+    code = FIRST.format(blocked=away) + BRIDGE + USES[extra]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=_environment()
     )
@@ -83,3 +81,12 @@ def test_without_its_extra_a_room_says_which_it_needs(use: str, needs: str, tmp_
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=_environment()
     )
     assert done.returncode and f"transformer-bridge[{use}]" in done.stderr and needs in done.stderr
+
+
+def test_each_extra_was_installed_alone_and_used() -> None:
+    """`make extras` installs each, which takes half an hour; its table has a row for each, and in none what failed."""
+    assert set(USES) | set(COMMANDS) == {"", *EXTRAS} and not set(USES) & set(COMMANDS)
+    table = (ROOT / "docs" / "versions.md").read_text().partition("## Installed from the wheel")[2]
+    rows = dict(re.findall(r"^\| (\w+) \| 5[\d.]+ \|.*\| ([\w ]+) \|$", table, re.MULTILINE))
+    assert set(rows) == {"none", *EXTRAS} and set(rows.values()) <= {"works", "not measured"}
+    assert re.search(r"^\| none \| 5\.15\.\d+ \|.*the README's first example \| works \|$", table, re.MULTILINE)

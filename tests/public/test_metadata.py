@@ -13,7 +13,8 @@ from adapters.imports import versions
 from bridge import TransformerBridge, __version__
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, BUILT_WITH = PYPROJECT["project"], PYPROJECT["build-system"]["requires"]
 
 
 def test_the_version_is_said_alike() -> None:
@@ -30,6 +31,10 @@ def test_the_recipe_asks_for_what_the_package_asks_for() -> None:
     assert {need.name: set(str(need.specifier).split(",")) for need in needs} == {
         name: set(bounds.split(",")) for name, bounds in asked.items()
     }
+    lowest = recipe["context"]["python_min"]
+    assert PROJECT["requires-python"] == f">={lowest}" and recipe["about"]["license"] == PROJECT["license"]
+    host = {line.replace(" ", "") for line in recipe["requirements"]["host"]}
+    assert set(BUILT_WITH) <= host and recipe["about"]["summary"] == PROJECT["description"]
     assert recipe["build"]["python"]["entry_points"] == [
         f"{name} = {where}" for name, where in PROJECT["scripts"].items()
     ]
@@ -60,3 +65,9 @@ def test_a_report_says_what_a_bug_report_needs(embedded: TransformerBridge) -> N
     own = versions.transformers.__version__
     assert all(said in text for said in (__version__, "Python", "torch", own, "LlamaForCausalLM", "135 hook points"))
     assert re.search(r"processed +no\n", text)
+
+
+def test_the_template_of_an_issue_asks_for_that_report() -> None:
+    (template,) = (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.md")
+    _, head, text = template.read_text().split("---\n", 2)
+    assert set(yaml.safe_load(head)) == {"name", "about"} and "print(bridge.report())" in text

@@ -9,6 +9,7 @@ import torch
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny as any_tiny
 from tests.conftest import FAMILIES, tiny, torch_hooks
+from tests.tiny_models import checkpoint
 
 
 def test_a_run_in_a_hook_is_a_run_of_its_own(tokens):
@@ -235,7 +236,7 @@ def test_a_cache_leaves_the_graph_alone(family, tokens):
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         if checkpointing:
-            model.activation_checkpointing_enable()
+            checkpoint(model)
         loss, cache = TransformerBridge(model).run_with_cache(tokens, return_type="loss", use_cache=False)
         loss.backward()  # the blocks run again, without the hooks
         assert not any(value.requires_grad for value in cache.values())

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bridge import TransformerBridge
 from tests.conftest import FAMILIES, tiny, torch_hooks
+from tests.tiny_models import checkpoint
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -145,7 +146,7 @@ def test_peft_and_gradient_checkpointing_and_training(tokens):
 
     bridge.train()
     bridge.original_model.enable_input_require_grads()
-    hf.activation_checkpointing_enable()
+    checkpoint(hf)
     bridge(tokens, return_type="loss").backward()
     assert any(p.grad is not None for n, p in bridge.named_parameters() if "lora" in n)
 

@@ -106,7 +106,7 @@ def delta(model: nn.Module, base: str, functions: tuple[str, ...]) -> nn.Module:
         behind = Step(mlp, pre=Norm("post_attention_layernorm", kind))
         first, last = (
             Block((Step(mixer, pre=Norm("input_layernorm", kind)), behind))
-            for mixer in (Mixer(path, functions=functions), Mixer("self_attn", out_key=0))
+            for mixer in (Mixer(path, functions=functions), Mixer("self_attn"))
         )
         stack = Stack("layers", first, {1: last}, Norm("norm", kind), Embedding("embed_tokens"))
         return Architecture((stack,), Readout("lm_head"))

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from bridge import TransformerBridge
 from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
 from tests.conftest import tiny, torch_hooks
-from tests.tiny_models import tiny_model
+from tests.tiny_models import checkpoint, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -387,7 +387,7 @@ def test_parts_that_are_several_modules(tokens):
 
 def test_checkpointing_is_refused(tokens):
     hf = tiny("llama").train()
-    hf.activation_checkpointing_enable()
+    checkpoint(hf)
     with pytest.raises(RuntimeError, match="checkpointing"), TransformerBridge(hf).trace(tokens):
         pass
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Qwen2MoeConfig
 
 from adapters import verify
-from adapters.imports.versions import VersionError, has_transformers
+from adapters.imports.versions import VersionError, has_transformers, older_than_declared
 from bridge import NativeConfig, TransformerBridge
 from bridge.circuits import edge_attribution
 from bridge.cli.main import main
@@ -20,6 +20,7 @@ from bridge.legacy import HookedTransformer
 from bridge.patching import get_act_patch_resid_pre
 from bridge.tasks import ioi
 from tests.conftest import tiny
+from tests.tiny_models import checkpoint, tiny_model
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61}
@@ -66,6 +67,17 @@ def test_trace(embedded: TransformerBridge) -> None:
     assert torch.equal(seen, cache["blocks.2.hook_resid_pre"])
 
 
+def test_trace_while_training() -> None:
+    bridge = TransformerBridge(tiny("llama").train())
+    tokens = torch.tensor([[1, 2, 3]])
+    with bridge.trace(tokens) as run:
+        seen = run["blocks.1.hook_resid_pre"]
+    assert torch.equal(seen, bridge.run_with_cache(tokens)[1]["blocks.1.hook_resid_pre"])
+    checkpoint(bridge.core)
+    with pytest.raises(RuntimeError, match="checkpointing"), bridge.trace(tokens):
+        pass
+
+
 def test_generation(embedded: TransformerBridge) -> None:
     tokens = embedded.to_tokens(PROMPT)
     own = embedded.core.generate(
@@ -75,6 +87,16 @@ def test_generation(embedded: TransformerBridge) -> None:
     assert torch.equal(embedded.generate(tokens, **options), own)
     pieces = list(embedded.generate_stream(tokens, max_new_tokens=5, do_sample=False))
     assert torch.cat(pieces, -1)[0].tolist() == own[0, -sum(piece.shape[-1] for piece in pieces) :].tolist()
+
+
+def test_generate_batch(embedded: TransformerBridge) -> None:
+    if not has_transformers("5.20"):
+        with pytest.raises(VersionError, match=r"generate_batch needs transformers 5\.20 or later") as refused:
+            embedded.generate_batch([PROMPT], 4)
+        pytest.skip(f"refused by name: {refused.value}")
+    (answer,) = embedded.generate_batch([PROMPT], 4, do_sample=False)
+    alone = embedded.generate(PROMPT, max_new_tokens=4, do_sample=False, verbose=False, return_type="tokens")
+    assert answer.tokens.tolist() == alone[0, -len(answer.tokens) :].tolist()
 
 
 def test_patching_circuits_and_tasks(embedded: TransformerBridge) -> None:
@@ -132,7 +154,7 @@ def test_patched_loading(tmp_path: Path) -> None:
     class Ours(LlamaRMSNorm):
         pass
 
-    if not has_transformers("5.21") and missing("torchvision"):
+    if not has_transformers("5.21"):
         with pytest.raises(VersionError, match=r"loading with patches needs transformers 5\.21") as refused:
             TransformerBridge.boot_transformers(str(tmp_path), patches={"LlamaRMSNorm": Ours})
         pytest.skip(f"refused by name: {refused.value}")
@@ -147,6 +169,15 @@ def test_inference_and_proof() -> None:
     assert bridge.offered().inferred and verify(bridge, level="quick").passed
     llama = TransformerBridge(tiny("llama"), automatic="always")
     assert llama.offered().inferred and not llama.offered().not_offered and verify(llama).passed
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "dots1", "granitemoe", "moshi"])
+def test_what_was_another_class_before_is_inferred(model_type: str) -> None:
+    """What we declare is proved, and so is what is inferred in its place."""
+    model = tiny_model(model_type)
+    older = "".join(older_than_declared(cls.__name__) for cls in type(model).__mro__)
+    bridge = TransformerBridge(model)
+    assert bridge.offered().inferred == bool(older) and verify(bridge, level="quick").passed
 
 
 def test_experts() -> None:

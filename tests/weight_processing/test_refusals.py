@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GPT2ForSequenceClassification, GPT2Model, OPTConfig, OPTModel
 
 from adapters import Attention, Block, MoE, Step, Weights
+from adapters.views import MaskedScores
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
 from tests.adapters.by_hand import families
@@ -183,10 +184,10 @@ def test_a_part_of_a_mixture_that_is_not_declared(case: str) -> None:
     assert isinstance(mix.part, MoE) and isinstance(attend.part, Attention)
     if case == "gpt_oss-gqa":
         name = r"self_attn\.sinks"
-        attend = replace(attend, part=replace(attend.part, sinks=None))
+        attend = replace(attend, part=replace(attend.part, scores=MaskedScores()))
     else:
         name = r"mlp\.shared_expert_gate\.weight"
-        mix = replace(mix, part=replace(mix.part, shared_gate=None))
+        mix = replace(mix, part=replace(mix.part, shared_transform=()))
     declare(bridge, attend, mix)
     values = copies(model)
     with pytest.raises(ProcessingError, match=f"does not say what these parameters read and write: .*{name}"):

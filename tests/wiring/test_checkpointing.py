@@ -13,6 +13,7 @@ import torch
 from bridge import TransformerBridge
 from tests.adapters.by_hand.families import tiny as any_tiny
 from tests.conftest import FAMILIES, tiny, torch_hooks
+from tests.tiny_models import checkpoint
 
 EDITS = [
     [("blocks.1.attn.hook_z", lambda x, hook: x * 0.5)],
@@ -35,7 +36,7 @@ def model_of(family: str, checkpointing: bool, reentrant: bool = False) -> torch
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     if checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+        checkpoint(model, {"use_reentrant": reentrant})
     return model
 
 

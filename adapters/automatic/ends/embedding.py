@@ -15,7 +15,7 @@ from adapters.observe.calls import ModuleCall, Recording, Seen, mark
 from adapters.observe.tolerance import tolerance
 from adapters.paths import base_path, token_embedding
 from adapters.stream_ends import Embedding
-from adapters.views import Affine
+from adapters.views import Affine, Chain, times, transformed
 
 NO_SUM = "the first stream is not the token embedding and what other modules put out"
 
@@ -101,8 +101,7 @@ class _Search:
 
     def run(self) -> FoundEmbedding:
         rows = self.tokens.left[0].value
-        width = None if rows.shape[-1] == self.stream.value.shape[-1] else rows.shape[-1]
-        self.found = Embedding(self.tokens.path, width=width)
+        self.found = Embedding(self.tokens.path)
         target = self._behind_norm(self._behind_projection(self.stream))
         rows = self._projected(rows, target.value)
         if rows.shape != target.value.shape:
@@ -170,7 +169,7 @@ class _Search:
             if by is None:
                 self.missing["hook_embed"] = NO_SUM
             else:
-                self.found = replace(self.found, factor=by[0], adjust=by[1])
+                self.found = replace(self.found, transform=by)
             return
         factor, *rest = weights
         added = dict(zip(others, rest, strict=True))
@@ -178,7 +177,7 @@ class _Search:
         if alone and not self._normed_alone(added):
             self.missing["hook_embed"] = NO_SUM
             return
-        self.found = replace(self.found, factor=1.0 if alone else factor)
+        self.found = replace(self.found, transform=times(1.0 if alone else factor))
         self._name(others, added, again)
         self._around(alone)
 
@@ -230,7 +229,7 @@ class _Search:
         self.found = replace(found, module=module)
 
 
-def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> tuple[float, Affine] | None:
+def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> Chain | None:
     """A factor, and parameters of the base model, that make the first stream of the token embedding."""
     base = model.get_submodule(base_path(model))
     x, y = (each.double().flatten(0, -2) for each in (tokens, target))
@@ -243,13 +242,13 @@ def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> tuple[float, 
     own = {name: p.detach().double().to(x.device) for name, p in base.named_parameters(recurse=False)}
     own = {name: p for name, p in own.items() if p.shape == weight.shape}
     factor = rounded(float(weight.mean()))
-    tried = [(factor, Affine(bias=name)) for name in own]
-    tried += [(1.0, Affine(weight=name)) for name in own]
-    tried += [(1.0, Affine(weight=name, bias=other)) for name in own for other in own]
-    for each, by in tried:
+    tried: list[Chain] = [(*times(factor), Affine(plus=name)) for name in own]
+    tried += [(Affine(weight=name),) for name in own]
+    tried += [(Affine(plus=other), Affine(weight=name)) for name in own for other in own]
+    for by in tried:
         with torch.no_grad():
-            if bool(((by.of(x * each, base) - y).abs() <= close).all()):
-                return each, by
+            if bool(((transformed(by, x, base) - y).abs() <= close).all()):
+                return by
     return None
 
 

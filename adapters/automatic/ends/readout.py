@@ -18,6 +18,7 @@ from adapters.norms import Norm, normalized
 from adapters.observe.calls import ModuleCall, Recording, Seen, elements_of
 from adapters.observe.tolerance import tolerance
 from adapters.stream_ends import Head, Readout
+from adapters.views import Affine
 
 
 def find_final_norm(recording: Recording, last: Seen, after: int) -> tuple[Norm | None, float]:
@@ -119,9 +120,7 @@ class End:
             return ()
         around, linear = ("." + relative(each, self.core) for each in found[:2])
         norm = found[2] and Norm("." + relative(found[2].path, self.core), found[2].kind)
-        width = self.unembed.entered.value.shape[-1]
-        own = None if width == normed.shape[-1] else width
-        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True, width=own),)
+        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True),)
 
     def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> Readout:
         """How logits are made of what the final norm puts out.
@@ -152,7 +151,7 @@ class End:
         name = None if bias is None else _holder_of(self.model.get_submodule(self.core), bias)
         if bias is not None and name is None:
             return Readout(path, factor_in, unknown=f"what is added behind {path} is no parameter of the model")
-        return Readout(path, factor_in, factor_out, name, cap)
+        return Readout(path, factor_in, Affine(factor_out, plus=name), cap)
 
 
 def _factor_between(x: Tensor, y: Tensor) -> float | None:

@@ -10,6 +10,7 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
+from adapters.views import Affine, times
 
 
 def bart_like(
@@ -48,7 +49,7 @@ def bart_like(
     start = {} if alone else {"decoder_start_token_id": getattr(config, "decoder_start_token_id", None)}
     return Architecture(
         stacks=tuple(stacks),
-        readout=Readout("lm_head", bias=None if alone else "final_logits_bias"),
+        readout=Readout("lm_head", output_transform=Affine(plus=None if alone else "final_logits_bias")),
         no_layer_runs="" if alone else "its decoder needs the encoder's output",
         config_values={"d_mlp": width, "attention_dir": "causal" if alone else "bidirectional", **start},
     )
@@ -58,7 +59,7 @@ def _embedding(name: str, normed: bool, factor: float) -> Embedding:
     """Tokens and positions, and the norm of their sum."""
     norm = Norm(f"{name}.layernorm_embedding", LAYER_NORM) if normed else None
     tokens, positions = f"{name}.embed_tokens", f"{name}.embed_positions"
-    return Embedding(tokens, factor, positions=positions, norm=norm, module=None if norm is None else norm.path)
+    return Embedding(tokens, times(factor), positions=positions, norm=norm, module=None if norm is None else norm.path)
 
 
 def _stack(name: str, on_stream: bool, embedding: Embedding, *, final: bool, alone: bool, d_mlp: int | None) -> Stack:
@@ -67,12 +68,12 @@ def _stack(name: str, on_stream: bool, embedding: Embedding, *, final: bool, alo
     parts: list[tuple[Attention | MLP, str]] = [(Attention("self_attn", q, k, v, o="out_proj"), "self_attn_layer_norm")]
     if name == "decoder" and not alone:
         parts.append((Attention("encoder_attn", q, k, v, o="out_proj", cross=True), "encoder_attn_layer_norm"))
-    parts.append((MLP("", up=Projection("fc1"), down="fc2", out="fc2", d_mlp=d_mlp), "final_layer_norm"))
+    parts.append((MLP("", up=Projection("fc1", width=d_mlp), down="fc2"), "final_layer_norm"))
     norms = [Norm(path, LAYER_NORM) for _, path in parts]
+    outs = [None if part.path else "fc2" for part, _ in parts]
     steps = [
-        Step(part, stream_norm=norm) if on_stream else Step(part, pre=norm)
-        for (part, _), norm in zip(parts, norms, strict=True)
+        Step(part, stream_norm=norm, out=out) if on_stream else Step(part, pre=norm, out=out)
+        for (part, _), norm, out in zip(parts, norms, outs, strict=True)
     ]
     last = Norm(f"{name}.layer_norm", LAYER_NORM) if final else None
-    pos = "pos" if alone or name == "encoder" else "decoder_pos"
-    return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, embedding, "blocks" if alone else name, pos)
+    return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, embedding, "blocks" if alone else name)

@@ -43,6 +43,7 @@ def gpt2_like(
     mlp: MLP = FEED_FORWARD,
     *,
     pre: tuple[str, str] = ("ln_1", "ln_2"),
+    out: tuple[str | None, str | None] = (None, None),
     parallel: bool = False,
     path: str = "h",
     output: tuple[int | None, int] = (None, 1),
@@ -59,6 +60,7 @@ def gpt2_like(
     Args:
         attn, mlp: the parts of a block.
         pre: the norms that they read through.
+        out: the modules whose outputs are their results, where they are others than the parts'.
         parallel: both read the same stream.
         path: of the list of blocks.
         output: which element of what a block returns is the stream (None: it returns a tensor), and of how many.
@@ -70,11 +72,11 @@ def gpt2_like(
     """
     first, second = (Norm(name, LAYER_NORM) for name in pre)
     last, embedded = (name and Norm(name, LAYER_NORM) for name in (final_norm, embed_norm))
-    block = Block((Step(attn, first), Step(mlp, second, parallel=parallel)), changed_in_place)
-    key, length = output
+    beside = Step(mlp, second, parallel_to=0 if parallel else None, out=out[1])
+    block = Block((Step(attn, first, out=out[0]), beside), changed_in_place)
     embedding = Embedding(embed, positions=pos_embed, norm=embedded or None)
     return Architecture(
-        (Stack(path, block, {}, last or None, embedding, output_key=key, output_length=length),),
+        (Stack(path, block, {}, last or None, embedding, output=output),),
         Readout(unembed),
         config_values=config_values or {},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
@@ -25,19 +26,15 @@ def latent_attention(config: PreTrainedConfig) -> Attention:
             gathered(tuple(tuple(range(start + first, start + last)) for start in starts))
             for first, last in ((0, plain), (plain, plain + d_v))
         ]
-    k, v = (Projection("kv_b_proj", Composed(OneHead(), view)) for view in views)
+    k, v = (Projection("kv_b_proj", Composed(OneHead(), view), latent="kv_a_layernorm") for view in views)
     low = config.q_lora_rank is not None
     return Attention(
         "self_attn",
-        Projection("q_b_proj" if low else "q_proj"),
-        k,
+        Projection("q_b_proj" if low else "q_proj", width=plain + turned, latent="q_a_layernorm" if low else None),
+        replace(k, width=None if plain == d_v else plain),
         v,
         o="o_proj",
-        rotary=True,
-        q_latent="q_a_layernorm" if low else None,
-        kv_latent="kv_a_layernorm",
-        d_q=plain + turned,
-        d_k=None if plain == d_v else plain,
+        rotary="last",
     )
 
 

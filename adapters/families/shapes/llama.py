@@ -13,18 +13,31 @@ from adapters.attention import Attention, Projection
 from adapters.config import rotary_values
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import RMS_NORM, Norm, NormKind
-from adapters.views import columns
+from adapters.views import Affine, columns, times
 
 ATTENTION = Attention(
-    "self_attn", Projection("q_proj"), Projection("k_proj"), Projection("v_proj"), o="o_proj", rotary=True
+    "self_attn", Projection("q_proj"), Projection("k_proj"), Projection("v_proj"), o="o_proj", rotary="last"
 )
+
+
+def normed(attn: Attention, q: str, k: str, kind: NormKind = RMS_NORM) -> Attention:
+    """The same attention with norms of queries and keys.
+
+    Args:
+        attn: the attention.
+        q, k: the paths of these norms, from the attention module.
+        kind: what they compute.
+    """
+    return replace(attn, q=replace(attn.q, norm=Norm(q, kind)), k=replace(attn.k, norm=Norm(k, kind)))
+
+
 FEED_FORWARD = MLP("mlp", up=Projection("up_proj"), gate=Projection("gate_proj"), down="down_proj")
 #: The same with a norm of each head's queries and keys.
-NORMED_ATTENTION = replace(ATTENTION, q_norm=Norm("q_norm", RMS_NORM), k_norm=Norm("k_norm", RMS_NORM))
+NORMED_ATTENTION = normed(ATTENTION, "q_norm", "k_norm")
 #: The same with heads before positions where they are normed.
-HEADS_FIRST = replace(NORMED_ATTENTION, qk_norm_over="heads first")
+HEADS_FIRST = replace(NORMED_ATTENTION, norms_over="heads first")
 #: The same with one norm over all queries of a position, and one over all keys.
-NORMED_WIDTH = replace(NORMED_ATTENTION, qk_norm_over="width")
+NORMED_WIDTH = replace(NORMED_ATTENTION, norms_over="width")
 #: Norms that the results of attention and MLP go through (Gemma 2, OLMo 2).
 POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -54,6 +67,7 @@ class Differences(Factors, total=False):
     norm: NormKind
     pre: tuple[str | None, str | None]
     post: tuple[str | None, str | None]
+    out: tuple[str | None, str | None]
     final_norm: str
 
 
@@ -66,6 +80,7 @@ def llama_like(
     norm: NormKind = RMS_NORM,
     pre: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm"),
     post: tuple[str | None, str | None] = (None, None),
+    out: tuple[str | None, str | None] = (None, None),
     parallel: bool = False,
     factor: float = 1.0,
     embed_factor: float = 1.0,
@@ -81,6 +96,7 @@ def llama_like(
         attn, mlp: the parts of a block; `layers` has the MLPs of those, by index, in which it is another.
         norm: what all norms compute.
         pre, post: the norms that attention and MLP read through, and those that their results go through.
+        out: the modules whose outputs are these results, where they are others than the parts'.
         parallel: attention and MLP read the same stream.
         factor: what these results are multiplied with.
         embed_factor: what the token embedding is multiplied with, by the model itself.
@@ -89,11 +105,12 @@ def llama_like(
         config_values: fields of `ModelConfig`, beside those of the rotary embedding.
     """
     norms = [Norm(path, norm) if path else None for path in (*pre, *post)]
-    first, last = Step(attn, norms[0], norms[2], factor), Step(mlp, norms[1], norms[3], factor, None, parallel)
+    first = Step(attn, norms[0], norms[2], times(factor), out=out[0])
+    last = Step(mlp, norms[1], norms[3], times(factor), parallel_to=0 if parallel else None, out=out[1])
     others = {index: Block((first, replace(last, part=part))) for index, part in (layers or {}).items()}
-    embedding = Embedding("embed_tokens", embed_factor)
+    embedding = Embedding("embed_tokens", times(embed_factor))
     return Architecture(
         (Stack("layers", Block((first, last)), others, Norm(final_norm, norm), embedding),),
-        Readout("lm_head", factor_out=logit_factor, soft_cap=soft_cap),
+        Readout("lm_head", output_transform=Affine(logit_factor), soft_cap=soft_cap),
         config_values={**rotary_values(config), **(config_values or {})},
     )

@@ -16,7 +16,7 @@ from adapters.registry import UndeclaredOptionError
 #: The expert that every token is sent to, as DeepSeek has it.
 SHARED = MLP("shared_experts", FEED_FORWARD.up, FEED_FORWARD.down, FEED_FORWARD.gate)
 #: Experts are chosen by a sigmoid of their logits and a term of their own, as in DeepSeek V3.
-SIGMOID = MoE("mlp", router="gate", chosen_by="scores", corrected=True, shared=SHARED)
+SIGMOID = MoE("mlp", router="gate", chosen_by="scores", shared=SHARED)
 #: The same with a shared expert that works on rows ``(batch pos)``.
 FLAT_SIGMOID = replace(SIGMOID, shared=replace(SHARED, flat=True))
 

@@ -13,6 +13,7 @@ from adapters.proofs.evidence import Evidence
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
 from adapters.stream_ends import Embedding
+from adapters.views import transformed
 
 CHAIN = "what leaves a block as the stream enters the next"
 ENDS = "the stream begins with the embeddings and ends in the final norm"
@@ -54,7 +55,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
         stream = stream[:, :, 0]
     if made.module is not None:
         full = evidence.get("hook_full_embed")
-        if full is not None and architecture.stack.every_block[0].exit:
+        if full is not None and architecture.stack.every_block[0].ends:
             full = zeroed(findings, full, stream)
         findings.equal(ENDS, first, stream, full)
         _sum_of_embeddings(evidence, findings, made)
@@ -72,8 +73,7 @@ def prove_beginning(evidence: Evidence, findings: Findings) -> None:
     if stream is None or embed is None:
         findings.holds(ENDS, first, False, "the embedding or the first block did not run")
         return
-    if made.adjust:
-        embed = made.adjust.of(embed, module_at(evidence.bridge.original_model, evidence.base))
+    embed = transformed(made.behind_embed, embed, module_at(evidence.bridge.original_model, evidence.base))
     rest = stream if positions is None else stream - positions.to(stream)
     types = evidence.get("embed.hook_token_type_embed") if made.types else None
     rest = rest if types is None else rest - types.to(stream)

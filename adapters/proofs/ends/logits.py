@@ -80,7 +80,7 @@ def _unembedded(evidence: Evidence, findings: Findings, stream: Tensor | None) -
     if last is None or stream is None or last.shape != stream.shape:
         findings.holds(ENDS, "unembed", False, "what it reads is not what the final norm makes")
         return
-    if evidence.bridge.architecture.stack.every_block[0].exit:
+    if evidence.bridge.architecture.stack.every_block[0].ends:
         stream = zeroed(findings, stream, last)
     factor = readout.factor_in if unembed else 1.0
     findings.equal(ENDS, "unembed", last, (stream.double() * factor).to(last.dtype))

@@ -123,7 +123,7 @@ def test_factors_are_found() -> None:
     """Granite multiplies the embedding, and what each part adds."""
     model = tiny_model("granite")
     bridge = TransformerBridge(model, automatic="always")
-    assert {step.factor for step in bridge.architecture.steps()} == {model.config.residual_multiplier} == {0.3}
+    assert {step.last_factor for step in bridge.architecture.steps()} == {model.config.residual_multiplier} == {0.3}
     assert bridge.architecture.embedding.factor == model.config.embedding_multiplier == 3.0
     with torch.no_grad():
         own = model(TOKENS, output_hidden_states=True).hidden_states

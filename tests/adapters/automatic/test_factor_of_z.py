@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adapters import Attention, verify
+from adapters.views import Affine
 from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as
 from tests.tiny_models import tiny_model
@@ -44,10 +45,10 @@ def test_a_constant_factor_is_found_and_proved() -> None:
     model = scaled()
     bridge = TransformerBridge(model, automatic="always")
     attn = bridge.architecture.stack.block.attn
-    assert attn is not None and (attn.z_is, attn.z_factor) == ("factor", 0.7)
+    assert attn is not None and attn.z_transform == Affine(0.7)
     assert verify(bridge).passed, str(verify(bridge))
     steps = bridge.architecture.stack.block.steps
-    wrong = replace(steps[0], part=replace(attn, z_factor=0.72))
+    wrong = replace(steps[0], part=replace(attn, z_transform=Affine(0.72)))
     stack = replace(bridge.architecture.stack, block=replace(bridge.architecture.stack.block, steps=(wrong, steps[1])))
     with declared_as(replace(bridge.architecture, stacks=(stack,))):
         assert "pattern @ v = z" in {check.name for check in verify(TransformerBridge(model)).failed}

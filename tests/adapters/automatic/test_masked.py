@@ -55,12 +55,12 @@ def changed(declared: Architecture, change: Callable[[Attention], Attention]) ->
 
 
 WRONG: dict[str, tuple[str, Callable[[Attention], Attention], str]] = {
-    "no bias of queries": ("deberta", lambda part: replace(part, q_bias=None), SCORES),
-    "no bias of values": ("deberta", lambda part: replace(part, v_bias=None), VALUES),
-    "nothing is added": ("deberta", lambda part: replace(part, adds=None), SCORES),
-    "something is added": ("bert", lambda part: replace(part, adds=()), SCORES),
-    "another scale": ("deberta-v2", lambda part: replace(part, scale=2.0), SCORES),
-    "no convolution": ("nystromformer", lambda part: replace(part, branch=None), VALUES),
+    "no bias of queries": ("deberta", lambda part: replace(part, q=replace(part.q, bias=None)), SCORES),
+    "no bias of values": ("deberta", lambda part: replace(part, v=replace(part.v, bias=None)), VALUES),
+    "nothing is added": ("deberta", lambda part: replace(part, score_bias_modules=None), SCORES),
+    "something is added": ("bert", lambda part: replace(part, score_bias_modules=()), SCORES),
+    "another scale": ("deberta-v2", lambda part: replace(part, config_values={"attn_scale": 2.0}), SCORES),
+    "no convolution": ("nystromformer", lambda part: replace(part, z_transform=None), VALUES),
 }
 
 

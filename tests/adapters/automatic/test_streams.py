@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adapters import verify
-from adapters.architecture import Block, Step
+from adapters.architecture import Block, Readout, Step
 from adapters.attention import Projection
 from adapters.feed_forward import MLP
 from adapters.proofs.protocol import Hook
-from adapters.views import Affine
+from adapters.views import Affine, times
 from benchmarks.models import how_much
 from bridge import TransformerBridge
 from bridge.circuits import Graph
@@ -56,10 +56,11 @@ def test_the_stream_and_its_parts_are_offered_and_proved(model_type: str) -> Non
 
 #: Claims of streams: the types in which they are made, and words of the changes that are tried.
 CHANGED = {
-    "beam": ("carry",), "doge": ("carry",), "minimax": ("carry", "norm before the first"),
-    "zaya": ("carry", "adjust"), "longcat_flash": ("reads what",),
-    "xlnet": ("positions_first",), "deepseek_v4": ("Opaque: streams not", "n_streams", "collapse"),
-    "hrm_text": ("joined left", "adjust of the embedding"), "qwen4_exp_text": ("side_by_side",),
+    "beam": ("residual_transform",), "doge": ("residual_transform",),
+    "minimax": ("residual_transform", "norm before the first"), "zaya": ("residual_transform", "output_transform"),
+    "longcat_flash": ("reads what",),
+    "xlnet": ("stream_view",), "deepseek_v4": ("Opaque: streams not", "stream_view", "collapse"),
+    "hrm_text": ("block_inputs left", "parameters of the embedding"), "qwen4_exp_text": ("stream_view",),
 }  # fmt: skip
 
 
@@ -76,9 +77,12 @@ def test_a_wrong_claim_is_refused(model_type: str) -> None:
 def test_a_stream_that_is_rescaled_between_blocks() -> None:
     """RWKV halves it every few blocks, and before the final norm."""
     model, bridge = of("rwkv", num_hidden_layers=4, rescale_every=2)
-    assert bridge.architecture.stack.rescaled == {2: 0.5, 4: 0.5} and not bridge.offered().not_offered
+    assert (
+        bridge.architecture.stack.block_inputs == {2: (("", 0.5),), 4: (("", 0.5),)}
+        and not bridge.offered().not_offered
+    )
     assert verify(bridge).passed
-    (change,) = [each for each in mutations(model) if "rescaled" in each.name]
+    (change,) = [each for each in mutations(model) if "block_inputs" in each.name]
     report = tried(model, change)
     assert not isinstance(report, Exception) and not report.passed
     with pytest.raises(ValueError, match=NO_SUM):
@@ -91,9 +95,9 @@ def test_a_sum_that_parameters_scale_and_shift() -> None:
     block = TransformerBridge(model).architecture.stack.block
     (step,) = block.steps
     norm = "output.bottleneck.LayerNorm"
-    assert step.carry == Affine(weight=f"{norm}.weight")
-    assert step.adjust == Affine(weight=f"{norm}.weight", plus=f"{norm}.bias")
-    (change,) = [each for each in mutations(model) if "without its plus" in each.name]
+    assert step.residual_transform == (Affine(weight=f"{norm}.weight"),)
+    assert step.output_transform == (Affine(weight=f"{norm}.weight"), Affine(plus=f"{norm}.bias"))
+    (change,) = [each for each in mutations(model) if each.name.endswith(f"without {Affine(plus=f'{norm}.bias')}")]
     report = tried(model, change)
     assert not isinstance(report, Exception) and any("= resid_post" in check.name for check in report.failed)
 
@@ -215,9 +219,9 @@ PART = MLP("mlp", Projection("up"), "down")
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Step(PART, parallel=True, carry=Affine(2.0)), "the first of parallel steps says it"),
-        (lambda: Step(PART, reads=0), "is not parallel"),
-        (lambda: Block((Step(PART), Step(PART, parallel=True, reads=1))), "0 streams are earlier"),
+        (lambda: Step(PART, parallel_to=0, residual_transform=times(2.0)), "the first of parallel steps says it"),
+        (lambda: Block((Step(PART), Step(PART, parallel_to=1))), "none of the 1 before it"),
+        (lambda: Readout("lm_head", output_transform=Affine(weight="scale")), "multiplies with a parameter"),
     ],
 )
 def test_declarations_that_say_nothing_are_refused(make: Any, why: str) -> None:

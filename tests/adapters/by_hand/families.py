@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from adapters.imports.versions import clamp_of
 from tests.adapters.by_hand.transformer import Model
 
 WORDS = 61
@@ -168,7 +169,7 @@ def by_hand(case: str, hf: PreTrainedModel) -> Model:
     model.experts = getattr(config, "num_experts_per_tok", 0)
     model.shares_sum_to_one = getattr(config, "norm_topk_prob", True)
     if family == "GptOss":
-        model.by_logits, model.gated = True, clamped(config.swiglu_limit, config.swiglu_alpha)
+        model.by_logits, model.gated = True, clamped(*clamp_of(config))
         model.sinks = [weights[f"model.layers.{i}.self_attn.sinks"] for i in range(2)]
     return model
 

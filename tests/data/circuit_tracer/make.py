@@ -12,6 +12,7 @@ huggingface_hub.constants.HF_HUB_ENABLE_HF_TRANSFER = False  # asked for, and go
 
 from circuit_tracer.attribution.attribute import attribute
 from circuit_tracer.replacement_model.replacement_model_transformerlens import TransformerLensReplacementModel
+from circuit_tracer.transcoder.cross_layer_transcoder import CrossLayerTranscoder
 from circuit_tracer.transcoder.single_layer_transcoder import SingleLayerTranscoder, TranscoderSet
 from safetensors.torch import load_file, save_file
 from transformer_lens import HookedTransformerConfig
@@ -50,6 +51,19 @@ def transcoders(reads: str, skip: bool) -> TranscoderSet:
     return TranscoderSet(layers, reads, "hook_mlp_out")
 
 
+def cross_layer(reads: str, activation: str) -> CrossLayerTranscoder:
+    torch.manual_seed(1)
+    clt = CrossLayerTranscoder(
+        2, N, 32, activation, lazy_decoder=False, feature_input_hook=reads, device="cpu", dtype=torch.float32
+    )
+    for parameter in clt.parameters():
+        parameter.data.copy_(torch.randn_like(parameter) / 6)
+    clt.b_enc.data.sub_(0.5)
+    if activation == "jump_relu":
+        clt.activation_function.threshold.data.abs_()
+    return clt
+
+
 def main() -> None:
     kept = {}
     for family, options in CONFIGS.items():
@@ -62,8 +76,9 @@ def main() -> None:
             d_mlp=weights["blocks.0.mlp.W_in"].shape[1], seed=0, device="cpu", eps=OWN[family]["eps"],
             **({"n_key_value_heads": OWN[family]["kv"]} if OWN[family]["kv"] else {}), **options,
         )  # fmt: skip
-        for skip in (False, True):
-            ours = transcoders(READS[family], skip)
+        kinds = {"plain": transcoders(READS[family], False), "skip": transcoders(READS[family], True)}
+        kinds["clt"] = cross_layer(READS[family], "jump_relu" if family == "llama" else "relu")
+        for kind, ours in kinds.items():
             model = TransformerLensReplacementModel.from_config(config, ours)
             named = {}
             for name in model.state_dict():
@@ -79,11 +94,14 @@ def main() -> None:
                 far = (model(tokens[None])[0] - found["raw/logits"][0, :7]).abs().max()
             assert far < 1e-4, far
             graph = attribute(tokens, model, attribution_targets=torch.tensor([7, 9, 11]), batch_size=16)
-            key = f"{family}/{'skip' if skip else 'plain'}"
+            key = f"{family}/{kind}"
             kept |= {
                 f"{key}/tokens": tokens, f"{key}/features": graph.active_features.int(),
                 f"{key}/values": graph.activation_values, f"{key}/adjacency": graph.adjacency_matrix,
             }  # fmt: skip
+            if kind == "clt":
+                kept |= {f"{key}/{name}": value.data for name, value in ours.named_parameters()}
+                continue
             for layer, one in enumerate(ours):
                 kept |= {f"{key}/{layer}/{name}": value.data for name, value in one.named_parameters()}
             print(key, graph.adjacency_matrix.shape, graph.active_features.shape)

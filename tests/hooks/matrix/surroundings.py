@@ -22,6 +22,7 @@ from adapters.inputs.arguments import accepted_arguments
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 from tests.hooks.matrix.places import PLACES
+from tests.tiny_models import checkpoint
 
 TOKENS = torch.randint(3, 61, (2, 6), generator=torch.Generator().manual_seed(3))
 DECODER = torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(4))
@@ -199,7 +200,7 @@ def checkpointed(case: str) -> Setting:
         for name, value in list(vars(module).items()):
             if name.endswith("dropout") and isinstance(value, float):
                 setattr(module, name, 0.0)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint(model, {"use_reentrant": False})
     return setting(model.train())
 
 
