@@ -156,7 +156,7 @@ def _drawn(
         height=max(60, round(44 * (found.n_rows + 0.2))),
         config=configuration(),
     )
-    return Picture(chart.add_params(dark_parameter(), _slider(largest, measure)), title)
+    return Picture(chart.add_params(dark_parameter(), _slider(largest)), title)
 
 
 def _strongest(pairs: Sequence[tuple[str, str]], scores: Sequence[float]) -> dict[str, float]:
@@ -168,9 +168,9 @@ def _strongest(pairs: Sequence[tuple[str, str]], scores: Sequence[float]) -> dic
     return found
 
 
-def _slider(largest: float, measure: str) -> alt.Parameter:
+def _slider(largest: float) -> alt.Parameter:
     """What hides edges with smaller scores."""
-    ends = alt.binding_range(min=0, max=largest, step=largest / 100, name=f"hide {measure} below ")
+    ends = alt.binding_range(min=0, max=largest, step=largest / 100, name="hide edges below ")
     return alt.param(name="least", value=0, bind=ends)
 
 
