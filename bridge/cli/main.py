@@ -152,6 +152,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line; None: the process's own.
     """
     given = _parser().parse_args(arguments)
+    try:
+        return _done(given)
+    except KeyboardInterrupt:
+        kept = f": what is whole in {given.out} is kept, the same command goes on" if given.command == "harvest" else ""
+        print(f"\ninterrupted{kept}", file=sys.stderr)
+        return 130
+
+
+def _done(given: argparse.Namespace) -> int:
+    """Runs the command that was given, and returns its exit status."""
     from bridge.cli.model import CommandError  # imports torch, which --help and --version do without
 
     try:
@@ -160,10 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(f"error: {error}")
     except FileNotFoundError as error:
         return _refused(error)
-    except KeyboardInterrupt:
-        kept = f": what is whole in {given.out} is kept, the same command goes on" if given.command == "harvest" else ""
-        print(f"\ninterrupted{kept}", file=sys.stderr)
-        return 130
     except OSError as error:  # what transformers raises for what it cannot find or reach
         if given.model is None or Path(given.model).is_dir():
             raise
