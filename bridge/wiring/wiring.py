@@ -60,6 +60,7 @@ class Wiring:
         layout: Layout | None = None,
     ) -> None:
         self._model = Finder(model, "")
+        self._spread = "" if layout is None else layout.said
         self._layout = None if layout is None or layout.group is None else layout
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
@@ -162,6 +163,18 @@ class Wiring:
                 f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
                 "modules first, and attach hooks then"
             )
+
+    def refuse_spread(self, what: str) -> None:
+        """Refuses what has not been made for models over several processes.
+
+        Args:
+            what: in words.
+
+        Raises:
+            ValueError: the model is one.
+        """
+        if self._spread:
+            raise ValueError(f"{what} is for models in one process, and this one is {self._spread}")
 
     def check_all_listen(self) -> None:
         """Looks whether hooks stand at the same points on all processes that share the model, all of which have to ask.

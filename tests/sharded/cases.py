@@ -18,6 +18,7 @@ from adapters.gathering import DifferentEditsError
 from adapters.layout import SpreadModelError
 from bridge import TransformerBridge
 from bridge.cache.activation_cache import ActivationCache
+from bridge.harvest import harvest
 from bridge.hooks.names import UnknownHookError
 from tests.sharded.models import TOKENS, difference, load
 from weight_processing.check import ProcessingError
@@ -262,6 +263,32 @@ def unequal_parts_are_refused(kind: str, folder: Path) -> None:
         ours.get_hook_point(name)
     assert name in ours.offered().not_offered
     ours.get_hook_point("blocks.0.attn.hook_z")
+
+
+def made_for_one_process(kind: str, folder: Path) -> None:
+    """Programs, batches of requests and harvests are refused."""
+    ours = TransformerBridge(tensor_parallel(kind, folder))
+    for call in (
+        lambda: ours.program(capture="blocks.0.attn.hook_z"),
+        lambda: list(ours.generate_batch([[5, 6, 7]], max_new_tokens=2)),
+        lambda: harvest(ours, TOKENS, hook_points=["hook_embed"], out=folder / "rows"),
+    ):
+        with pytest.raises(ValueError, match="one process, and this one is tensor parallel over"):
+            call()
+    assert not (folder / "rows").exists()
+
+
+def traced(kind: str, folder: Path) -> None:
+    """A trace reads and writes as in one process."""
+    ours, plain = pair(kind, folder)
+    found = []
+    for bridge in (ours, plain):
+        with bridge.trace(TOKENS) as run:
+            z = run["blocks.0.attn.hook_z"].clone()
+            run["blocks.0.attn.hook_z"] = z * 0.5
+        found.append((z, run.logits))
+    for mine, theirs in zip(*found, strict=True):
+        assert difference(mine, theirs) < FAR
 
 
 def rows_of_its_own(kind: str, folder: Path) -> None:
