@@ -90,14 +90,27 @@ def placed() -> tuple[TransformerBridge, list[str], AttributionGraph]:
     return bridge, points, attribution_graph(bridge, TOKENS, points, logits=3)
 
 
+@pytest.fixture(scope="module")
+def placed_across() -> tuple[TransformerBridge, list[str], AttributionGraph]:
+    """The same of a cross-layer transcoder, whose first layer writes at both points."""
+    bridge, generator = reference_bridge("gpt2"), torch.Generator().manual_seed(3)
+    drawn = {name: torch.randn(2, *sizes, generator=generator) / 4 for name, *sizes in _ACROSS}
+    drawn |= {f"W_dec.{layer}": torch.randn(24, 2 - layer, 32, generator=generator) / 4 for layer in range(2)}
+    points = place_cross_layer(bridge, "hook_resid_mid", drawn)
+    return bridge, points, attribution_graph(bridge, TOKENS, points, logits=3)
+
+
+_ACROSS = (("W_enc", 24, 32), ("b_enc", 24), ("b_dec", 32))
 TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44]])
 
 
 @torch.no_grad()
-def test_edges_are_what_interventions_do(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:
+@pytest.mark.parametrize("pos", [2, 5])  # at the last one, what the second MLP adds reaches the logits, too
+@pytest.mark.parametrize("kind", ["placed", "placed_across"])
+def test_edges_are_what_interventions_do(kind: str, pos: int, request: pytest.FixtureRequest) -> None:
     """Turn one feature up by a tenth, with everything else held: each receiver moves by a tenth of its edge."""
-    bridge, points, graph = placed
-    first = next(node for node in graph.nodes if node.point == points[0] and node.pos == 2)
+    bridge, points, graph = request.getfixturevalue(kind)
+    first = next(node for node in graph.nodes if node.point == points[0] and node.pos == pos)
     with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", "mlp_out")):
 
         def turned_up(features: Tensor, hook: object) -> Tensor:
