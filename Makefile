@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test real slow clients gpu export check docs pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test real slow sharded clients gpu export check docs pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(STAMP)
 	$(BIN)/python -m bridge demo
@@ -23,6 +23,11 @@ slow: $(STAMP)
 	UNCHECKED=1 $(BIN)/python -m pytest tests/harvest/test_ray.py
 	UNCHECKED=1 $(BIN)/python -m pytest -n 0 -m slow tests/programs/compiled.py
 	UNCHECKED=1 $(BIN)/python -m pytest -m slow tests/adapters
+
+# Models over two and four processes against one, family by family, and what it costs to look into them: ten minutes.
+sharded: $(STAMP)
+	$(BIN)/python -m pytest -n 0 -m slow tests/sharded
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/torchrun --nproc-per-node 2 benchmarks/sharded.py
 
 # Exported programs in ONNX Runtime, ExecuTorch and OpenVINO, which it installs beside .venv.
 EXPORT := .export

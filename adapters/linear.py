@@ -32,10 +32,10 @@ def bias_of(module: nn.Module, like: Tensor) -> Tensor:
         module: the projection.
         like: a tensor ``[..., d_in]`` of the right width, type and device.
     """
-    if weight_in_out(module) is not None:
+    weight = weight_in_out(module)
+    if weight is not None:
         bias: Tensor | None = materialized(module, "bias")
-        if bias is not None:
-            return bias
+        return weight.new_zeros(weight.shape[1]) if bias is None else bias
     return module.forward(torch.zeros_like(like[:1, :1]))
 
 

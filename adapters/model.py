@@ -13,6 +13,7 @@ from adapters.architecture import Architecture
 from adapters.building.blocks import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.inputs.made import Given
+from adapters.layout import Layout, SpreadModelError, layout_of
 from adapters.paths import base_path, core_path, join
 from adapters.points import Point
 from adapters.registry import UnsupportedModelError, declaration_for, is_declared
@@ -34,7 +35,9 @@ class ModelMap:
         block_output: which element of a block's output is the residual stream, and how many there are.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
         inferred: its class has no declaration: this one was inferred from a run.
-        not_offered: hook points, or what their names begin with, that an inferred one does not have, and why.
+        not_offered: hook points, or what their names begin with, that are left out, and why: they did not hold when an
+            inferred adapter was tried, or each process computes a part of them.
+        layout: how the model is spread over processes; None where it is not.
     """
 
     core: nn.Module
@@ -46,6 +49,7 @@ class ModelMap:
     no_layer_runs: str = ""
     inferred: bool = False
     not_offered: Mapping[str, str] = field(default_factory=dict)
+    layout: Layout | None = None
 
     def without(self, names: Mapping[str, str]) -> ModelMap:
         """The same without some hook points, with the reasons."""
@@ -77,6 +81,7 @@ def map_model(
 
     Raises:
         UnsupportedModelError: there is no adapter for its class, and none could be inferred, or was to be.
+        SpreadModelError: it is spread over processes, and hook points would show parts.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -85,7 +90,13 @@ def map_model(
         ['transformer.h.0', 'transformer.h.1']
     """
     core = model.get_submodule(core_path(model))
+    layout = layout_of(model)
     if declared is None and (automatic == "always" or (automatic and not is_declared(core))):
+        if layout is not None:
+            raise SpreadModelError(
+                f"{type(core).__name__} has no adapter, and one is inferred in one process alone; this one is: "
+                f"{layout.said}. docs/adapters.md shows how to declare one"
+            )
         try:
             found = inference.declaration.infer(model, inputs)
         except inference.declaration.NotInferable as why:
@@ -94,7 +105,11 @@ def map_model(
     architecture = declaration_for(core) if declared is None else declared
     if architecture.refuse is not None:
         architecture.refuse(model)
-    return _mapped(model, core, architecture, None)
+    declared_map = _mapped(model, core, architecture, None)
+    if layout is None:
+        return declared_map
+    layout = layout.of(declared_map.points)
+    return replace(declared_map.without(layout.not_shown(declared_map.points)), layout=layout)
 
 
 def _refusal(core: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Parameters that are elsewhere until they are needed (`accelerate`), and where a model's input goes."""
+"""Parameters that are elsewhere until they are needed (`accelerate`, `DTensor`), and where a model's input goes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def materialized(module: nn.Module, name: str) -> Any:
@@ -14,8 +15,11 @@ def materialized(module: nn.Module, name: str) -> Any:
 
     Where `accelerate` has put the values elsewhere (``device_map``, ``cpu_offload``), they are fetched from there:
     those on the CPU are the model's own, so that an edit of them is an edit of the model; those on disk are read anew.
+    One that is spread over processes is put together, a copy: all of them have to ask for it.
     """
     found = getattr(module, name, None)
+    if isinstance(found, DTensor):
+        return whole(found)
     if isinstance(found, Tensor) and found.is_meta:
         for hook in _hooks(module):
             values = getattr(hook, "weights_map", None)
@@ -24,6 +28,11 @@ def materialized(module: nn.Module, name: str) -> Any:
                 device = hook.execution_device
                 return value if device is None else value.to(device)
     return found
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter, put together where it is spread over processes, all of which have to ask for it."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def input_device(model: nn.Module) -> torch.device:

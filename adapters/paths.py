@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 _CALL = re.compile(r"@(\d+)")
 
@@ -79,7 +80,8 @@ def missing_module_message(path: str) -> str:
 
 
 def core_path(model: nn.Module) -> str:
-    """The path of the Hugging Face model inside what wraps it (PEFT, `torch.compile`), "" where nothing does."""
+    """The path of the Hugging Face model inside what wraps it (PEFT, `torch.compile`, `DistributedDataParallel`), ""
+    where nothing does."""
     path = ""
     while True:
         if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
@@ -88,6 +90,8 @@ def core_path(model: nn.Module) -> str:
             model = inner
         elif "_orig_mod" in model._modules:
             step, model = "_orig_mod", model.get_submodule("_orig_mod")
+        elif isinstance(model, DistributedDataParallel):
+            step, model = "module", model.module
         else:
             return path
         path = join(path, step)

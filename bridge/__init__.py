@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 from typing import TYPE_CHECKING, Any
+
+from bridge.other_adapters import check_adapters
+
+check_adapters()  # before anything of that package is imported
 
 if TYPE_CHECKING:
     from bridge.bridge import TransformerBridge
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from bridge.native import NativeConfig
     from bridge.weights.factored_matrix import FactoredMatrix
 
-from bridge.version import __version__
+from bridge.version import __version__  # noqa: E402
 
 _HOME = {
     "ActivationCache": "bridge.cache.activation_cache",
@@ -38,21 +40,6 @@ __all__ = [
     "__version__",
     "act_name",
 ]
-
-
-def _check_adapters() -> None:
-    """AdapterHub's distribution also installs a package called `adapters`."""
-    spec = importlib.util.find_spec("adapters")
-    ours = spec is not None and spec.origin and os.path.exists(os.path.join(os.path.dirname(spec.origin), "points.py"))
-    if not ours:
-        found = spec.origin if spec else "nothing"
-        raise ImportError(
-            f"transformer-bridge needs its own package `adapters`, but Python finds {found}: "
-            "AdapterHub's distribution of the same name hides it; uninstall that one or use a separate environment."
-        )
-
-
-_check_adapters()
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from adapters import Architecture, Weights
 from adapters.config import ModelConfig
+from adapters.layout import layout_of
 from weight_processing.check import Check, ProcessingError
 from weight_processing.interrupted import is_interrupted, marking_interrupted
 from weight_processing.limits import Limits, is_as_left, no_processing
@@ -86,6 +87,11 @@ def process(
     if check not in (True, False, "each"):
         raise ValueError(f"check is {check!r}; it must be True, False or 'each'")
     asked = {name: value for name, value in given.items() if value}
+    if asked and (layout := layout_of(model.core)) is not None:
+        raise ProcessingError(
+            f"{model.cfg.model_name} is {layout.said}: its parameters here are parts of the whole. Process the weights "
+            "in one process, save_pretrained, and load that over several"
+        )
     parts, reasons = _what_can_be_done(model, asked)
     if not asked:
         return

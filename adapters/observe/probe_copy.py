@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adapters.offloaded import whole
+
 #: The dictionaries in which a module keeps what was attached to it: its probe copy has none of it.
 _ATTACHED = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
@@ -28,7 +30,8 @@ def trivial_parameters(model: nn.Module) -> list[str]:
 
 def _is_constant(p: Tensor) -> bool:
     """Whether all elements are the first: of most parameters the second is not."""
-    return all(bool((x == x[0]).all()) for x in (p.flatten()[:2], p.flatten()))
+    p = whole(p).flatten()
+    return all(bool((x == x[0]).all()) for x in (p[:2], p))
 
 
 def why_no_probe_copy(model: nn.Module) -> str:

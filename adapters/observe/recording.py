@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from adapters.gathering import Cut
 from adapters.inputs.arguments import argument_names
+from adapters.layout import Layout, SpreadModelError
 from adapters.observe.calls import ModuleCall, Recording, Seen, Softmax, elements_of, mark
 from adapters.observe.errors import WRONG, NotFound, one_line
 from adapters.observe.functions import CHOICES, FLAT_PRODUCT, PRODUCTS, SOFTMAXES
 from adapters.paths import token_embedding
+from adapters.points import Site
 from adapters.views.kernel_arguments import KernelArguments
 
 
@@ -27,12 +30,18 @@ class Recorder:
         modules: which, with their paths.
         recording: what it writes to.
         copies: keep what the tensors hold at the time of the call; False: the tensors themselves, with their graph.
+        layout: how the model is spread over processes: what each has a part of is put together.
     """
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], recording: Recording | None = None, *, copies: bool = True
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        recording: Recording | None = None,
+        *,
+        copies: bool = True,
+        layout: Layout | None = None,
     ) -> None:
-        self.modules, self.copies = list(modules), copies
+        self.modules, self.copies, self._layout = list(modules), copies, layout
         self.recording = Recording() if recording is None else recording
         self.running: list[ModuleCall] = []
         self._time = 0
@@ -55,6 +64,8 @@ class Recorder:
         return self._time
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (cut := self._cut(path, "input")) is not None:
+            args = (cut.whole(args[0]), *args[1:])
         # What enters may be changed in place while the module runs.
         call = ModuleCall(path, module, self._kept(args), {name: self._kept(x) for name, x in kwargs.items()})
         call.start = self.tick()
@@ -65,8 +76,17 @@ class Recorder:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         while (call := self.running.pop()).module is not module:
             pass  # one that an error has left
+        if (cut := self._cut(call.path, "output")) is not None:
+            output = cut.whole(output)
         call.output, call.end = self._kept(output), self.tick()
-        return self.leaves(call)
+        return self.leaves(call) if cut is None else cut.part(output)
+
+    def _cut(self, path: str, kind: Literal["input", "output"]) -> Cut | None:
+        """How what passes a module is spread over processes; None where it is whole, or nobody knows."""
+        try:
+            return None if self._layout is None else self._layout.cut(Site(path, kind))
+        except SpreadModelError:
+            return None
 
     def _kept(self, x: Any) -> Any:
         if isinstance(x, Tensor):

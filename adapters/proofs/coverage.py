@@ -32,7 +32,7 @@ THERE = "what the declaration names is there"
 def _plain_run(evidence: Evidence) -> tuple[Calls, Counter[str]]:
     """A run without hook points: the calls of all modules, and how many softmaxes each computed itself."""
     recording = Recording(*evidence.tokens.shape[:2])
-    recorder = Recorder(evidence.bridge.original_model.named_modules(), recording)
+    recorder = Recorder(evidence.bridge.original_model.named_modules(), recording, layout=evidence.bridge.layout)
     with torch.no_grad(), recorder, Watch(recorder):
         evidence.bridge.core(**evidence.arguments)  # not what compiles it
     return add_numbered(recording.by_path, evidence.bridge), Counter(each.path for each in recording.softmaxes)

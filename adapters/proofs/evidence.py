@@ -214,7 +214,7 @@ def randomized_run(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> E
         return new.to(x)
 
     hooks: list[NamedHook] = [(names, look)]
-    with torch.no_grad(), Recorder(bridge.original_model.named_modules()) as recording:
+    with torch.no_grad(), Recorder(bridge.original_model.named_modules(), layout=bridge.layout) as recording:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
     evidence.raw, evidence.output = (
         add_numbered(recording.by_path, bridge),
@@ -265,7 +265,7 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: dict[str, Tensor]) -> Evide
     wanted = [each for each in model.named_modules() if any(each[0].startswith(f"{block}.") for block in plain)]
     handles = [model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True) for path in plain]
     try:
-        with torch.enable_grad(), Recorder(wanted, copies=False) as recording:
+        with torch.enable_grad(), Recorder(wanted, copies=False, layout=bridge.layout) as recording:
             bridge.run_with_hooks(tokens, fwd_hooks=[(scores, look)] if scores else [], **more)
     finally:
         for handle in handles:

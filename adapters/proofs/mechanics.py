@@ -279,7 +279,7 @@ class Mechanics:
         }
         names = [f"{part}{name}" for part in sites for name in ("hook_z", "hook_result")] + list(ends.values())
         watched = {module_path(path): module_at(self.model, path) for path in sites.values()}
-        with Recorder(watched.items()) as recording:
+        with Recorder(watched.items(), layout=self.bridge.layout) as recording:
             cache = self.cache(names) if places else {}
 
         def pairs() -> Iterable[tuple[str, Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adapters.architecture import Architecture
 from adapters.config import ModelConfig
+from adapters.layout import Layout
 from adapters.points import Point
 from adapters.views import View
 
@@ -44,6 +45,7 @@ class Bridge(Protocol):
     training: bool
     architecture: Architecture
     no_layer_runs: str
+    layout: Layout | None
 
     @property
     def core(self) -> nn.Module: ...

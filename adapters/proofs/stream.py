@@ -162,7 +162,12 @@ def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: At
     def other(x: Tensor, hook: Hook) -> Tensor:
         return x.flip(1) * 0.5
 
-    with torch.no_grad(), Recorder([(path, evidence.bridge.original_model.get_submodule(path))]) as recording:
+    with (
+        torch.no_grad(),
+        Recorder(
+            [(path, evidence.bridge.original_model.get_submodule(path))], layout=evidence.bridge.layout
+        ) as recording,
+    ):
         evidence.bridge.run_with_hooks(evidence.tokens, fwd_hooks=[(first, other)], **evidence.more)
     findings.equal(READS, f"{place.part}({part.k.path})", recording.of(path)[0].input, key)
 

@@ -217,7 +217,9 @@ class Circuit:
         return cls(graph, mask, scores)
 
     def draw(self, **options: Any) -> Any:
-        """A picture of the circuit, by `bridge.pictures.circuit`.
+        """A picture of the circuit, by `bridge.pictures.circuit`: depth from left to right, heads with their inputs.
+
+        Blue edges are those without which the metric falls (their score is negative).
 
         Args:
             options: as `bridge.pictures.circuit` takes them.
@@ -231,7 +233,29 @@ class Circuit:
             raise ImportError(
                 "drawing needs the extra `pictures`: pip install 'transformer-bridge[pictures]'"
             ) from error
-        return pictures.circuit(self.edges, **options)
+        given = {"columns": self._depths(), "joins": self._joins(), "supports": "negative", "measure": "change"}
+        return pictures.circuit(self.edges, **(given | options))
+
+    def _depths(self) -> dict[str, int]:
+        """A column for each node: of a layer, its heads' inputs, its heads, its MLP."""
+        graph = self.graph
+        depths = {"embed": 0}
+        for name in (*graph.receivers, *graph.senders[1:]):
+            layer = len(graph.layers) if name == "logits" else int(name[1:].split("H")[0].split("G")[0].split("M")[0])
+            part = 1 if "." in name or name == "logits" else 3 if name.endswith("MLP") else 2
+            depths[name] = 3 * layer + part
+        return depths
+
+    def _joins(self) -> list[tuple[str, str]]:
+        """Each head that writes, with those of its inputs that are read through."""
+        graph = self.graph
+        writes, reads = self.mask.any(0).tolist(), self.mask.any(1).tolist()
+        return [
+            (graph.receivers[receiver], graph.senders[sender])
+            for sender, inputs in enumerate(graph.inputs)
+            for receiver in inputs
+            if writes[sender] and reads[receiver] and graph.receivers[receiver] != graph.senders[sender]
+        ]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bridge.analysis.logit_lens import head_contributions
 from bridge.bridge import TransformerBridge
+from bridge.cli.model import check_prompt, named_model
 from bridge.embedded import Prompt, prompts
 from bridge.interventions import Interventions, Zero
 from bridge.lens import lens as read
@@ -18,17 +19,22 @@ PROMPT = "When Mary and John went to the store, John gave a drink to"
 ANSWERS = (" Mary", " John")
 
 
-def demo(model: str | None = None, prompt: str | None = None) -> None:
+def demo(model: str | None = None, prompt: str | None = None, gguf_file: str | None = None) -> None:
     """Prints the demonstration.
 
     Args:
         model: a hub name or folder; None: the shipped model.
         prompt: the text to study; None: an indirect-object prompt.
+        gguf_file: of the model.
+
+    Raises:
+        CommandError: a prompt that the model cannot read.
     """
-    bridge = TransformerBridge.boot_transformers(model) if model else TransformerBridge.boot_embedded()
-    bridge.eval()
+    bridge = named_model(model or "embedded", gguf_file=gguf_file)
+    prompt = PROMPT if prompt is None else prompt
+    check_prompt(bridge, prompt)
     with torch.no_grad():
-        for line in report(bridge, prompt or PROMPT, ANSWERS if model is None and prompt is None else None):
+        for line in report(bridge, prompt, ANSWERS if model is None and prompt == PROMPT else None):
             print(line)
         if model is None:
             for line in population(bridge):

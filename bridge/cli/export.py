@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from bridge.cli.generate import add_interventions
+from bridge.cli.parsers import add_command, add_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
 FORMATS = ("dynamo", "onnx", "executorch", "openvino")
 
 
-def add_export(commands: Any) -> None:
+def add_export(commands: Any) -> argparse.ArgumentParser:
     """Adds the command to the parser's commands."""
-    parser = commands.add_parser("export", help="a model with its activations as outputs, for another runtime")
-    parser.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
+    parser = add_command(
+        commands, "export", "a model with its activations as outputs, for another runtime",
+        "python -m bridge export embedded --capture blocks.1.hook_resid_post --out exported",
+    )  # fmt: skip
+    add_model(parser)
     parser.add_argument("--format", default="dynamo", choices=FORMATS)
     parser.add_argument("--capture", nargs="+", default=[], metavar="NAME", help="hook points that become outputs")
     parser.add_argument(
@@ -34,6 +38,7 @@ def add_export(commands: Any) -> None:
     parser.add_argument(
         "--generation", action="store_true", help="two programs: for a prompt, and for a token more with its past"
     )
+    return parser
 
 
 def run_export(given: argparse.Namespace) -> int:
@@ -48,7 +53,7 @@ def run_export(given: argparse.Namespace) -> int:
     from bridge.hooks.names import UnknownHookError
     from bridge.interventions import Add, load
 
-    bridge = named_model(given.model)
+    bridge = named_model(given.model, gguf_file=given.gguf_file)
     try:
         hooks = () if given.interventions is None else load(given.interventions, bridge)
         inputs = {}

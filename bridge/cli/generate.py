@@ -6,15 +6,21 @@ import argparse
 import sys
 from typing import Any
 
+from bridge.cli.parsers import add_command, add_model
 
-def add_generate(commands: Any) -> None:
+
+def add_generate(commands: Any) -> argparse.ArgumentParser:
     """Adds the command to the parser's commands."""
-    parser = commands.add_parser("generate", help="continue texts, with interventions from a file")
-    parser.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
+    parser = add_command(
+        commands, "generate", "continue texts, with interventions from a file",
+        'python -m bridge generate embedded "The capital of France is" --max-new-tokens 3',
+    )  # fmt: skip
+    add_model(parser)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="texts; several are generated together")
     add_interventions(parser)
     parser.add_argument("--max-new-tokens", type=int, default=20, metavar="TOKENS")
     parser.add_argument("--sample", action="store_true", help="sample (default: the likeliest token)")
+    return parser
 
 
 def add_interventions(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +37,7 @@ def run_generate(given: argparse.Namespace) -> int:
     from bridge.cli.model import named_model
     from bridge.interventions import load
 
-    bridge = named_model(given.model)
+    bridge = named_model(given.model, gguf_file=given.gguf_file)
     try:
         hooks = () if given.interventions is None else load(given.interventions, bridge)
         with bridge.hooks(fwd_hooks=hooks):

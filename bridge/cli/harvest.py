@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge.cli.generate import add_interventions
+from bridge.cli.parsers import add_command
 
 
-def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_harvest(commands: Any) -> argparse.ArgumentParser:
     """Adds the command.
 
     Args:
         commands: what the parser's `add_subparsers` gave.
     """
-    parser = commands.add_parser(
-        "harvest", help="write a model's activations over files, or check a folder of them (--check)"
-    )
+    parser = add_command(
+        commands, "harvest", "write a model's activations over files, or check a folder of them (--check)",
+        "python -m bridge harvest embedded texts.txt --points blocks.1.hook_resid_post --out shards",
+    )  # fmt: skip
     parser.add_argument("model", nargs="?", help='a hub name, a folder, or "embedded"')
     parser.add_argument("files", nargs="*", help="paths or globs: .txt (a document a line), .jsonl, .parquet")
     parser.add_argument("--check", metavar="FOLDER", help="compare a folder with its manifest, and do nothing else")
@@ -45,6 +47,7 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--gpus-per-worker", type=float, default=0, help="for Ray")
     parser.add_argument("--quiet", action="store_true", help="no line that shows how far it is")
     parser.set_defaults(parser=parser)
+    return parser
 
 
 def run_harvest(given: argparse.Namespace) -> int:
@@ -103,15 +106,9 @@ def run_harvest(given: argparse.Namespace) -> int:
 
 def _interventions(model: str, file: str | None) -> Sequence[Any]:
     """The interventions of a file, looked at on the model without its weights, which the harvest loads itself."""
-    from bridge.bridge import TransformerBridge
+    from bridge.cli.model import named_model
     from bridge.interventions import load
 
     if file is None:
         return ()
-    embedded = model == "embedded"
-    shell = (
-        TransformerBridge.boot_embedded()
-        if embedded
-        else TransformerBridge.boot_transformers(model, load_weights=False)
-    )
-    return load(file, shell)
+    return load(file, named_model(model, load_weights=None if model == "embedded" else False))

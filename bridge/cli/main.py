@@ -1,27 +1,35 @@
-"""The command line: ``python -m bridge demo | hooks | verify | declare | generate | harvest | export``."""
+"""The command line: one parser, and a command for each thing that is done often."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bridge.cli.export import add_export, run_export
 from bridge.cli.generate import add_generate, run_generate
 from bridge.cli.harvest import add_harvest, run_harvest
+from bridge.cli.parsers import add_command, add_model
+from bridge.version import __version__
+
+_STATUS = """exit status:
+  0    done
+  1    a check found something that does not hold (verify, declare, harvest --check)
+  2    what was given cannot be done: the message says why
+  130  interrupted (Ctrl-C)
+"""
 
 
-def hooks(model: str) -> None:
+def hooks(given: argparse.Namespace) -> int:
     """Prints a model's hook points with their shapes and aliases, without loading its weights."""
-    from bridge.bridge import TransformerBridge
     from bridge.cli.demo import table
+    from bridge.cli.model import named_model
     from bridge.hooks.shapes import shape_text
 
-    if model == "embedded":
-        bridge = TransformerBridge.boot_embedded()
-    else:
-        bridge = TransformerBridge.boot_transformers(model, load_weights=False)
+    load_weights = None if given.model == "embedded" else False
+    bridge = named_model(given.model, gguf_file=given.gguf_file, load_weights=load_weights)
     cfg = bridge.cfg
     rows = [
         [name, shape_text(cfg, hook.point.axes), hook.point.group, ", ".join(hook.point.aliases)]
@@ -30,31 +38,27 @@ def hooks(model: str) -> None:
     print(f"{cfg.model_name}: {len(rows)} hook points")
     for line in table(["name", "shape", "group", "aliases"], rows):
         print(line)
+    return 0
 
 
-def verify(model: str, quick: bool = False) -> bool:
-    """Prints what `adapters.verify` finds, and says whether everything holds.
-
-    Args:
-        model: a hub name, a folder, or ``embedded``.
-        quick: without gradients and the runs for each kind of hook point.
-    """
+def verify(given: argparse.Namespace) -> int:
+    """Prints what `adapters.verify` finds; the status says whether everything holds."""
     from adapters import verify as check
-    from bridge.bridge import TransformerBridge
+    from bridge.cli.model import named_model
 
-    bridge = TransformerBridge.boot_embedded() if model == "embedded" else TransformerBridge.boot_transformers(model)
-    report = check(bridge, level="quick" if quick else "full")
-    print(report)
-    return report.passed
+    found = check(named_model(given.model, gguf_file=given.gguf_file), level="quick" if given.quick else "full")
+    print(found)
+    return 0 if found.passed else 1
 
 
-def declare(model: str) -> bool:
-    """Prints what is inferred for a model as the source of an adapter, with its verification; says whether it holds."""
+def declare(given: argparse.Namespace) -> int:
+    """Prints what is inferred for a model as the source of an adapter, with its verification."""
     from adapters import verify as check
     from adapters.automatic.source import source_of
     from bridge.bridge import TransformerBridge
+    from bridge.cli.model import named_model
 
-    loaded = TransformerBridge.boot_embedded() if model == "embedded" else TransformerBridge.boot_transformers(model)
+    loaded = named_model(given.model, gguf_file=given.gguf_file)
     bridge = TransformerBridge(loaded.original_model, automatic="always")
     names = [cls.__name__ for cls in type(bridge.core).__mro__]
     registered = next((name for name in names if name.endswith("PreTrainedModel")), names[0])
@@ -62,30 +66,83 @@ def declare(model: str) -> bool:
     found = check(bridge)
     for line in [*str(bridge.offered()).splitlines(), *str(found).splitlines()]:
         print(f"# {line}")
-    return found.passed
+    return 0 if found.passed else 1
 
 
-def report(model: str | None, prompt: str | None, path: str) -> int:
+def demo(given: argparse.Namespace) -> int:
+    """Prints what a model does with a prompt, or writes it as a page."""
+    from bridge.cli.demo import demo as told
+
+    if given.report is not None:
+        return write_page(given.model, given.prompt, given.report, given.gguf_file)
+    told(given.model, given.prompt, given.gguf_file)
+    return 0
+
+
+def write_page(model: str | None, prompt: str | None, path: str, gguf_file: str | None = None) -> int:
     """Writes the demonstration as a page of pictures, and returns the exit status.
 
     Args:
-        model, prompt: as for `bridge.cli.demo.demo`.
+        model, prompt, gguf_file: as for `bridge.cli.demo.demo`.
         path: the file to write.
     """
+    from bridge.cli.model import CommandError
+
     if Path(path).suffix.lower() not in (".html", ".htm"):
-        print(f"--report {path}: the page is HTML, so the file must end in .html", file=sys.stderr)
-        return 2
+        raise CommandError(f"--report {path}: the page is HTML, so the file must end in .html")
     if not Path(path).absolute().parent.is_dir():
-        print(f"--report {path}: there is no folder {Path(path).absolute().parent}", file=sys.stderr)
-        return 2
+        raise CommandError(f"--report {path}: there is no folder {Path(path).absolute().parent}")
     try:
         from bridge.cli.story import story
     except ImportError as error:  # the extra is not installed: the error says which command installs it
-        print(error, file=sys.stderr)
-        return 2
-    Path(path).write_text(story(model, prompt), encoding="utf-8")
+        raise CommandError(str(error)) from error
+    Path(path).write_text(story(model, prompt, gguf_file), encoding="utf-8")
     print(f"wrote {path}: open it in a browser")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bridge",
+        description="Look inside a Hugging Face language model. `COMMAND --help` shows an example of each command.",
+        epilog=_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"transformer-bridge {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    asked = add_command(
+        commands, "ask", "what a model says next, where that comes up, and which heads carry it",
+        'python -m bridge ask embedded "The capital of France is" --report page.html',
+    )  # fmt: skip
+    add_model(asked)
+    asked.add_argument("prompt", help="the text")
+    shown = add_command(
+        commands, "demo", "a logit lens, the heads that matter, and what ablating them does",
+        "python -m bridge demo --report page.html",
+    )  # fmt: skip
+    shown.add_argument("--model", help="a hub name or folder (default: the model that comes with the package)")
+    shown.add_argument("--gguf-file", metavar="NAME", help="a GGUF file of it")
+    shown.add_argument("--prompt", help="the text to study (default: an indirect-object prompt)")
+    for command in (asked, shown):
+        command.add_argument("--report", metavar="FILE.html", help="write it as a page of pictures instead")
+        command.set_defaults(run=demo)
+    simple: tuple[tuple[str, str, Callable[[argparse.Namespace], int]], ...] = (
+        ("hooks", "list the hook points of a model", hooks),
+        ("verify", "check what its adapter promises", verify),
+        ("declare", "print an adapter for a model, inferred from a run of it, and verify it", declare),
+    )
+    for name, text, run in simple:
+        command = add_command(commands, name, text, f"python -m bridge {name} embedded")
+        add_model(command)
+        command.set_defaults(run=run)
+        if name == "verify":
+            command.add_argument("--quick", action="store_true", help="what takes a few runs: no gradients")
+    add_generate(commands).set_defaults(run=run_generate)
+    add_harvest(commands).set_defaults(run=run_harvest)
+    add_export(commands).set_defaults(run=run_export)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,67 +151,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line; None: the process's own.
     """
-    parser = argparse.ArgumentParser(prog="python -m bridge", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo_parser = commands.add_parser("demo", help="a logit lens, the heads that matter, and what ablating them does")
-    demo_parser.add_argument("--model", help="a hub name or folder (default: the model that comes with the package)")
-    demo_parser.add_argument("--prompt", help="the text to study (default: an indirect-object prompt)")
-    demo_parser.add_argument("--report", metavar="FILE.html", help="write it as a page of pictures instead")
-    for name, text in (
-        ("hooks", "list the hook points of a model"),
-        ("verify", "check what its adapter promises"),
-        ("declare", "print an adapter for a model, inferred from a run of it, and verify it"),
-    ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')
-        if name == "verify":
-            command.add_argument("--quick", action="store_true", help="what takes a few runs: no gradients")
-    add_generate(commands)
-    add_harvest(commands)
-    add_export(commands)
-    given = parser.parse_args(arguments)
-    if given.command == "harvest":
-        return run_harvest(given)
-    if given.model and _looks_like_a_path(given.model) and not Path(given.model).is_dir():
-        print(f"{given.model}: there is no such folder", file=sys.stderr)
-        return 2
+    given = _parser().parse_args(arguments)
     try:
-        return _run(given)
+        return _done(given)
+    except KeyboardInterrupt:
+        kept = f": what is whole in {given.out} is kept, the same command goes on" if given.command == "harvest" else ""
+        print(f"\ninterrupted{kept}", file=sys.stderr)
+        return 130
+
+
+def _done(given: argparse.Namespace) -> int:
+    """Runs the command that was given, and returns its exit status."""
+    from bridge.cli.model import CommandError  # imports torch, which --help and --version do without
+
+    try:
+        return int(given.run(given))
+    except CommandError as error:
+        return _refused(f"error: {error}")
+    except FileNotFoundError as error:
+        return _refused(error)
     except OSError as error:  # what transformers raises for what it cannot find or reach
         if given.model is None or Path(given.model).is_dir():
             raise
-        print(
+        return _refused(
             f"{given.model}: there is no such folder here, and no model of this name could be had from the hub "
-            f"({str(error).splitlines()[0]})",
-            file=sys.stderr,
+            f"({str(error).splitlines()[0]})"
         )
-        return 2
 
 
-def _looks_like_a_path(model: str) -> bool:
-    """Whether a name can only be a folder's: those of the hub have one slash at most, and start with a letter."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
-
-
-def _run(given: argparse.Namespace) -> int:
-    """Runs the command that was given."""
-    if given.command == "demo" and given.report:
-        return report(given.model, given.prompt, given.report)
-    if given.command == "demo":
-        from bridge.cli.demo import demo
-
-        demo(given.model, given.prompt)
-    elif given.command == "hooks":
-        hooks(given.model)
-    elif given.command == "declare":
-        return 0 if declare(given.model) else 1
-    elif given.command == "generate":
-        return run_generate(given)
-    elif given.command == "export":
-        return run_export(given)
-    else:
-        return 0 if verify(given.model, given.quick) else 1
-    return 0
+def _refused(message: Any) -> int:
+    print(message, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bridge import pictures
 from bridge.analysis.logit_lens import head_contributions, logit_lens
-from bridge.bridge import TransformerBridge
 from bridge.cli.demo import ANSWERS, PROMPT, ablated, name, strongest
+from bridge.cli.model import check_prompt, named_model
 from bridge.patching import get_act_patch_attn_head_out_all_pos, get_act_patch_block_every
 from bridge.pictures.labels import visible
 
@@ -19,25 +19,27 @@ from bridge.pictures.labels import visible
 CORRUPTED = "When Mary and John went to the store, Mary gave a drink to"
 
 
-def story(model: str | None = None, prompt: str | None = None) -> str:
+def story(model: str | None = None, prompt: str | None = None, gguf_file: str | None = None) -> str:
     """The page, as HTML that needs nothing but itself.
 
     Args:
         model: a hub name or folder; None: the shipped model.
         prompt: the text to study; None: an indirect-object prompt.
+        gguf_file: of the model.
 
     Example:
         >>> from bridge.cli.story import story
         >>> story(prompt="The capital of France is").startswith("<!doctype html>")
         True
     """
-
-    bridge = TransformerBridge.boot_transformers(model) if model else TransformerBridge.boot_embedded()
-    bridge.eval()
+    bridge = named_model(model or "embedded", gguf_file=gguf_file)
+    ready_made = model is None and prompt is None
+    prompt = PROMPT if prompt is None else prompt
+    check_prompt(bridge, prompt)
     with torch.no_grad():
-        told = _Told(bridge, prompt or PROMPT, ANSWERS if model is None and prompt is None else None)
+        told = _Told(bridge, prompt, ANSWERS if ready_made else None)
         parts = [*told.answer(), *told.heads()]
-        if model is None and prompt is None:
+        if ready_made:
             parts += [*told.patching(), *told.ablation()]
     who = bridge.cfg.model_name if model else "the shipped model"
     return pictures.page(f"How {who} answers {told.prompt!r}", parts)
@@ -52,7 +54,7 @@ class _Told:
         self.words: list[str] = bridge.to_str_tokens(self.tokens[0])
         self.lens = logit_lens(bridge, self.tokens)
         odds = self.lens[-1, 0, -1].float().softmax(-1)
-        self.best = odds.topk(2)
+        self.best = odds.topk(5)
         likeliest = [bridge.to_single_str_token(int(token)) for token in self.best.indices]
         self.good: str = answers[0] if answers else likeliest[0]
         self.bad: str = answers[1] if answers else likeliest[1]
@@ -66,10 +68,12 @@ class _Told:
         return (last[self.pair[0]] - last[self.pair[1]]).item()
 
     def answer(self) -> Iterator[str | pictures.Picture]:
-        first, second = (round(float(share), 3) for share in self.best.values)
+        first = round(float(self.best.values[0]), 3)
+        likely = zip(self.said[1:], self.best.values[1:], strict=True)
+        others = ", ".join(f"{text!r} ({float(share):.3f})" for text, share in likely)
         cfg = self.bridge.cfg
         yield f"The model has {cfg.n_layers} layers of {cfg.n_heads} heads. The prompt has {len(self.words)} tokens."
-        yield f"It answers {self.said[0]!r} with probability {first}. The next likeliest is {self.said[1]!r}: {second}."
+        yield f"It answers {self.said[0]!r} with probability {first}. Less likely are {others}."
         yield "## Where the answer comes up"
         yield (
             "Each column is a token of the prompt, each row a layer. A cell shows what the model would say next if it "

@@ -33,7 +33,7 @@ def example_of(
     if not isinstance(given, Mapping) or not given:
         raise TypeError(
             f"the example is {type(given).__name__}; it must be tokens [batch, pos], or a mapping of the model's "
-            "arguments, such as a tokenizer gives"
+            "arguments, such as a tokenizer gives; bridge.to_tokens(text) makes tokens of text"
         )
     example: Example = {name: value for name, value in given.items() if value is not None}
     taken = [name for name in example if name in inputs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from adapters.imports.versions import ExportedModel, decompose_for_generation
+from adapters.imports.versions import ExportedModel, HfExporter, decompose_for_generation
 from bridge.export.example import Example, example_of
 from bridge.export.formats import Format, check_can_take, format_of
 from bridge.export.traced import Exportable, Traced, left_as_it_was
@@ -39,7 +40,7 @@ def export_program(
     check_can_take(found, program.core, program.one_by_one, options)
     exporter = found.exporter()
     arguments, shapes = example_of(example, program.inputs, dynamic)
-    config = exporter.config_class(**{"dynamic": dynamic, **shapes, **options})
+    config = _config(exporter, found, {"dynamic": dynamic, **shapes, **options})
     with left_as_it_was(program.core, _experts(found)), _SaysWhatWorks(found, program.core):
         traced: Any = Traced(program, found.name)  # what exporters say they take is a PreTrainedModel
         exported = exporter.export(traced, arguments, config)
@@ -69,7 +70,7 @@ def export_for_generation(
     check_can_take(found, program.core, program.one_by_one, options)
     exporter = found.exporter()
     arguments, _ = example_of(example, {}, dynamic)
-    config = exporter.config_class(**{"dynamic": dynamic, **options})
+    config = _config(exporter, found, {"dynamic": dynamic, **options})
     components = {}
     with left_as_it_was(program.core, _experts(found)), _SaysWhatWorks(found, program.core):
         steps = decompose_for_generation(
@@ -86,6 +87,19 @@ def export_for_generation(
     if path is not None:
         exported.save_pretrained(path)
     return exported
+
+
+def _config(exporter: HfExporter, format: Format, options: Example) -> Any:
+    """The exporter's configuration.
+
+    Raises:
+        TypeError: an option that it has not.
+    """
+    known = [field.name for field in fields(exporter.config_class)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name!r} is no option of format={format.name!r}, which takes {', '.join(known)}")
+    return exporter.config_class(**options)
 
 
 def _experts(format: Format) -> str | None:

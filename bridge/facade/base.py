@@ -104,13 +104,14 @@ class WrappedModel(nn.Module):
         return found
 
     def _wire(self, found: ModelMap) -> None:
-        self.wiring = Wiring(self.original_model, found.points, self.makes_points)
+        self.wiring = Wiring(self.original_model, found.points, self.makes_points, found.layout)
         self.block_paths, self.block_output = found.block_paths, found.block_output
         self._inferred, self._not_offered = found.inferred, found.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.
         self.__dict__["core"] = found.core
         self.__dict__["architecture"] = found.architecture
-        self.names = Names(self.wiring.points)
+        self.names = Names(self.wiring.points, found.not_offered)
+        self.layout = found.layout
         self._read_weights()
         read_record(self)
 
@@ -160,7 +161,7 @@ class WrappedModel(nn.Module):
             >>> print(TransformerBridge.boot_embedded().report().splitlines()[-1])
             embedded: 135 hook points, as its adapter declares
         """
-        return report(self.original_model, self.core, self.offered(), self.cfg.processed)
+        return report(self.original_model, self.core, self.offered(), self.cfg.processed, self.layout)
 
     @property
     def weights(self) -> Weights:
@@ -231,6 +232,7 @@ class WrappedModel(nn.Module):
                 f"{cfg.d_vocab} tokens",
                 f"hook_dict       {len(self.hook_dict)} hook points, from {next(iter(self.hook_dict), 'none')} on",
                 f"tokenizer       {tokenizer}",
+                *([] if self.layout is None else [f"spread          {self.layout.said}"]),
             ]
         )
 

@@ -15,6 +15,7 @@ from bridge.facade.tokens import TokenMethods
 from bridge.facade.weights import WeightMethods
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import NamesFilter
+from bridge.run.encoding import NAMES, unpacked
 from bridge.run.protocol import HookSpec, Input
 
 
@@ -61,7 +62,8 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
         Arguments that are None are the model's own (its `generation_config`).
 
         Args:
-            input: a text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``.
+            input: a text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``; what a
+                tokenizer gives is taken, too, as it is or by names.
             max_new_tokens: how many tokens to make at most.
             stop_at_eos: end a row at EOS.
             eos_token_id: what counts as EOS; None: what the model says.
@@ -104,6 +106,11 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
             >>> bridge.generate(prompt, max_new_tokens=2, do_sample=False, verbose=False)[len(prompt):]
             ' Mary.'
         """
+        by_name = isinstance(input, str) and not input and any(name in more for name in NAMES)
+        input, mask, more = unpacked(None if by_name else input, more.pop("attention_mask", None), more)
+        input = "" if input is None else input  # images or sound by their name
+        if mask is not None:
+            more["attention_mask"] = mask
         if inputs and program is None:
             raise ValueError("inputs are those of a program: pass program=")
         if program is not None:

@@ -58,6 +58,8 @@ class AddsHooks:
             raise TypeError("add_hook takes one function: as `hook`, or as `hook_fn`")
         function = hook_fn if hook is None else hook
         assert function is not None
+        if isinstance(function, str | HookPoint):
+            raise TypeError(f"add_hook takes the hook point first, then the function: add_hook({function!r}, function)")
         handles: list[Handle] = []
         try:
             for point in self.select_hooks(name):

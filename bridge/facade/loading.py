@@ -149,14 +149,18 @@ class LoadingMethods(ProcessingMethods):
         return cls(*loading.boot.make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
 
     @classmethod
-    def boot_embedded(cls) -> Self:
+    def boot_embedded(cls, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None) -> Self:
         """The small English model that comes with this package, with ground truth for what it knows.
+
+        Args:
+            device: where to put it; None: on the CPU.
+            dtype: the type of its weights; None: float32.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> TransformerBridge.boot_embedded().cfg.n_layers
             4
         """
-        bridge = cls.boot_transformers(str(embedded.MODEL_DIR))
+        bridge = cls.boot_transformers(str(embedded.MODEL_DIR), device=device, dtype=dtype)
         bridge.cfg.model_name = "embedded"
         return bridge

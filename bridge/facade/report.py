@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from torch import nn
 
 from adapters.imports.versions import known_error
+from adapters.layout import Layout
 from bridge.facade.offered import Offered
 from bridge.version import __version__
 
@@ -17,7 +18,9 @@ _LIBRARIES = (
 )  # fmt: skip
 
 
-def report(model: nn.Module, core: nn.Module, offered: Offered, processed: Mapping[str, str]) -> str:
+def report(
+    model: nn.Module, core: nn.Module, offered: Offered, processed: Mapping[str, str], layout: Layout | None
+) -> str:
     """Versions, the model's class, what is offered of it, and what was done to its weights.
 
     Args:
@@ -25,6 +28,7 @@ def report(model: nn.Module, core: nn.Module, offered: Offered, processed: Mappi
         core: the Hugging Face model in it.
         offered: what the bridge offers.
         processed: what was done to the weights.
+        layout: how the model is spread over processes.
     """
     config = getattr(core, "config", None)
     lines = [
@@ -36,6 +40,8 @@ def report(model: nn.Module, core: nn.Module, offered: Offered, processed: Mappi
         ("parameters", ", ".join(sorted({f"{each.dtype} on {each.device}" for each in core.parameters()}))),
         ("processed", ", ".join(f"{name}: {state}" for name, state in processed.items()) or "no"),
     ]
+    if layout is not None:
+        lines.append(("spread", layout.said))
     if wrong := known_error(core):
         lines.append(("known", wrong))
     width = max(len(name) for name, _ in lines)

@@ -46,7 +46,7 @@ class RunMethods(HookMethods, TokenMethods):
 
     def forward(
         self,
-        input: Input,
+        input: Input | None = None,
         return_type: str | None = "logits",
         loss_per_token: bool = False,
         prepend_bos: bool | None = None,
@@ -60,7 +60,8 @@ class RunMethods(HookMethods, TokenMethods):
 
         Args:
             input: text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``. With
-                `start_at_layer`, the residual stream ``[batch, pos, d_model]`` that enters that layer.
+                `start_at_layer`, the residual stream ``[batch, pos, d_model]`` that enters that layer. What a tokenizer
+                gives is taken, too: as it is, or by names (``bridge(**tokenizer(text, return_tensors="pt"))``).
             return_type: ``"logits"`` ``[batch, pos, d_vocab]``; ``"loss"``, in nats; ``"both"``, a pair of them;
                 ``"predictions"``, the most likely next token of each row as text; ``"logits_and_cache"``, the logits
                 and the model's cache of keys and values, to be passed as `past_key_values` next time; None, nothing.
@@ -91,7 +92,7 @@ class RunMethods(HookMethods, TokenMethods):
 
     def run_with_cache(
         self,
-        input: Input,
+        input: Input | None = None,
         *,
         return_cache_object: bool = True,
         remove_batch_dim: bool = False,
@@ -194,7 +195,7 @@ class RunMethods(HookMethods, TokenMethods):
 
     def run_with_hooks(
         self,
-        input: Input,
+        input: Input | None = None,
         *,
         fwd_hooks: Sequence[HookSpec] = (),
         bwd_hooks: Sequence[HookSpec] = (),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
@@ -44,6 +45,8 @@ class TokenMethods(WrappedModel):
     ) -> Batch:
         """Texts as token rows of one length, with the mask that says which tokens are padding.
 
+        Words that the tokenizer does not know are named in an `UnknownWordWarning`, here and wherever a text is given.
+
         Args:
             texts: one or more.
             prepend_bos: start each with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
@@ -57,7 +60,7 @@ class TokenMethods(WrappedModel):
 
     def to_tokens(
         self,
-        input: str | Sequence[str],
+        input: str | Sequence[str] | Sequence[Mapping[str, Any]],
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         move_to_device: bool = True,
@@ -66,7 +69,8 @@ class TokenMethods(WrappedModel):
         """Text as tokens.
 
         Args:
-            input: a text or several.
+            input: a text or several; or a chat (messages with ``role`` and ``content``), by the tokenizer's template
+                for chats, with what comes before the answer.
             prepend_bos: start each with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
             padding_side: where shorter rows are padded; None: the tokenizer's own side.
             move_to_device: put the tokens where the model is.
@@ -128,7 +132,7 @@ class TokenMethods(WrappedModel):
         """The id of a text that is one token.
 
         Raises:
-            ValueError: it is none, or more than one.
+            ValueError: it is none, or more than one, or has a word that the tokenizer does not know.
 
         Example:
             >>> from bridge import TransformerBridge

@@ -33,7 +33,7 @@ class TraceMethods(RunMethods, GenerationMethods):
     @refuse_wrong_types
     def trace(
         self,
-        input: Input,
+        input: Input | None = None,
         *,
         capture: Sequence[str] = (),
         prepend_bos: bool | None = None,

@@ -109,6 +109,7 @@ def generate_batch(
         prompts: as tokens.
         interventions, each, options: as there.
     """
+    bridge.wiring.refuse_spread("generate_batch")
     check_batching()
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):

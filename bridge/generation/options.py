@@ -17,6 +17,7 @@ from bridge.generation.criteria import FrequencyPenalty, StopStrings
 from bridge.generation.prompt import Arguments, Generates, Prompt, prompt_of
 from bridge.hooks.arguments import check_types
 from bridge.hooks.names import NamesFilter, suggestion
+from bridge.run.model_inputs import TAKEN_BY
 from bridge.run.protocol import Input
 
 
@@ -178,6 +179,8 @@ def _check_known(bridge: Generates, more: Arguments) -> None:
                 "generation_config is not taken beside the arguments of generate, which would have to be told from it: "
                 "give what it says as arguments, set it on the model (hf_model.generation_config), or use hf_generate"
             )
+        if name not in known and name in TAKEN_BY:
+            raise TypeError(f"{name!r} is no argument of generate: {TAKEN_BY[name]}")
         if name not in known:
             ours = ["input", *(f.name for f in fields(Options))]
             raise TypeError(

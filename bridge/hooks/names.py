@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from adapters.paths import module_path
 from bridge.hooks.act_names import act_name
 from bridge.hooks.hook_point import HookPoint
 
@@ -21,7 +23,7 @@ class UnknownHookError(KeyError):
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     """The known names that look most like `name`, best first."""
-    return difflib.get_close_matches(name, list(known), n=n, cutoff=0.5)
+    return difflib.get_close_matches(name, list(dict.fromkeys(known)), n=n, cutoff=0.5)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -40,10 +42,11 @@ class Names:
 
     Args:
         points: by canonical name, in the order of the computation.
+        not_offered: names, or what they begin with, of points that are left out, with the reason.
     """
 
-    def __init__(self, points: dict[str, HookPoint]) -> None:
-        self.points = points
+    def __init__(self, points: dict[str, HookPoint], not_offered: Mapping[str, str] | None = None) -> None:
+        self.points, self._not_offered = points, not_offered or {}
         self._aliases: dict[str, str] | None = None
 
     def refresh(self) -> None:
@@ -69,11 +72,37 @@ class Names:
             if canonical is None:
                 if not isinstance(name, str):
                     raise UnknownHookError(f"{name!r} is no name of a hook point: names are strings")
-                known = (*self.points, *self.aliases)
-                hint = self._of_all_layers(name) or suggestion(name, known)
+                if reason := self._not_offered.get(name):
+                    raise UnknownHookError(f"{name} cannot be shown: {reason}")
+                hint = self._of_another_layer(name) or self._of_a_module(name) or self._of_all_layers(name)
+                hint = hint or suggestion(name, (*self.points, *self.aliases))
                 raise UnknownHookError(f"there is no hook point {name!r}.{hint}")
             hook = self.points[canonical]
         return hook
+
+    def _of_another_layer(self, name: str) -> str:
+        """Which layers there are, or have it, where a name is another layer's; "" elsewhere."""
+        asked = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", name)
+        if asked is None:
+            return ""
+        stack, _, inner = asked.groups()
+        every = {int(full.split(".")[1]) for full in self.points if re.match(rf"{stack}\.\d+\.", full)}
+        having = [i for i in sorted(every) if {f"{stack}.{i}.{inner}"} & (self.points.keys() | self.aliases.keys())]
+        if not having:
+            return ""
+        if int(asked[2]) not in every:
+            return f" This model has {len(every)} layers: {stack}.{min(every)} to {stack}.{max(every)}."
+        return f" The layers that have it are {', '.join(map(str, having))}."
+
+    def _of_a_module(self, name: str) -> str:
+        """The hook points at a module of the Hugging Face model, where a name is its path; "" elsewhere."""
+        paths = {hook.name: module_path(hook.point.site.path) for hook in self.points.values()}
+        found = [hook for hook, path in paths.items() if path == name]
+        found = found or [hook for hook, path in paths.items() if path.startswith(f"{name}.") and name.count(".") > 1]
+        if not found:
+            return ""
+        more = f" and {len(found) - 6} more" if len(found) > 6 else ""
+        return f" It is the path of a module; the hook points there are {', '.join(found[:6])}{more}."
 
     def _of_all_layers(self, name: str) -> str:
         """What to write in place of a name without the layer, such as ``hook_z`` or ``pattern``; "" if it is none."""
@@ -85,8 +114,8 @@ class Names:
             if stack and index.isdigit() and any(inner == end or inner.endswith(f".{end}") for end in endings):
                 found.setdefault(f".{inner}", []).append(full)
         hints = [
-            f"{names[0]}, or for all {len(names)} layers that have it "
-            f"names_filter=lambda name: name.endswith({ending!r})"
+            f"{names[0]}, or in Python, for all {len(names)} layers that have it, "
+            f"lambda name: name.endswith({ending!r})"
             for ending, names in found.items()
         ]
         return f" A name says the layer: {'; '.join(hints[:3])}." if hints else ""

@@ -163,8 +163,8 @@ def _empty(loader: Any, kwargs: dict[str, Any]) -> nn.Module:
 
 
 def _tokenizer(repository: str, where: dict[str, Any]) -> PreTrainedTokenizerBase | None:
-    """The repository's tokenizer, or None where a folder has none."""
-    if os.path.isdir(repository):
+    """The repository's tokenizer, or None where a folder has none. A GGUF file holds its own."""
+    if os.path.isdir(repository) and "gguf_file" not in where:
         files = (
             "tokenizer.json",
             "tokenizer_config.json",

@@ -146,6 +146,12 @@ def _checked(patches: Patches) -> Patches:
     for name, new in patches.items():
         if not (isinstance(new, type) and issubclass(new, nn.Module)):
             raise TypeError(f"patches[{name!r}] is {new!r}; it must be a class of modules (torch.nn.Module)")
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise ValueError(
+                f"patches[{name!r}] is neither the name of a class nor a regular expression: {error}"
+            ) from error
     return patches
 
 

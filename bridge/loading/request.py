@@ -20,6 +20,37 @@ DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | 
 MaxMemory = Mapping[int | str, int | str] | None
 
 
+def looks_like_a_path(model: str) -> bool:
+    """Whether a name can only be a folder's: those of the hub have one slash at most, and start with a letter.
+
+    Args:
+        model: the name.
+    """
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
+
+
+def _check_folder(name: str, gguf_file: str | None) -> None:
+    """Refuses what can only be a folder's name and is none, and a folder without a model.
+
+    Raises:
+        FileNotFoundError: it is so.
+    """
+    if os.path.isfile(name) and name.endswith(".gguf"):
+        folder, file = os.path.split(name)
+        raise FileNotFoundError(
+            f"{name} is a file: give its folder, {folder or '.'}, and gguf_file={file!r} (--gguf-file)"
+        )
+    if not os.path.isdir(name):
+        if looks_like_a_path(name):
+            raise FileNotFoundError(f"{name}: there is no such folder")
+        return
+    if gguf_file is None and not os.path.exists(os.path.join(name, "config.json")):
+        found = sorted(file for file in os.listdir(name) if file.endswith(".gguf"))
+        files = " or ".join(f"gguf_file={file!r}" for file in found)
+        hint = f"; it has GGUF: {files} (--gguf-file) loads it" if found else ""
+        raise FileNotFoundError(f"{name}: there is no model in this folder, which has no config.json{hint}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Which files a model is loaded from. The fields are arguments of `TransformerBridge.boot_transformers`."""
@@ -42,9 +73,11 @@ class Source:
             check_format: a model is loaded from there, not the tokenizer alone.
 
         Raises:
+            FileNotFoundError: a folder that does not exist.
             ValueError: a checkpoint that does not exist, or a format that is another's.
         """
         name = hub_name(self.name)
+        _check_folder(name, self.gguf_file)
         if check_format and not os.path.isdir(name) and name.startswith(OWN_FORMAT):
             raise ValueError(
                 f"{name} is stored in HookedTransformer's own format: "

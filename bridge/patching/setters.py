@@ -192,8 +192,8 @@ def _named(index: Sequence[int], *axes: str) -> Sequence[int]:
 
 
 def _patch(corrupted: Tensor, clean: Tensor, index: Sequence[int], where: tuple[Any, ...]) -> Tensor:
-    # A clean activation without batch axis could fit by accident, with its axes mistaken for others.
-    if corrupted.ndim == clean.ndim:
+    # A clean activation without batch axis, or of a longer prompt, could fit by accident: of other axes, other words.
+    if corrupted.shape[1:] == clean.shape[1:]:
         try:
             corrupted[where] = clean[where]
         except (IndexError, RuntimeError) as error:

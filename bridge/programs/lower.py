@@ -92,9 +92,11 @@ def lower(
         declared: the names of the declared inputs.
 
     Raises:
-        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there.
+        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there; or the model
+            is spread over processes.
         TypeError: a function that asks for what is not declared.
     """
+    bridge.wiring.refuse_spread("a program")
     original, prefix = written(bridge.original_model)
     model = shell_of(original)
     here = threading.local()

@@ -54,6 +54,11 @@ class _CallInProgram:
         self.one_pass = current(tap.here)
 
     @property
+    def parts(self) -> int:
+        """Over how many processes the heads are spread."""
+        return 1
+
+    @property
     def asking(self) -> bool:
         """Whether a function of the program is being called: what it computes is not the model's."""
         return self.one_pass.asking

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,8 @@ def _from_lists(input: Sequence[Any]) -> Tensor:
                 "token ids [batch, pos] (torch.stack joins rows of one length)"
             )
         return torch.stack(list(input))
+    elif is_chat(input):
+        raise TypeError("the input is a chat: bridge.to_tokens(messages) makes tokens of it by the chat template")
     else:
         _check_ids(input, "the input")
     return torch.tensor(input)
@@ -79,6 +81,11 @@ def _check_ids(row: Sequence[Any], where: str) -> None:
     for entry in row:
         if isinstance(entry, bool) or not hasattr(entry, "__index__"):
             raise TypeError(f"{where} holds {entry!r}; tokens must be whole numbers")
+
+
+def is_chat(input: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Whether an input is a chat: a list of messages, each with a role."""
+    return isinstance(input, list | tuple) and bool(input) and isinstance(input[0], Mapping) and "role" in input[0]
 
 
 def check_texts(texts: Any) -> None:

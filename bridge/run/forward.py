@@ -113,6 +113,7 @@ class ReadyPass:
         listening = self._listening = self._traced or bridge.wiring.listening
         if listening:
             bridge.wiring.check_in_place()
+        bridge.wiring.check_all_listen()
         self._pass = forward_pass(scope=self._scope)
         run = self.run = self._pass.__enter__()
         try:
@@ -159,7 +160,7 @@ def _check_result(
     return_type: str | None,
     loss_per_token: bool,
     residual: bool,
-    input: Input,
+    input: Input | None,
     model_kwargs: Mapping[str, Any],
 ) -> None:
     """Refuses what the run could not give, before it runs."""
@@ -201,7 +202,7 @@ def _check_loss(bridge: Runs, inputs: Inputs) -> None:
 
 
 @contextmanager
-def _starting(bridge: Runs, run: ForwardPass, input: Input, start: int) -> Iterator[Tensor]:
+def _starting(bridge: Runs, run: ForwardPass, input: Input | None, start: int) -> Iterator[Tensor]:
     """A run from a layer on; what the model is given as embeddings."""
     check_residual(bridge.core, input, bridge.cfg.d_model)
     assert isinstance(input, Tensor)

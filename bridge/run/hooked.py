@@ -132,6 +132,8 @@ def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
     for index, spec in enumerate(specs):
         if not isinstance(spec, list | tuple) or len(spec) != 2:
             raise TypeError(f"{argument}[{index}] is {spec!r}; it must be a pair (hook point, function)")
+        if isinstance(spec[1], str | HookPoint):
+            raise TypeError(f"{argument}[{index}] is {spec!r}: the hook point comes first, then the function")
 
 
 def add_all(bridge: Runs, members: Sequence[tuple[HookPoint, Listener]]) -> None:

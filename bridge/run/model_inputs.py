@@ -17,6 +17,7 @@ from adapters.paths import learns_prompt, module_at, module_path
 from bridge.hooks.context import CURRENT
 from bridge.hooks.names import suggestion
 from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
+from bridge.run.encoding import NAMES
 from bridge.run.protocol import Runs
 from bridge.run.request import Request
 
@@ -36,6 +37,27 @@ class Inputs:
     mask: Tensor | None
 
 
+#: Arguments of a bridge's other calls, for who gives them where they are not taken.
+TAKEN_BY = {
+    **dict.fromkeys(
+        ("names_filter", "incl_bwd", "pos_slice", "device", "remove_batch_dim", "return_cache_object"),
+        "run_with_cache takes it",
+    ),
+    **dict.fromkeys(
+        ("fwd_hooks", "bwd_hooks"), "run_with_hooks takes it, and so does `with bridge.hooks(...)` around any call"
+    ),
+    **dict.fromkeys(("reset_hooks_end", "clear_contexts"), "run_with_hooks and run_with_cache take it"),
+    **dict.fromkeys(("return_type", "loss_per_token"), "a plain run takes it, bridge(tokens)"),
+    "capture": "trace takes it",
+    "return_dict": "a run returns what return_type says",
+}
+#: What Hugging Face's models return when they are asked, and where it is here.
+_OUTPUTS = {
+    "output_hidden_states": "hook_resid_pre and hook_resid_post of each block",
+    "output_attentions": "attn.hook_pattern of each block",
+}
+
+
 def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]) -> None:
     """Refuses keyword arguments that neither the bridge nor the model knows.
 
@@ -46,8 +68,15 @@ def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]
         return
     known = accepted_by(model)
     for name in given:
-        if name in ("input_ids", "inputs_embeds"):
-            raise TypeError(f"{name} is the input itself: pass it first, without a name")
+        if name in NAMES:
+            raise TypeError(f"{name} is the input itself, and an input is given: pass one of them")
+        if name in _OUTPUTS and given[name]:
+            raise ValueError(
+                f"{name}=True is an option of Hugging Face's output, and a run returns what return_type says: "
+                f"run_with_cache(tokens) gives {_OUTPUTS[name]}, bridge.original_model(...) Hugging Face's own output"
+            )
+        if name not in known and name in TAKEN_BY:
+            raise TypeError(f"{name!r} is no argument of this call: {TAKEN_BY[name]}")
         if name not in known:
             raise TypeError(
                 f"{name!r} is an argument of neither the bridge nor {type(model).__name__}."
@@ -167,23 +196,14 @@ def _check_needed(core: nn.Module, taken: Takes, given: Collection[str]) -> None
             raise ValueError(f"{type(core).__name__} needs {name} beside its tokens: bridge(tokens, {name}=...)")
 
 
-def _images_or_sound(
-    bridge: Runs,
-    taken: Takes,
-    asked: Request,
-    kwargs: dict[str, Any],
-) -> Inputs:
-    """The arguments of a model whose first blocks read images or sound: tokens, where there are any, are its decoder's.
+def _take_first(bridge: Runs, taken: Takes, asked: Request, kwargs: dict[str, Any]) -> None:
+    """Puts what was given first among the arguments: images or sound, or the decoder's tokens.
 
     Raises:
-        TypeError: text or tokens for a model that reads none.
-        ValueError: the images, or the sound, are given twice, or not at all; or tokens are given twice.
+        TypeError, ValueError: as for `_images_or_sound`.
     """
-    device, name, main = input_device(bridge.wiring.model), type(bridge.core).__name__, taken.main
+    device, name, main, input = input_device(bridge.wiring.model), type(bridge.core).__name__, taken.main, asked.input
     assert main is not None
-    input = asked.input
-    if asked.attention_mask is not None:
-        kwargs["attention_mask"] = asked.attention_mask.to(device)  # of frames or patches: the model's own business
     if isinstance(input, Tensor) and input.is_floating_point():
         if main in kwargs:
             raise ValueError(f"{main} is given twice: as the input, and by its name")
@@ -202,6 +222,26 @@ def _images_or_sound(
         else:
             tokens = as_tokens(input)
         kwargs[taken.tokens] = tokens.to(device)
+
+
+def _images_or_sound(
+    bridge: Runs,
+    taken: Takes,
+    asked: Request,
+    kwargs: dict[str, Any],
+) -> Inputs:
+    """The arguments of a model whose first blocks read images or sound: tokens, where there are any, are its decoder's.
+
+    Raises:
+        TypeError: text or tokens for a model that reads none.
+        ValueError: the images, or the sound, are given twice, or not at all; or tokens are given twice.
+    """
+    device, name, main = input_device(bridge.wiring.model), type(bridge.core).__name__, taken.main
+    assert main is not None
+    if asked.attention_mask is not None:
+        kwargs["attention_mask"] = asked.attention_mask.to(device)  # of frames or patches: the model's own business
+    if asked.input is not None:
+        _take_first(bridge, taken, asked, kwargs)
     if not kwargs.keys() & {main, "input_values", "input_features", "pixel_values", "encoder_outputs"}:
         raise ValueError(
             f"{name} needs {main}, and tokens are its decoder's: bridge(tokens, {main}=...), or "

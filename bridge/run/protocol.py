@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxtyping import Float, Integer
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,8 +17,8 @@ from bridge.hooks.names import Names, NamesFilter
 from bridge.wiring.wiring import Wiring
 
 #: What a run takes: a text, texts, tokens ``[pos]`` or ``[batch, pos]`` (a tensor, or lists of ids), or embeddings
-#: ``[batch, pos, d_model]``.
-Input = str | Sequence[Any] | Integer[Tensor, "..."] | Float[Tensor, "..."]
+#: ``[batch, pos, d_model]``; or a mapping of the model's arguments, as a tokenizer gives it.
+Input = str | Sequence[Any] | Mapping[str, Any] | NDArray[Any] | Integer[Tensor, "..."] | Float[Tensor, "..."]
 #: Which hook point (a name, an alias, a function of the name) gets which function.
 HookSpec = tuple[NamesFilter | HookPoint, HookFunction]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from jaxtyping import Int
@@ -12,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
-from bridge.run.checks import as_ids, check_texts
+from bridge.run.checks import as_ids, check_texts, is_chat
 
 #: Tokens in a tensor, or as ids in lists.
 Tokens = Int[Tensor, "..."] | Sequence[int] | Sequence[Sequence[int]]
@@ -20,6 +22,10 @@ Tokens = Int[Tensor, "..."] | Sequence[int] | Sequence[Sequence[int]]
 
 class TokenError(ValueError, AssertionError):
     """What was asked of text and tokens cannot be done. HookedTransformer gives an `AssertionError` there."""
+
+
+class UnknownWordWarning(UserWarning):
+    """A text has words that the tokenizer does not know: the model reads its unknown token in their place."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,29 @@ class TokenizerFacts:
             if not ids or ids[0] != self.bos:
                 ids = [self.bos, *ids]
         return ids + self.ending if keep_ending else ids
+
+    def unknown_words(self, text: str, ids: Sequence[int]) -> list[str]:
+        """The words of a text that the tokenizer makes its unknown token of; one that the text names is not among them.
+
+        Args:
+            text: the text.
+            ids: its tokens.
+        """
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None or ids.count(unknown) <= text.count(str(self.tokenizer.unk_token)):
+            return []
+        words = re.findall(r"\s*(?:\w+|[^\w\s]+)", text)
+        found = [word for word in words if unknown in self.tokenizer(word, add_special_tokens=False)["input_ids"]]
+        return list(dict.fromkeys(found)) or [text]
+
+    def explain_unknown(self, words: Sequence[str]) -> str:
+        """What is to be said of words that the tokenizer does not know."""
+        name, count = type(self.tokenizer).__name__, len(self.tokenizer)
+        named = ", ".join(map(repr, words[:10])) + (f" and {len(words) - 10} more" if len(words) > 10 else "")
+        return (
+            f"the tokenizer ({name}) does not know {named}: the model reads {self.tokenizer.unk_token} there. "
+            f"bridge.tokenizer.get_vocab() has the {count} tokens that it knows"
+        )
 
     def pad_rows(self, rows: Sequence[Sequence[int]], side: str) -> Batch:
         """Token rows, padded to one length on one side."""
@@ -152,6 +181,9 @@ def batch_of(
         raise ValueError(f'padding_side is {side!r}; it must be "left" or "right"')
     keep_ending = bridge.cfg.attention_dir == "bidirectional"
     rows = [facts.encode(text, prepend_bos, keep_ending) for text in texts]
+    unknown = [word for text, row in zip(texts, rows, strict=True) for word in facts.unknown_words(text, row)]
+    if unknown:
+        warnings.warn(facts.explain_unknown(list(dict.fromkeys(unknown))), UnknownWordWarning, stacklevel=3)
     if longest is not None:
         ending = facts.ending if keep_ending else []
         cut = longest - len(ending)
@@ -163,7 +195,7 @@ def batch_of(
 
 def to_tokens(
     bridge: HasTokenizer,
-    input: str | Sequence[str],
+    input: str | Sequence[str] | Sequence[Mapping[str, Any]],
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
     move_to_device: bool = True,
@@ -173,8 +205,31 @@ def to_tokens(
     if isinstance(input, Tensor):
         raise TypeError("to_tokens takes text; these are tokens already")
     longest = bridge.cfg.n_ctx if truncate else None
-    tokens = batch_of(bridge, [input] if isinstance(input, str) else input, prepend_bos, padding_side, longest).tokens
+    if is_chat(input):
+        tokens = _chat(bridge.tokenizer_facts.tokenizer, input, prepend_bos)[:, :longest]
+        return tokens.to(bridge.cfg.device) if move_to_device else tokens
+    texts = [input] if isinstance(input, str) else cast("Sequence[str]", input)
+    tokens = batch_of(bridge, texts, prepend_bos, padding_side, longest).tokens
     return tokens.to(bridge.cfg.device) if move_to_device else tokens
+
+
+def _chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], prepend_bos: bool | None
+) -> Int[Tensor, "1 pos"]:
+    """A chat as tokens, with what comes before the model's answer.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or BOS is spoken of, which is the template's business.
+    """
+    if not tokenizer.chat_template:
+        raise TokenError(
+            f"{type(tokenizer).__name__} has no chat template, so it makes no tokens of a chat: give a text, or set "
+            "bridge.tokenizer.chat_template"
+        )
+    if prepend_bos is not None:
+        raise TokenError(f"prepend_bos={prepend_bos}: whether a chat starts with BOS, its template says; leave it out")
+    ids = tokenizer.apply_chat_template([*map(dict, messages)], add_generation_prompt=True, return_dict=False)
+    return torch.tensor([ids])
 
 
 def to_string(
@@ -218,7 +273,10 @@ def _pieces(bridge: HasTokenizer, row: Int[Tensor, " pos"]) -> list[str]:
 
 def to_single_token(bridge: HasTokenizer, string: str) -> int:
     """The id of a text that is one token. See `TransformerBridge.to_single_token`."""
-    ids = bridge.tokenizer_facts.encode(string, prepend_bos=False, keep_ending=False)
+    facts = bridge.tokenizer_facts
+    ids = facts.encode(string, prepend_bos=False, keep_ending=False)
+    if unknown := facts.unknown_words(string, ids):
+        raise TokenError(f"{string!r} is no token: {facts.explain_unknown(unknown)}")
     if len(ids) != 1:
         pieces = [str(to_string(bridge, token)) for token in ids]
         raise TokenError(f"{string!r} is {len(ids)} tokens, not one: {pieces}")

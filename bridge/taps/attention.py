@@ -9,6 +9,7 @@ Kernels that are no torch functions are reached through transformers' `Attention
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
+from adapters.gathering import Cut
 from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.over_processes import seen_by_all
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
@@ -38,7 +41,8 @@ class AttentionTap(Tap):
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
-        watch = AttentionWatch(_CallInRun(self, Call(self.module, args, kwargs)))
+        kind = _CallOverProcesses if self.cuts else _CallInRun
+        watch = AttentionWatch(kind(self, Call(self.module, args, kwargs)))
         implementation = implementation_of(self.module)
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
@@ -172,7 +176,7 @@ class AttentionWatch(Watch):
         for channel in ("scores", "pattern", "q"):
             for point in self.shown.points(channel):
                 if point.point.n_heads is not None:
-                    return point.point.n_heads
+                    return point.point.n_heads // self.shown.parts
         return query.shape[1]
 
     def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +188,8 @@ class AttentionWatch(Watch):
         points = self.shown.points(channel)
         if not points:
             return x
-        return with_heads(x, points[0].point.n_heads, lambda shown: self.shown.show(channel, shown))
+        n_heads = points[0].point.n_heads
+        return with_heads(x, n_heads and n_heads // self.shown.parts, lambda shown: self.shown.show(channel, shown))
 
     def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
         """Runs the kernel, or computes what it would in full where somebody may change scores or pattern."""
@@ -228,6 +233,7 @@ class _CallInRun(RunCall):
                 return False
         # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
         # queries are a past: they take more room than the scores, and later runs may write into them.
+        attention = self._whole(attention)
         given = (*self.call.args, *self.call.kwargs.values())
         fixed = any(isinstance(x, Cache) and x.is_compileable for x in given)  # its keys are written over
         waits = not (attention.has_a_past or fixed or autocasts(attention.query.device.type))
@@ -244,6 +250,32 @@ class _CallInRun(RunCall):
                     shown = scores if channel == "scores" else attention.pattern(scores)
                     listener.fn(point.view.get(shown, self.call), hook=point)
         return True
+
+    def _whole(self, attention: AttentionCall) -> AttentionCall:
+        """The call with the heads of all processes."""
+        return attention
+
+
+class _CallOverProcesses(_CallInRun):
+    """One call of an attention module of which each process computes some heads."""
+
+    @property
+    def cut(self) -> Cut:
+        """How heads are spread: as on any channel."""
+        return next(iter(self.tap.cuts.values()))
+
+    @property
+    def parts(self) -> int:
+        """Over how many processes the heads are spread."""
+        return self.cut.parts
+
+    def show(self, channel: str, x: Tensor) -> Tensor:
+        """Shows the tensor of all heads to the hook points of a channel, and returns what they make of these."""
+        heard = self.tap.heard((channel,))
+        return seen_by_all(x, self.cut, heard, partial(super().show, channel)) if heard else x
+
+    def _whole(self, attention: AttentionCall) -> AttentionCall:
+        return attention.whole(self.cut)
 
 
 def _are_heads(args: Args) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from adapters.gathering import Cut
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.taps.attention_mask import additive_mask
 
@@ -62,6 +63,19 @@ class AttentionCall:
         options = {name: _kept(x) if isinstance(x, Tensor) else x for name, x in self.options.items()}
         return AttentionCall(
             query, key, key, mask, self.n_heads, self.scale, self.causal, 0.0, self.kernel, options
+        )  # fmt: skip
+
+    def whole(self, cut: Cut) -> AttentionCall:
+        """The call with the heads of all processes, without values: for those who only look."""
+        heads, n = self.n_heads, self.n_heads * cut.parts
+        mask, options = self.mask, dict(self.options)
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
+            mask = cut.joined(mask)
+        if options.get("s_aux") is not None:
+            options["s_aux"] = replace(cut, axis=0).joined(options["s_aux"])
+        key = cut.joined(self.key)
+        return AttentionCall(
+            cut.joined(self._queries()), key, key, mask, n, self.scale, self.causal, 0.0, self.kernel, options
         )  # fmt: skip
 
     def versions(self) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.observe.functions import LINEAR_PRODUCTS
 from adapters.views import Call, Kwargs
+from bridge.hooks.over_processes import seen_by_all
 from bridge.taps.tap import RunCall, Tap, Watch
 
 
@@ -113,7 +114,12 @@ class _ExpertsWatch(Watch):
         return func(*args, **kwargs)
 
     def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
-        return self._tap.show(f"{expert}.{channel}", x, self._call)
+        name = f"{expert}.{channel}"
+        cut = self._tap.cuts.get(name)
+        if cut is None:
+            return self._tap.show(name, x, self._call)
+        heard = self._tap.heard((name,))
+        return seen_by_all(x, cut, heard, lambda all_: self._tap.show(name, all_, self._call)) if heard else x
 
     def show_the_others(self) -> None:
         """Shows the experts that did not run, without rows."""

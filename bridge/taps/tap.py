@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from adapters.gathering import Cut
 from adapters.paths import call_number
 from adapters.views import Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
@@ -30,6 +31,7 @@ class Tap:
         points: the hook points, by channel.
         opened: the scopes that may begin to listen while the module runs.
         original: the forward that it stands before.
+        cuts: how what is shown is spread over processes, by channel; nothing where all is here.
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
 
@@ -37,6 +39,7 @@ class Tap:
         self.module = module
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
+        self.cuts: dict[str, Cut] = {}
 
     # A copy of the model that is made meanwhile has its class's forward.
     def __reduce__(self) -> tuple[object, ...]:
@@ -148,6 +151,10 @@ class TappedCall(Protocol):
     """One call of a tapped module, in a run or in a program."""
 
     @property
+    def parts(self) -> int:
+        """Over how many processes the heads are spread."""
+
+    @property
     def asking(self) -> bool:
         """Whether a user's function is being called: what it computes is not the model's."""
 
@@ -176,6 +183,11 @@ class RunCall:
     def __init__(self, tap: Tap, call: Call) -> None:
         self.tap, self.call, self.module = tap, call, tap.module
         self._run: ForwardPass | None = CURRENT.get().run
+
+    @property
+    def parts(self) -> int:
+        """Over how many processes the heads are spread."""
+        return 1
 
     @property
     def asking(self) -> bool:

@@ -82,8 +82,8 @@ class ReadingPlan:
 
     Attributes:
         points: the hook points.
-        others: those that are read as by any listener: inside of a forward, with the help of another site, or where a
-            module of the user's calls them.
+        others: those that are read as by any listener: inside of a forward, with the help of another site, where a
+            module of the user's calls them, or where each process has a part.
     """
 
     def __init__(self, points: Sequence[HookPoint], sites: Mapping[HookPoint, SiteHook | None]) -> None:
@@ -92,7 +92,7 @@ class ReadingPlan:
         at: dict[SiteHook, list[HookPoint]] = {}
         for point in points:
             site = sites[point]
-            if site is None or point.sources or site.module is None:
+            if site is None or point.sources or site.module is None or not site.reads_plainly:
                 self.others.append(point)
             else:
                 at.setdefault(site, []).append(point)

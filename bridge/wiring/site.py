@@ -80,6 +80,9 @@ class SiteHook(AtSite):
         readers: the hook points behind this site that may be given a copy of their own: `Point.separate_consumers`.
     """
 
+    #: Whether what passes here may be shown as it is.
+    reads_plainly = True
+
     __slots__ = ("_attached", "_find", "_last_writer", "attached_to", "points", "readers", "site", "watchers")
 
     def __init__(self, site: Site, find: Finder | None = None, attached: dict[SiteHook, None] | None = None) -> None:

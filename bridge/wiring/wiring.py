@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,8 @@ from functools import partial
 
 from torch import nn
 
+from adapters.gathering import DifferentEditsError, agree
+from adapters.layout import Layout
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
 from bridge.hooks.context import CURRENT, open_scope
@@ -27,6 +30,7 @@ from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
 from bridge.wiring.in_order import put_behind_in_order
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
+from bridge.wiring.shared_site import SharedSite
 from bridge.wiring.site import SiteHook
 
 
@@ -37,6 +41,7 @@ class Wiring:
         model: the Hugging Face model.
         points: what its adapter declares.
         make: the class of its hook points.
+        layout: how the model is spread over processes; None where it is not.
 
     Attributes:
         points: the hook points by name, in the order of the computation.
@@ -47,8 +52,16 @@ class Wiring:
         lock: held while hooks come and go.
     """
 
-    def __init__(self, model: nn.Module, points: Iterable[Point], make: type[HookPoint] = HookPoint) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        points: Iterable[Point],
+        make: type[HookPoint] = HookPoint,
+        layout: Layout | None = None,
+    ) -> None:
         self._model = Finder(model, "")
+        self._spread = "" if layout is None else layout.said
+        self._layout = None if layout is None or layout.group is None else layout
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
         self.tapped: dict[str, str] = {}
@@ -149,6 +162,35 @@ class Wiring:
             raise RuntimeError(
                 f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
                 "modules first, and attach hooks then"
+            )
+
+    def refuse_spread(self, what: str) -> None:
+        """Refuses what has not been made for models over several processes.
+
+        Args:
+            what: in words.
+
+        Raises:
+            ValueError: the model is one.
+        """
+        if self._spread:
+            raise ValueError(f"{what} is for models in one process, and this one is {self._spread}")
+
+    def check_all_listen(self) -> None:
+        """Looks whether hooks stand at the same points on all processes that share the model, all of which have to ask.
+
+        Raises:
+            DifferentEditsError: they do not.
+        """
+        if self._layout is None or self._layout.group is None:
+            return
+        heard = [(hook.name, [listener.kind for listener in hook.heard_by()]) for hook in self.points.values()]
+        here = zlib.crc32(repr([found for found in heard if found[1]]).encode())
+        if not agree(here, self._layout.group):
+            names = ", ".join(name for name, kinds in heard if kinds) or "no hook point"
+            raise DifferentEditsError(
+                f"hooks stand at {names} here, and at other hook points on other processes that share this model: "
+                "do the same on all"
             )
 
     def has_unseen_hooks(self) -> bool:
@@ -327,6 +369,9 @@ class Wiring:
         if home is None:
             site = point.point.site
             tap = tap_on(site.kind, Finder(self.model, site.path).module)
+            cut = None if self._layout is None else self._layout.cut(site)
+            if cut is not None:
+                tap.cuts[str(site.key)] = cut
             self._taps[point] = tap
             tap.connect(str(site.key), point)
         else:
@@ -353,7 +398,12 @@ class Wiring:
     def _site(self, site: Site) -> SiteHook:
         hook = self._sites.get(site)
         if hook is None:
-            hook = self._sites[site] = SiteHook(site, Finder(self.model, site.path), self._attached)
+            find = Finder(self.model, site.path)
+            if self._layout is None:
+                hook = SiteHook(site, find, self._attached)
+            else:
+                hook = SharedSite(site, find, self._attached, self._layout)
+            self._sites[site] = hook
         return hook
 
     def _listeners_changed(self, point: HookPoint) -> None:

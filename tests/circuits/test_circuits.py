@@ -177,7 +177,9 @@ def test_drawing(graph, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "bridge.pictures", types.SimpleNamespace(circuit=lambda edges, **options: (edges, options))
     )
-    assert circuit.draw(width=4) == (circuit.edges, {"width": 4})
+    edges, options = circuit.draw(width=4)
+    assert edges == circuit.edges and options.pop("width") == 4
+    assert options.keys() == {"columns", "joins", "supports", "measure"}
     monkeypatch.setitem(sys.modules, "bridge.pictures", None)
     with pytest.raises(ImportError, match="needs the extra `pictures`"):
         circuit.draw()
@@ -198,3 +200,20 @@ def test_the_shipped_models_circuit(embedded):
     assert found.faithfulness > 0.85 and abs(found.complement_faithfulness) < 0.05
     other = scores_of(exact.graph).greedy(48).evaluate(embedded, pairs.clean, pairs.corrupted, metric)
     assert other.faithfulness < 0.3
+
+
+def test_a_drawing_joins_heads_with_their_inputs_and_goes_by_layers(embedded):
+    names = ["embed->L0H1.v", "L0H1->L2H0.q", "L0MLP->L2H0.k", "L2H0->L3MLP", "L3MLP->logits", "embed->L1H0.v"]
+    circuit = Circuit.of_edges(Graph.of(embedded), names)
+    assert circuit._joins() == [("L0H1.v", "L0H1"), ("L2H0.q", "L2H0"), ("L2H0.k", "L2H0")]  # nothing reads L1H0
+    order = ["embed", "L0H1.v", "L0H1", "L0MLP", "L2H0.q", "L2H0", "L3MLP", "logits"]
+    columns = circuit._depths()
+    assert [columns[name] for name in order] == sorted({columns[name] for name in order})
+    assert columns["L2H0.q"] == columns["L2H0.k"] and columns["logits"] == max(columns.values())
+
+
+def test_a_drawing_of_grouped_keys():
+    graph = Graph([LayerShape(4, 2, True, False)] * 2)
+    circuit = Circuit.of_edges(graph, ["embed->L0G1.v", "L0H2->logits", "L0H3->logits"])
+    assert circuit._joins() == [("L0G1.v", "L0H2"), ("L0G1.v", "L0H3")]
+    assert circuit._depths()["L0G1.v"] < circuit._depths()["L0H2"]

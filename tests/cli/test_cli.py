@@ -1,8 +1,12 @@
 """The command line, on the shipped model and on a folder."""
 
+import re
+import shlex
+
 import pytest
 
-from bridge.cli.main import main
+from bridge.cli.main import _parser, main
+from bridge.version import __version__
 from tests.conftest import tiny
 
 
@@ -23,6 +27,20 @@ def test_demo(capsys):
 def test_demo_on_a_prompt(capsys):
     assert main(["demo", "--prompt", "The capital of"]) == 0
     assert "Prompt: 'The capital of'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("report", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "the prompt is empty"), ("Barack Obama was born in", "does not know 'Barack', ' Obama'.*' born'")],
+)
+def test_demo_refuses_what_the_model_cannot_read(capsys, tmp_path, prompt, message, report):
+    page = tmp_path / "page.html"
+    assert main(["demo", "--prompt", prompt, *(["--report", str(page)] if report else [])]) == 2
+    captured = capsys.readouterr()
+    assert re.search(message, captured.err)
+    assert not captured.out
+    assert not page.exists()
 
 
 def test_hooks_lists_names_shapes_and_aliases(capsys, tmp_path):
@@ -80,3 +98,61 @@ def test_a_model_that_is_not_there_is_said_in_one_line(capsys, command, model):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"{model}: there is no such folder") and captured.err.count("\n") == 1
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"transformer-bridge {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["ask", "demo", "hooks", "verify", "declare", "generate", "harvest", "export"])
+def test_every_help_has_an_example_that_is_a_command_line(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    example = shown[shown.index("example:") :].splitlines()[1].split("python -m bridge ")[1]
+    assert _parser().parse_args(shlex.split(example)).command == command
+    assert "``" not in shown
+
+
+def test_the_exit_statuses_are_documented(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown[shown.index("exit status:") :].splitlines()[1:]] == ["0", "1", "2", "130"]
+    assert "``" not in shown
+
+
+def test_ask(capsys, tmp_path):
+    assert main(["ask", "embedded", "The capital of France is"]) == 0
+    out = capsys.readouterr().out
+    assert "Prediction: ' Paris', then " in out and "Direct contribution of each head to logit(Paris)" in out
+    page = tmp_path / "page.html"
+    assert main(["ask", "embedded", "The capital of France is", "--report", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "It answers &#x27; Paris&#x27; with probability" in text and "Less likely are" in text
+    assert main(["ask", "embedded", " "]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_what_is_kept(capsys, monkeypatch):
+    def interrupted(given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bridge.cli.main.run_harvest", interrupted)
+    monkeypatch.setattr("bridge.cli.main.run_generate", interrupted)
+    assert main(["generate", "embedded", "Mary"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+    assert main(["harvest", "embedded", "a.txt", "--points", "x", "--out", "shards"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted: what is whole in shards is kept, the same command goes on\n"
+
+
+def test_a_folder_with_a_gguf_file_alone(capsys, tmp_path):
+    assert main(["hooks", str(tmp_path)]) == 2
+    assert "there is no model in this folder, which has no config.json\n" in capsys.readouterr().err
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    assert main(["hooks", str(tmp_path)]) == 2
+    assert "it has GGUF: gguf_file='small.gguf' (--gguf-file) loads it" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "small.gguf")]) == 2
+    assert f"is a file: give its folder, {tmp_path}, and gguf_file='small.gguf'" in capsys.readouterr().err

@@ -173,21 +173,6 @@ def test_facts_are_the_models(embedded):
     assert llama.to_dict()["n_params"] == llama.n_params
 
 
-def test_another_distributions_adapters_is_named(tmp_path):
-    import os
-    import subprocess
-    import sys
-
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "__init__.py").write_text("")
-    out = subprocess.run(
-        [sys.executable, "-c", "import bridge"], capture_output=True, text=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert out.returncode
-    assert "AdapterHub's distribution of the same name hides it" in out.stderr.splitlines()[-1]
-
-
 def test_a_folder_goes_before_a_short_name(monkeypatch, tmp_path, tokens):
     model = tiny("gpt2")
     model.save_pretrained(tmp_path / "gpt2-small")
@@ -205,3 +190,13 @@ def test_a_folder_may_have_any_name(monkeypatch, tmp_path, tokens):
 def test_a_model_in_hookedtransformers_own_format_says_what_loads_it():
     with pytest.raises(ValueError, match=r"SoLU_1L512W_C4_Code is stored in HookedTransformer's own.*bridge.legacy"):
         TransformerBridge.boot_transformers("solu-1l")
+
+
+def test_a_gguf_file_brings_its_tokenizer(monkeypatch, tmp_path):
+    from bridge.loading import boot
+
+    asked = []
+    monkeypatch.setattr(boot.AutoTokenizer, "from_pretrained", lambda *args, **options: asked.append((args, options)))
+    boot._tokenizer(str(tmp_path), {"gguf_file": "small.gguf"})
+    assert asked == [((str(tmp_path),), {"gguf_file": "small.gguf"})]
+    assert boot._tokenizer(str(tmp_path), {}) is None and len(asked) == 1

@@ -375,8 +375,16 @@ def test_errors(bridge, pair):
     with pytest.raises(ValueError, match=r"corrupted activation has shape \[2, 5, 32\], the clean one \[5, 32\]"):
         patch(cache={name: value[0] for name, value in cache.items()})
     _, shorter = bridge.run_with_cache(clean[:, :3])
-    with pytest.raises(ValueError, match=r"cannot patch \[0, 3\].*prompts of the same length"):
+    with pytest.raises(ValueError, match=r"cannot patch \[0, 0\].*prompts of the same length"):
         patch(cache=shorter)
+    _, longer = bridge.run_with_cache(torch.cat([clean, clean], 1))
+    for name, setter, axes in (
+        ("mlp_out", ready.layer_pos_patch_setter, ("layer", "pos")),
+        ("z", ready.layer_head_vector_patch_setter, ("layer", "head")),
+        ("pattern", ready.layer_head_pos_pattern_patch_setter, ("layer", "head", "dest_pos")),
+    ):
+        with pytest.raises(ValueError, match=r"cannot patch.*prompts of the same length"):
+            patch(cache=longer, name=name, setter=setter, axes=axes)
     with pytest.raises(UnknownHookError, match=r"no hook point 'blocks\.7"):
         patch(axes=None, index_df=Frame([(7, 0)], ["layer", "pos"]))
     assert torch_hooks(bridge.original_model) == 0

@@ -134,3 +134,22 @@ def test_what_is_fetched_and_what_fails_would_be_seen(browser, tmp_path):
     seen = browser.open(page)
     assert json.dumps(seen.requests).count("missing.js") == 1
     assert seen.console == ["warning: careful"] and len(seen.errors) >= 2
+
+
+def test_the_slider_of_a_circuit_hides_weak_edges(browser, tmp_path):
+    edges = [("embed", "L0H1.v", -4.0), ("L0H1", "logits", -3.0), ("embed", "L1MLP", 1.0), ("L1MLP", "logits", -1.0)]
+    columns = {name: column for column, name in enumerate(("embed", "L0H1.v", "L0H1", "L1MLP", "logits"))}
+    page = tmp_path / "circuit.html"
+    pictures.circuit(edges, columns=columns, joins=[("L0H1.v", "L0H1")], supports="negative").save(page)
+    clean(browser.open(page, 390), page)
+    shown = "[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)"
+    lines = "document.querySelectorAll('.mark-line path').length"
+    assert {"L1MLP", "L0H1.v", "L0H1"} < set(browser.evaluate(shown)) and browser.evaluate(lines) == 5
+    browser.evaluate("""new Promise((done) => {
+        const slider = document.querySelector('input[type=range]');
+        slider.value = 2;
+        slider.dispatchEvent(new Event('input'));
+        setTimeout(done, 500);
+    })""")
+    assert "L1MLP" not in browser.evaluate(shown) and {"L0H1.v", "L0H1"} < set(browser.evaluate(shown))
+    assert browser.evaluate(lines) == 3

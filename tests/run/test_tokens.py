@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from bridge import TransformerBridge
-from bridge.run.tokenization import TokenizerFacts
+from bridge.run.tokenization import TokenizerFacts, UnknownWordWarning
 from tests.conftest import tiny
 
 WORDS = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, "[CLS]": 4, "[SEP]": 5, "a": 6, "b": 7, "c": 8, "d": 9}
@@ -138,3 +138,20 @@ def test_truncation_cuts_each_row_by_itself(bridge):
     tokens = bridge.to_tokens(["a " * 60, "b c"], prepend_bos=False, padding_side="left")
     assert tokens.shape == (2, 40)
     assert tokens[1, -2:].tolist() == [7, 8]
+
+
+def test_words_that_the_tokenizer_does_not_know_are_named():
+    bridge = TransformerBridge.boot_embedded()
+    with pytest.raises(ValueError, match=r"' Obama' is no token: .* does not know ' Obama': the model reads <unk>"):
+        bridge.to_single_token(" Obama")
+    for run in (bridge.to_tokens, bridge, bridge.to_str_tokens):
+        with pytest.warns(UnknownWordWarning, match=r"does not know 'Barack', ' Obama': .* has the 654 tokens"):
+            run("Barack Obama and Mary" if run is not bridge else ["Mary", "Barack Obama"])
+    with pytest.raises(ValueError, match="does not know 'Obama'"):
+        bridge.run_with_cache("Mary and")[1].logit_attrs(torch.zeros(1, 1, 3, 128), "Obama")
+
+
+def test_an_unknown_token_that_is_asked_for_is_no_mistake():
+    bridge = TransformerBridge(tiny("gpt2"), KINDS["that adds BOS"])
+    assert bridge.to_single_token("<unk>") == 3
+    assert bridge.to_tokens("a <unk> b", prepend_bos=False).tolist() == [[6, 3, 7]]

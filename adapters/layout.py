@@ -1,0 +1,258 @@
+"""How a model is spread over processes, as the model itself says, and where that cuts a hook point's site.
+
+Under tensor parallelism (`tp_plan` of transformers) some linear layers hold a part of their columns or rows on each
+process. What they pass to each other is then a part too: some heads, some neurons. The plan names the layers and says
+how each is cut, their parameters are `DTensor`. Everything else, the residual stream first of all, is whole and equal
+on all processes. Under FSDP2 and data parallelism every process computes whole activations, of rows of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from adapters.gathering import Cut, Summed, SummedGradients
+from adapters.paths import core_path, module_at, module_path
+from adapters.points import Point, Site
+from adapters.views import View
+from adapters.views.heads import HeadsFirst
+from adapters.views.stream import Composed
+
+#: Layers of these styles give a part of their columns to what follows.
+_GIVES_PART = "colwise"
+#: Layers of these styles are given a part of their columns.
+_TAKES_PART = "rowwise"
+#: A norm of each head alone, between the two.
+_OF_HEADS = "replicated_with_grad_allreduce"
+#: How a mixture's experts are cut: each process has some neurons of all of them.
+_EXPERTS = {"moe_tp_experts", "packed_colwise", _TAKES_PART}
+#: Layers of these styles are cut inside, and are given and give whole tensors.
+_WHOLE_OUTSIDE = (
+    "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise",
+    "embedding_colwise", "replicate", "moe_tp_experts", "local_params",
+)  # fmt: skip
+
+
+class SpreadModelError(TypeError):
+    """A model is spread over processes in a way in which hook points would show parts."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over processes.
+
+    Attributes:
+        said: in words.
+        group: the processes that share each layer; None where none is shared.
+        styles: how each module is cut, by its path from the wrapped model.
+        sizes: over how many columns, of modules that give or take a part.
+        heads_first: the norms of heads that are given heads before positions.
+    """
+
+    said: str
+    group: dist.ProcessGroup | None = None
+    styles: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    heads_first: frozenset[str] = frozenset()
+
+    def cut(self, site: Site) -> Cut | None:
+        """How a site's tensor is cut; None where it is whole.
+
+        Raises:
+            SpreadModelError: it is a part, and which is not known.
+        """
+        if self.group is None:
+            return None
+        path = module_path(site.path)
+        if site.kind in ("input", "output"):
+            axis = self._axis(path, site.kind)
+        elif site.kind in ("attention", "softmax"):
+            axis = self._axis_of_heads(path)
+        elif site.kind == "experts" and self._styles_in(path) == _EXPERTS:
+            return self._cut_of_expert(path, str(site.key).partition(".")[2])
+        elif any(_is_inside(other, path) for other in self.styles):
+            raise SpreadModelError(f"{path} is cut inside ({', '.join(sorted(self._styles_in(path)))})")
+        else:
+            axis = None
+        return None if axis is None else Cut(axis, self.group)
+
+    def of(self, points: Iterable[Point]) -> Layout:
+        """The same, of a model with these hook points, whose views say in which order some modules have their axes."""
+        first = (module_path(point.site.path) for point in points if _sees_heads_first(point.view))
+        return replace(self, heads_first=frozenset(first))
+
+    def not_shown(self, points: Iterable[Point]) -> dict[str, str]:
+        """The hook points that would show a part that cannot be put together, with the reason."""
+        found = {}
+        for point in points:
+            try:
+                for site in (point.site, *point.sources):
+                    self.cut(site)
+                if point.view.contextual and module_path(point.site.path) in self.styles:
+                    self.cut(Site(point.site.path, "input"))
+            except SpreadModelError as error:
+                found[point.name] = f"{error}: {self.said}"
+        return found
+
+    def _axis(self, path: str, kind: str) -> int | None:
+        """Along which axis what enters or leaves a module is cut."""
+        style = self.styles.get(path)
+        if style in _WHOLE_OUTSIDE or (style, kind) in ((_GIVES_PART, "input"), (_TAKES_PART, "output")):
+            return None
+        if style in (_GIVES_PART, _TAKES_PART):
+            self._check_even(path)
+            return -1
+        region = self._region(path)
+        if style is None and region is None:
+            return None
+        if style == _OF_HEADS and region is not None and self._axis_of_heads(region) is not None:
+            return 1 if path in self.heads_first else -2
+        raise SpreadModelError(f"each process computes a part of {path} ({style or f'inside {region}'})")
+
+    def _axis_of_heads(self, path: str) -> int | None:
+        """Along which axis heads are cut inside an attention module."""
+        styles = self._styles_in(path)
+        if styles <= set(_WHOLE_OUTSIDE) - {"local_params", "moe_tp_experts"}:
+            return None
+        if not styles <= {_GIVES_PART, _TAKES_PART, _OF_HEADS}:
+            raise SpreadModelError(f"each process computes some of the heads of {path} ({', '.join(sorted(styles))})")
+        for other in self._layers(path):
+            self._check_even(other)
+        return 1
+
+    def _cut_of_expert(self, path: str, part: str) -> Cut:
+        """How what is inside of an expert is cut: its neurons; what it returns is a sum over them."""
+        assert self.group is not None
+        self._check_even(f"{path}.down_proj")
+        if part in ("in", "out"):
+            return (Summed if part == "out" else SummedGradients)(-1, self.group)
+        return Cut(-1, self.group)
+
+    def _layers(self, region: str) -> list[str]:
+        """The layers in a module that give or take parts."""
+        return [path for path, style in self.styles.items() if _is_inside(path, region) and path in self.sizes]
+
+    def _styles_in(self, region: str) -> set[str]:
+        return {style for path, style in self.styles.items() if _is_inside(path, region)}
+
+    def _region(self, path: str) -> str | None:
+        """The innermost module around another in which layers pass parts to each other."""
+        regions = {other.rpartition(".")[0] for other, style in self.styles.items() if style not in _WHOLE_OUTSIDE}
+        while path := path.rpartition(".")[0]:
+            if path in regions:
+                return path
+        return None
+
+    def _check_even(self, path: str) -> None:
+        assert self.group is not None
+        if self.sizes[path] % self.group.size():
+            raise SpreadModelError(f"the {self.sizes[path]} columns of {path} are cut into unequal parts")
+
+
+def _sees_heads_first(view: View) -> bool:
+    if isinstance(view, Composed):
+        return _sees_heads_first(view.inner) or _sees_heads_first(view.outer)
+    return isinstance(view, HeadsFirst)
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(module + ".")
+
+
+def layout_of(model: nn.Module) -> Layout | None:
+    """How a model is spread over processes; None where this process holds all of it, alone.
+
+    Args:
+        model: a Hugging Face model, with what wraps it.
+
+    Raises:
+        SpreadModelError: hook points would show parts, or nothing says what they would show.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from adapters.layout import layout_of
+        >>> layout_of(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10))) is None
+        True
+    """
+    path = core_path(model)
+    core = model.get_submodule(path)
+    said = []
+    if isinstance(model, DistributedDataParallel):
+        said.append(f"data parallel over {model.process_group.size()} processes, each with rows of its own")
+    config = getattr(getattr(core, "config", None), "distributed_config", None)
+    _refuse_stages(core, config)
+    spread = {name: each for name, each in core.named_parameters() if isinstance(each, DTensor)}
+    sharded = {name for name, module in core.named_modules() if isinstance(module, FSDPModule)}
+    if sharded:
+        said.append("parameters sharded by FSDP2, each process with rows of its own")
+    plan = _plan(core) if (getattr(core, "_tp_size", None) or 1) > 1 else {}
+    if not plan:
+        if spread and not sharded:
+            name, parameter = next(iter(spread.items()))
+            raise SpreadModelError(
+                f"{name} is spread over processes ({parameter.placements}), and the model has no plan that says how: "
+                'load it with from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
+            )
+        return Layout("; ".join(said)) if said else None
+    if sharded:
+        raise SpreadModelError("the model is tensor parallel and sharded by FSDP2 at once: take one of them")
+    return _by_plan(path, core, plan, spread, said)
+
+
+def _refuse_stages(core: nn.Module, config: Any) -> None:
+    for name, size in (("pipeline", getattr(config, "pp_size", None)), ("expert", getattr(config, "ep_size", None))):
+        if size is not None and size > 1:
+            raise SpreadModelError(
+                f"the model is {name} parallel over {size} processes: "
+                + (
+                    "each holds some of the layers, and passes no others"
+                    if name == "pipeline"
+                    else "each numbers its own experts from 0, and computes rows that the others do not"
+                )
+                + ". Load it with distributed_config=DistributedConfig(tp_plan='auto'), or in one process"
+            )
+    if getattr(config, "enable_sequence_parallel", False):
+        raise SpreadModelError("the model is sequence parallel: a hook would be shown some of the positions")
+
+
+def _plan(core: nn.Module) -> dict[str, str]:
+    """How each module and parameter that the plan names is cut."""
+    plan: Mapping[str, str] = getattr(core, "_tp_plan", None) or {}
+    paths = [name for name, _ in (*core.named_modules(), *core.named_parameters())]
+    found = {path: plan.get(path) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)) for path in paths}
+    return {path: style for path, style in found.items() if style is not None}
+
+
+def _by_plan(
+    path: str, core: nn.Module, plan: Mapping[str, str], spread: Mapping[str, DTensor], said: list[str]
+) -> Layout:
+    if "sequence_parallel" in plan.values():
+        raise SpreadModelError("the model is sequence parallel: a hook would be shown some of the positions")
+    if not spread:
+        raise SpreadModelError(
+            "the model is tensor parallel, and its parameters do not say so: this version of transformers cuts them "
+            "unseen. 5.23 is known to be right"
+        )
+    meshes = {parameter.device_mesh for parameter in spread.values()}
+    mesh = next(iter(meshes))
+    if len(meshes) > 1 or mesh.ndim > 1:
+        raise SpreadModelError(f"the model is spread over a grid of processes ({mesh}): one axis is known to be right")
+    inside = f"{path}." if path else ""
+    sizes = {}
+    for name, style in plan.items():
+        module = module_at(core, name) if f"{name}.weight" in spread else None
+        if module is not None and style in (_GIVES_PART, _TAKES_PART):
+            sizes[inside + name] = int(getattr(module, "out_features" if style == _GIVES_PART else "in_features"))
+        elif name in spread and style == _TAKES_PART:
+            sizes[inside + name] = spread[name].shape[-1]
+    said.append(f"tensor parallel over {mesh.size()} processes")
+    styles = {inside + name: style for name, style in plan.items()}
+    return Layout("; ".join(said), mesh.get_group(), styles, sizes)

@@ -1,0 +1,108 @@
+"""Mistakes of a first hour, and what is said of each."""
+
+import pytest
+import torch
+
+from bridge import TransformerBridge
+from bridge.embedded import MODEL_DIR
+from bridge.hooks.names import UnknownHookError
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def bridge():
+    return TransformerBridge.boot_embedded()
+
+
+def change(act, hook):
+    return act
+
+
+TOKENS = torch.tensor([[5, 6, 7]])
+PLACE = "blocks.0.hook_mlp_out"
+MISTAKES = {
+    "an argument of another call": (
+        lambda b: b(TOKENS, names_filter=PLACE),
+        r"^'names_filter' is no argument of this call: run_with_cache takes it$",
+    ),
+    "hooks of a plain run": (
+        lambda b: b.run_with_cache(TOKENS, fwd_hooks=[]),
+        r"^'fwd_hooks' is no argument of this call: run_with_hooks takes it, and so does `with bridge.hooks",
+    ),
+    "hooks of a generation": (
+        lambda b: b.generate(TOKENS, fwd_hooks=[]),
+        r"^'fwd_hooks' is no argument of generate: run_with_hooks takes it, and so does `with bridge.hooks",
+    ),
+    "a slip of the pen": (
+        lambda b: b(TOKENS, attention_maskk=None),
+        r"Did you mean attention_mask or output_attentions\?$",
+    ),
+    "a slip of the pen in a generation": (
+        lambda b: b.generate(TOKENS, max_new_token=1),
+        r"Did you mean max_new_tokens or min_new_tokens or max_cache_len\?$",
+    ),
+    "a layer that is not there": (
+        lambda b: b.run_with_cache(TOKENS, names_filter="blocks.12.hook_resid_pre"),
+        r"^there is no hook point 'blocks.12.hook_resid_pre'. This model has 4 layers: blocks.0 to blocks.3.$",
+    ),
+    "an alias in a layer that is not there": (
+        lambda b: b.add_hook("blocks.4.hook_in", change),
+        r"This model has 4 layers: blocks.0 to blocks.3.$",
+    ),
+    "the path of a module": (
+        lambda b: b.add_hook("model.layers.0.mlp.down_proj", change),
+        r"It is the path of a module; the hook points there are blocks.0.mlp.hook_post.$",
+    ),
+    "the path of a module around others": (
+        lambda b: b.add_hook("model.layers.0.mlp", change),
+        r"the hook points there are .*blocks.0.hook_mlp_out",
+    ),
+    "a function and a name": (
+        lambda b: b.run_with_hooks(TOKENS, fwd_hooks=[(change, PLACE)]),
+        r"^fwd_hooks\[0\] is \(<function change .*: the hook point comes first, then the function$",
+    ),
+    "a function and a name in a with statement": (
+        lambda b: b.hooks(bwd_hooks=[(change, PLACE)]).__enter__(),
+        r"^bwd_hooks\[0\] is .*: the hook point comes first, then the function$",
+    ),
+    "a function and a name, added": (
+        lambda b: b.add_hook(change, PLACE),
+        r"^add_hook takes the hook point first, then the function: add_hook\('blocks.0.hook_mlp_out', function\)$",
+    ),
+    "an option that no exporter has": (
+        lambda b: b.export(TOKENS, opset=20),
+        r"^'opset' is no option of format='dynamo', which takes export_format, dynamic, ",
+    ),
+    "text for a program": (
+        lambda b: b.program([PLACE]).export_for_generation("Mary and"),
+        r"the example is str; .* bridge.to_tokens\(text\) makes tokens of text$",
+    ),
+    "a bad regular expression": (
+        lambda b: b.boot_transformers(str(MODEL_DIR), patches={"Llama(": torch.nn.Linear}),
+        r"^patches\['Llama\('\] is neither the name of a class nor a regular expression: missing \)",
+    ),
+    "a folder that is not there": (
+        lambda b: b.boot_transformers("./no/where"),
+        r"^./no/where: there is no such folder$",
+    ),
+}
+
+
+@pytest.mark.unchecked  # arguments of wrong types are the mistakes here
+@pytest.mark.filterwarnings("ignore::UserWarning")  # transformers': its exporters are experimental
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_said(bridge, mistake):
+    call, message = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError, UnknownHookError, FileNotFoundError), match=message):
+        call(bridge)
+    assert not any(hook.listeners for hook in bridge.hook_dict.values())
+
+
+def test_a_part_that_some_layers_have():
+    bridge = TransformerBridge(tiny_model("jamba"))
+    with pytest.raises(UnknownHookError, match=r"The layers that have it are 1\.$"):
+        bridge.names.find("blocks.0.attn.hook_z")
+
+
+def test_the_shipped_model_takes_a_type_and_a_device():
+    assert TransformerBridge.boot_embedded(device="cpu", dtype=torch.bfloat16).cfg.dtype == torch.bfloat16

@@ -1,0 +1,331 @@
+"""The cases that several processes run. Each is called on all of them, with the kind of model and where it is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from adapters import verify
+from adapters.gathering import DifferentEditsError
+from adapters.layout import SpreadModelError
+from bridge import TransformerBridge
+from bridge.cache.activation_cache import ActivationCache
+from bridge.harvest import harvest
+from bridge.hooks.names import UnknownHookError
+from tests.sharded.models import TOKENS, difference, load
+from weight_processing.check import ProcessingError
+
+CLOSE = 1e-5
+#: What a sum of parts may differ by behind two layers.
+FAR = 1e-4
+
+
+def tensor_parallel(kind: str, folder: Path) -> PreTrainedModel:
+    """A model over all processes."""
+    return load(kind, folder, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
+
+
+def pair(kind: str, folder: Path) -> tuple[TransformerBridge, TransformerBridge]:
+    """A bridge of the model over all processes by tensor parallelism, and one of it in one process."""
+    return TransformerBridge(tensor_parallel(kind, folder)), TransformerBridge(load(kind, folder))
+
+
+def said_to_be_tensor_parallel(kind: str, folder: Path) -> None:
+    """The bridge says how its model is spread."""
+    ours, _ = pair(kind, folder)
+    assert f"tensor parallel over {dist.get_world_size()} processes" in str(ours)
+    assert f"tensor parallel over {dist.get_world_size()} processes" in ours.report()
+
+
+def every_activation(kind: str, folder: Path) -> None:
+    """Each point shows what it does in one process, in a cache of all and alone, with and without gradients."""
+    ours, plain = pair(kind, folder)
+    names = list(ours.hook_dict)
+    missing = set(plain.hook_dict) - set(names)
+    assert not missing and not ours.offered().not_offered
+    for context in (torch.no_grad, torch.enable_grad):
+        with context():
+            logits, found = ours.run_with_cache(TOKENS, names_filter=names)
+            wanted_logits, wanted = plain.run_with_cache(TOKENS, names_filter=names)
+        assert difference(logits, wanted_logits) < FAR
+        for name in names:
+            assert difference(found[name], wanted[name]) < FAR, name
+    for name in names:
+        _, found = ours.run_with_cache(TOKENS, names_filter=name)
+        assert difference(found[name], wanted[name]) < FAR, name
+    _, default = ours.run_with_cache(TOKENS)
+    assert set(default) == set(plain.run_with_cache(TOKENS)[1])
+
+
+def every_edit(kind: str, folder: Path) -> None:
+    """An edit at any point, and the gradient there, have the effect that they have in one process."""
+    ours, plain = pair(kind, folder)
+    base = plain(TOKENS)
+    for name in ours.hook_dict:
+        if name.startswith("blocks.1") or "indices" in name or "topk" in name:
+            continue
+        edit = [(name, _halved)]
+        wanted = plain.run_with_hooks(TOKENS, fwd_hooks=edit)
+        assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted) < FAR, name
+        with torch.no_grad():
+            assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted.detach()) < FAR, name
+        assert difference(wanted, base) > 1e-3 or _changes_nothing(name), name
+        mine, gradients = _gradients(ours, name), _gradients(plain, name)
+        assert len(mine) == len(gradients), name
+        for one, other in zip(mine, gradients, strict=True):
+            assert difference(one, other) < FAR * (float(other.abs().max()) + 1), name
+
+
+def _halved(x: torch.Tensor, hook: object) -> torch.Tensor:
+    """Another factor for each entry of the last axis: parts that were exchanged would be seen."""
+    return x * torch.linspace(0.2, 0.9, x.shape[-1]) if x.is_floating_point() else x
+
+
+def _mixed(x: torch.Tensor, hook: object) -> torch.Tensor:
+    """Each entry depends on those of other processes."""
+    return x * 0.5 + x.flip(-1) * 0.3 + x.flip(-2) * 0.1 if x.ndim > 3 else x * 0.6 + x.flip(-1) * 0.3
+
+
+def _changes_nothing(name: str) -> bool:
+    return not name.endswith(("hook_z", "hook_q", "hook_v", "hook_post", "hook_pre", "hook_resid_mid", "hook_result"))
+
+
+def gradients_of_parameters(kind: str, folder: Path) -> None:
+    """With an edit in place, the gradient of every parameter is that of one process."""
+    ours, plain = pair(kind, folder)
+    places = ["attn.hook_z", "attn.hook_q", "attn.hook_pattern", "hook_mlp_out", "mlp.hook_post"]
+    places += [f"mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("in", "post", "out")]
+    edits = [(name, _mixed) for name in (f"blocks.0.{place}" for place in places) if name in plain.hook_dict]
+    found = []
+    for bridge in (ours, plain):
+        bridge.run_with_hooks(TOKENS, fwd_hooks=edits, return_type="loss").backward()
+        found.append([_of(parameter) for parameter in bridge.core.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert difference(mine, theirs) < FAR * (float(theirs.abs().max()) + 1)
+
+
+def heads_knocked_out(kind: str, folder: Path) -> None:
+    """Each head is the head of its number."""
+    ours, plain = pair(kind, folder)
+    effects = []
+    for head in range(plain.cfg.n_heads):
+
+        def knock(z: torch.Tensor, hook: object, head: int = head) -> None:
+            z[:, :, head] = 0
+
+        edit = [("blocks.0.attn.hook_z", knock)]
+        wanted = plain.run_with_hooks(TOKENS, fwd_hooks=edit)
+        effects.append(difference(wanted, plain(TOKENS)))
+        assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted) < FAR
+    assert min(effects) > 1e-2
+
+
+def weights_in_full(kind: str, folder: Path) -> None:
+    """Weights are put together where they are read."""
+    ours, plain = pair(kind, folder)
+    for name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_U", "W_E", "b_Q", "b_out"):
+        if hasattr(plain, name):
+            assert difference(getattr(ours, name), getattr(plain, name)) == 0, name
+    assert difference(ours.OV[0, 1].AB, plain.OV[0, 1].AB) < CLOSE
+
+
+def generation(kind: str, folder: Path) -> None:
+    """Texts are those of one process, with and without an edit."""
+    ours, plain = pair(kind, folder)
+    for edits in ([], [("blocks.0.attn.hook_z", _halved)], [("blocks.1.attn.hook_pattern", _halved)]):
+        texts = []
+        for bridge in (ours, plain):
+            with bridge.hooks(fwd_hooks=edits):
+                texts.append(
+                    bridge.generate(TOKENS, max_new_tokens=5, do_sample=False, verbose=False, return_type="tokens")
+                )
+        assert torch.equal(*texts)
+
+
+def analysis(kind: str, folder: Path) -> None:
+    """A patching sweep, logit attribution and head results."""
+    from bridge.patching import get_act_patch_attn_head_out_all_pos
+
+    ours, plain = pair(kind, folder)
+    found = []
+    for bridge in (ours, plain):
+        _, cache = bridge.run_with_cache(TOKENS.flip(1))
+        assert isinstance(cache, ActivationCache)
+        heads = cache.stack_head_results(layer=-1)
+        streams = cache.accumulated_resid(layer=-1)
+        assert isinstance(streams, torch.Tensor)
+        attribution = cache.logit_attrs(streams, TOKENS[:, :1].expand(-1, TOKENS.shape[1]))
+        sweep = get_act_patch_attn_head_out_all_pos(bridge, TOKENS, cache, lambda logits: logits[:, -1, 5].sum())
+        found.append((heads, attribution, sweep))
+    for mine, theirs in zip(*found, strict=True):
+        assert difference(mine, theirs) < FAR
+
+
+def verified(kind: str, folder: Path) -> None:
+    """`verify` proves the same claims as in one process."""
+    ours, plain = pair(kind, folder)
+    mine, theirs = verify(ours), verify(plain)
+    assert mine.passed and theirs.passed, f"{mine}\n{theirs}"
+    assert [check.name for check in mine.checks] == [check.name for check in theirs.checks]
+
+
+def different_edits_are_refused(kind: str, folder: Path) -> None:
+    """An edit that is another on each process, or fails on one, or is there on one alone, ends the run on all."""
+    ours, _ = pair(kind, folder)
+    rank = dist.get_rank()
+    before = ours(TOKENS)
+
+    def noise(x: torch.Tensor, hook: object) -> torch.Tensor:
+        return x + rank
+
+    def alone(x: torch.Tensor, hook: object) -> torch.Tensor | None:
+        return x * 2 if rank == 0 else None
+
+    def fails(x: torch.Tensor, hook: object) -> None:
+        if rank == 1:
+            raise KeyError("mine")
+
+    for name in ("blocks.0.attn.hook_z", "blocks.0.attn.hook_pattern", "blocks.0.hook_resid_mid"):
+        for hook in (noise, alone):
+            with pytest.raises(DifferentEditsError, match=f"{name} differs .* seed random numbers alike"):
+                ours.run_with_hooks(TOKENS, fwd_hooks=[(name, hook)])
+        error, words = (KeyError, "mine") if rank == 1 else (DifferentEditsError, f"{name} failed on process 1")
+        with pytest.raises(error, match=words):
+            ours.run_with_hooks(TOKENS, fwd_hooks=[(name, fails)])
+        with pytest.raises(DifferentEditsError, match="other hook points"):
+            ours.run_with_hooks(TOKENS, fwd_hooks=[(name, _halved)] if rank == 0 else [])
+    assert torch.equal(ours(TOKENS), before)
+
+
+def _gradients(bridge: TransformerBridge, name: str) -> list[torch.Tensor]:
+    """Those that a point is shown: none where nothing goes through it (`hook_attn_in` if nobody asks for it)."""
+    found: list[torch.Tensor] = []
+    with bridge.hooks(bwd_hooks=[(name, lambda gradient, hook: found.append(gradient.detach().clone()))]):
+        bridge(TOKENS, return_type="loss").backward()
+    return found
+
+
+def processing_is_refused(kind: str, folder: Path) -> None:
+    """Weights that are spread are not processed, and are as they were."""
+    ours = TransformerBridge(tensor_parallel(kind, folder))
+    before = ours(TOKENS)
+    with pytest.raises(ProcessingError, match="tensor parallel over 2 processes"):
+        ours.process_weights()
+    assert torch.equal(ours(TOKENS), before)
+    sharded = load(kind, folder)
+    fully_shard(sharded)
+    ours = TransformerBridge(sharded)
+    ours(TOKENS)
+    with pytest.raises(ProcessingError, match="FSDP2"):
+        ours.process_weights()
+
+
+def expert_parallel_is_refused(kind: str, folder: Path) -> None:
+    """Each process numbers its own experts from 0."""
+    model = load(kind, folder, distributed_config=DistributedConfig(tp_size=2, ep_size=2))
+    with pytest.raises(SpreadModelError, match="expert parallel over 2 processes"):
+        TransformerBridge(model)
+
+
+def spread_without_a_plan_is_refused(kind: str, folder: Path) -> None:
+    """Nothing says how activations are cut where parameters were spread by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = load(kind, folder)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(
+        distribute_tensor(layer.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    )
+    with pytest.raises(SpreadModelError, match=r"up_proj.weight is spread .*DistributedConfig"):
+        TransformerBridge(model)
+
+
+def inferring_is_refused(kind: str, folder: Path) -> None:
+    """An adapter is inferred in one process alone."""
+    with pytest.raises(SpreadModelError, match="inferred in one process"):
+        TransformerBridge(tensor_parallel(kind, folder), automatic="always")
+
+
+def unequal_parts_are_refused(kind: str, folder: Path) -> None:
+    """A point of which each process has a part that is not put together is refused with the reason."""
+    ours = TransformerBridge(tensor_parallel(kind, folder))
+    name = "blocks.0.mlp.hook_post"
+    with pytest.raises(UnknownHookError, match=r"the 95 columns .* unequal parts: tensor parallel over 2 processes"):
+        ours.get_hook_point(name)
+    assert name in ours.offered().not_offered
+    ours.get_hook_point("blocks.0.attn.hook_z")
+
+
+def made_for_one_process(kind: str, folder: Path) -> None:
+    """Programs, batches of requests and harvests are refused."""
+    ours = TransformerBridge(tensor_parallel(kind, folder))
+    for call in (
+        lambda: ours.program(capture="blocks.0.attn.hook_z"),
+        lambda: list(ours.generate_batch([[5, 6, 7]], max_new_tokens=2)),
+        lambda: harvest(ours, TOKENS, hook_points=["hook_embed"], out=folder / "rows"),
+    ):
+        with pytest.raises(ValueError, match="one process, and this one is tensor parallel over"):
+            call()
+    assert not (folder / "rows").exists()
+
+
+def traced(kind: str, folder: Path) -> None:
+    """A trace reads and writes as in one process."""
+    ours, plain = pair(kind, folder)
+    found = []
+    for bridge in (ours, plain):
+        with bridge.trace(TOKENS) as run:
+            z = run["blocks.0.attn.hook_z"].clone()
+            run["blocks.0.attn.hook_z"] = z * 0.5
+        found.append((z, run.logits))
+    for mine, theirs in zip(*found, strict=True):
+        assert difference(mine, theirs) < FAR
+
+
+def rows_of_its_own(kind: str, folder: Path) -> None:
+    """DDP and FSDP2: each process sees its own rows whole; gradients of parameters are the mean over all."""
+    rank = dist.get_rank()
+    plain = TransformerBridge(load(kind, folder))
+    sharded = load(kind, folder)
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    wrapped = TransformerBridge(DistributedDataParallel(load(kind, folder)))
+    tokens = TOKENS[rank : rank + 1]
+    logits, wanted = plain.run_with_cache(tokens, names_filter=lambda name: True)
+    for ours, said in ((wrapped, "data parallel over 2"), (TransformerBridge(sharded), "FSDP2")):
+        assert said in str(ours) and said in ours.report()
+        assert list(ours.hook_dict) == list(plain.hook_dict)
+        assert difference(ours(tokens), logits) < CLOSE
+        _, found = ours.run_with_cache(tokens, names_filter=lambda name: True)
+        for name in wanted:
+            assert difference(found[name], wanted[name]) < CLOSE, name
+        for name in ("blocks.0.attn.hook_z", "blocks.0.attn.hook_pattern", "blocks.1.hook_resid_mid"):
+            edit = [(name, lambda x, hook: x * 0.5 + 0.1)]
+            changed = ours.run_with_hooks(tokens, fwd_hooks=edit)
+            assert difference(changed, plain.run_with_hooks(tokens, fwd_hooks=edit)) < 10 * CLOSE, name
+        assert difference(ours.W_Q, plain.W_Q) == 0
+        loss = ours(tokens, return_type="loss")
+        loss.backward()
+    wanted_gradients = []
+    for row in (0, 1):
+        plain.core.zero_grad()
+        plain(TOKENS[row : row + 1], return_type="loss").backward()
+        wanted_gradients.append([_of(p).clone() for p in plain.core.parameters()])
+    for a, b, mine, theirs in zip(*wanted_gradients, wrapped.core.parameters(), sharded.parameters(), strict=True):
+        assert difference(_of(mine), (a + b) / 2) < CLOSE
+        assert difference(_of(theirs), (a + b) / 2) < CLOSE
+
+
+def _of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad

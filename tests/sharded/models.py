@@ -1,0 +1,70 @@
+"""Tiny random models that several processes load, and what they are compared by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_MIXTURE = {"num_experts_per_tok": 2}
+#: The classes, and the sizes that are theirs.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama_eager": ("Llama", {"attn_implementation": "eager"}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": 4}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "attn_implementation": "eager"}),
+    "gemma3": ("Gemma3", {"head_dim": 16}),
+    "olmo2": ("Olmo2", {}),
+    "cohere": ("Cohere", {}),
+    "phi": ("Phi", {}),
+    "llama_odd": ("Llama", {"intermediate_size": 95}),
+    "llama_of_four": ("Llama", {"num_key_value_heads": 4}),
+    "phi3": ("Phi3", {}),
+    "starcoder2": ("Starcoder2", {}),
+    "gpt_neox": ("GPTNeoX", {"num_key_value_heads": 4}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, **_MIXTURE}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, **_MIXTURE}),
+}
+TOKENS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def save(kind: str, folder: Path) -> None:
+    """Saves a model whose weights are random everywhere."""
+    name, own = KINDS[kind]
+    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**_SIZES | own))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder / kind)
+
+
+def load(kind: str, folder: Path, **how: Any) -> PreTrainedModel:
+    """Loads one, whole or spread over processes."""
+    attention = KINDS[kind][1].get("attn_implementation", "sdpa")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder / kind, dtype=torch.float32, attn_implementation=attention, **how
+    )
+    return model.eval()
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference; infinities at the same places are equal."""
+    assert not isinstance(a, DTensor)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float((a - b).masked_fill(a == b, 0).abs().max()) if a.numel() else 0.0

@@ -1,0 +1,75 @@
+"""Models over two processes show, and compute, what they do in one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sharded.models import KINDS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+#: What is tried of every family.
+OF_EACH = ("every_activation", "every_edit", "gradients_of_parameters", "heads_knocked_out", "analysis", "verified")
+#: A small part, seconds long.
+CASES = (
+    "said_to_be_tensor_parallel:llama",
+    "every_activation:mixtral",
+    "every_edit:qwen3",
+    "weights_in_full:llama",
+    "generation:llama",
+    "gradients_of_parameters:mixtral",
+    "analysis:llama",
+    "different_edits_are_refused:llama",
+    "processing_is_refused:llama",
+    "expert_parallel_is_refused:mixtral",
+    "unequal_parts_are_refused:llama_odd",
+    "spread_without_a_plan_is_refused:llama",
+    "inferring_is_refused:llama",
+    "made_for_one_process:llama",
+    "rows_of_its_own:llama",
+)
+#: With as many heads for four processes.
+OF_FOUR = "llama_of_four"
+
+
+def run(folder: Path, cases: tuple[str, ...], processes: int) -> dict[str, str]:
+    """What went wrong in each case."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "-m", "tests.sharded.worker", str(folder), *cases],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    results = folder / "results.json"
+    found: dict[str, str] = json.loads(results.read_text()) if results.exists() else {}
+    return {case: found.get(case, f"it did not end: {done.stderr[-4000:]}") for case in cases}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run(tmp_path_factory.mktemp("sharded"), CASES, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_over_two_processes(results: dict[str, str], case: str):
+    assert not results[case], results[case]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama_odd"])
+def test_each_family(kind: str, tmp_path: Path):
+    cases = [f"{case}:{kind}" for case in (*OF_EACH, "generation", "weights_in_full")]
+    wrong = {case: found for case, found in run(tmp_path, tuple(cases), 2).items() if found}
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+def test_over_four_processes(tmp_path: Path):
+    cases = [f"{case}:{OF_FOUR}" for case in (*OF_EACH, "generation", "weights_in_full")]
+    wrong = {case: found for case, found in run(tmp_path, tuple(cases), 4).items() if found}
+    assert not wrong, wrong

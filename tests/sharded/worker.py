@@ -1,0 +1,51 @@
+"""What each of several processes runs: cases that compare a model spread over them with the same model in one.
+
+    torchrun --nproc-per-node 2 -m tests.sharded.worker FOLDER CASE KIND ...
+
+It writes ``FOLDER/results.json``: for each case and kind what went wrong on any process, "" where nothing did.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.utils import logging
+
+from tests.sharded import cases, models
+
+WRONG = (pytest.fail.Exception, AssertionError, LookupError, TypeError, ValueError, RuntimeError, AttributeError)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Runs cases, each named ``case:kind``."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    dist.init_process_group("gloo")
+    for kind in sorted({name.partition(":")[2] for name in names}):
+        if dist.get_rank() == 0 and not (folder / kind).exists():
+            models.save(kind, folder)
+    dist.barrier()
+    results = {}
+    for name in names:
+        case, _, kind = name.partition(":")
+        try:
+            getattr(cases, case)(kind, folder)
+            wrong = ""
+        except WRONG:  # it is the result, and the next case runs
+            wrong = traceback.format_exc()
+        all_wrong: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(all_wrong, wrong)
+        results[name] = "\n".join(f"process {rank}: {each}" for rank, each in enumerate(all_wrong) if each)
+        if dist.get_rank() == 0:
+            (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
