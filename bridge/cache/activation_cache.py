@@ -239,7 +239,7 @@ class ActivationCache(ResidualMethods):
 
         Example:
             >>> from bridge import TransformerBridge
-            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache(["Mary and", "John and", "Mary or"])
+            >>> _, cache = TransformerBridge.boot_embedded().run_with_cache(["Mary and", "John and", "Anna and"])
             >>> cache.apply_slice_to_batch_dim([0, 2])["resid_pre", 0].shape
             torch.Size([2, 3, 128])
         """

@@ -72,8 +72,8 @@ def direction(
         >>> from bridge import TransformerBridge
         >>> from bridge.features import direction
         >>> bridge = TransformerBridge.boot_embedded()
-        >>> mary = bridge.to_tokens([f"{name} gave a drink to Mary" for name in ("John", "Tom", "James", "Dan")])
-        >>> anna = bridge.to_tokens([f"{name} gave a drink to Anna" for name in ("John", "Tom", "James", "Dan")])
+        >>> mary = bridge.to_tokens([f"{name} gave a drink to Mary" for name in ("John", "Tom", "James", "Daniel")])
+        >>> anna = bridge.to_tokens([f"{name} gave a drink to Anna" for name in ("John", "Tom", "James", "Daniel")])
         >>> found = direction(bridge, mary, anna, "blocks.1.hook_resid_post")
         >>> found.vector.shape, found.accuracy
         (torch.Size([128]), 1.0)

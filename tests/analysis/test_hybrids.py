@@ -155,7 +155,7 @@ def test_a_mixer_is_patched_as_attention_is(run: Run) -> None:
             assert all(math.isnan(x) for x in found[layer].tolist())
             continue
         site = bridge.hook_dict[f"blocks.{layer}.hook_mixer_out"].point.site
-        clean = cache[f"blocks.{layer}.hook_mixer_out"][:, 4] / bridge.architecture.step_at(layer, "mixer").factor
+        clean = cache[f"blocks.{layer}.hook_mixer_out"][:, 4] / bridge.architecture.step_at(layer, "mixer").last_factor
         patch = functools.partial(patched_at_4, clean)
         handle = bridge.original_model.get_submodule(site.path).register_forward_hook(patch)
         try:

@@ -10,6 +10,9 @@ from bridge.embedded import MODEL_DIR
 from bridge.legacy import HookedTransformer, evals
 from bridge.legacy.evals import IOIDataset, ioi_eval
 
+# Their texts are read by tiny tokenizers that do not know all words.
+pytestmark = pytest.mark.filterwarnings("ignore:the tokenizer .* does not know")
+
 TEMPLATES = ["When [B] and [A] went to the store, [B] gave a drink to [A]"]
 
 

@@ -14,6 +14,9 @@ from bridge.legacy import (
 )
 from tests.legacy.test_made import BASE
 
+# Their texts are read by tiny tokenizers that do not know all words.
+pytestmark = pytest.mark.filterwarnings("ignore:the tokenizer .* does not know")
+
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 LONG = "Mary and John " * 100
 

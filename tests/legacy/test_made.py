@@ -10,6 +10,9 @@ from bridge.legacy import HookedTransformer, HookedTransformerConfig
 from bridge.legacy.train import HookedTransformerTrainConfig, train
 from tests.reference import DATA
 
+# Their texts are read by tiny tokenizers that do not know all words.
+pytestmark = pytest.mark.filterwarnings("ignore:the tokenizer .* does not know")
+
 BASE = {"n_layers": 2, "d_model": 16, "n_ctx": 8, "d_head": 4, "d_vocab": 11, "act_fn": "relu", "device": "cpu"}
 
 

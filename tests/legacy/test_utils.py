@@ -12,6 +12,9 @@ import torch
 from bridge.legacy import utils
 from bridge.legacy.utils import Slice
 
+# Their texts are read by tiny tokenizers that do not know all words.
+pytestmark = pytest.mark.filterwarnings("ignore:the tokenizer .* does not know")
+
 
 @pytest.mark.parametrize(
     ("given", "name"),

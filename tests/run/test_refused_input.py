@@ -43,7 +43,7 @@ WRONG_INPUT = {
     "zero-length": (torch.zeros(2, 0, dtype=torch.long), ValueError, r"no tokens: its shape is \[2, 0\]"),
     "empty-list": ([], ValueError, "the list is empty"),
     "empty-row": ([[]], ValueError, "its rows are empty"),
-    "none": (None, TypeError, "the input is NoneType; it must be a text"),
+    "none": (None, TypeError, "there is no input: give a text|the input is NoneType; it must be a text"),
     "text-among-ids": ([1, "a"], TypeError, "holds 'a'; tokens must be whole numbers"),
     "id-among-texts": (["a", 1], TypeError, "text 1 is 1, which is no string"),
     "narrow-embeddings": (torch.zeros(1, 3, 5), ValueError, r"d_model=32\], not \[1, 3, 5\]"),
