@@ -112,6 +112,17 @@ def check_batching() -> None:
     _require("5.20", "generate_batch")
 
 
+def check_checkpointed_gradients() -> None:
+    """Refuses to listen to gradients in a checkpointed block before 5.23, whose checkpoint has the module's hooks in it.
+
+    The weights' gradients came out wrong there where a hook changed the gradient at a block's input.
+
+    Raises:
+        VersionError: transformers is older.
+    """
+    _require("5.23", "a gradient hook in a block with activation checkpointing")
+
+
 def checkpointing_method() -> str:
     """What a model's method is called that turns activation checkpointing on: before 5.23 as gradients are named."""
     return "activation_checkpointing_enable" if has_transformers("5.23") else "gradient_checkpointing_enable"

@@ -13,7 +13,7 @@ from adapters.points import Point
 from adapters.views import Call, Deferred, View
 from bridge.hooks.context import CURRENT, Pass, Remembered, SourceSite
 from bridge.hooks.listener import HookFunction, Kind, Listener
-from bridge.hooks.recomputed import refuse_unknown_recomputation
+from bridge.hooks.recomputed import refuse_older_checkpointing, refuse_unknown_recomputation
 from bridge.hooks.results import checked, listen_backward, takes_its_place, version_of, wants_gradients
 from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
@@ -325,6 +325,8 @@ class HookPoint:
         backward = (
             [listener for listener in mine if listener.kind in ("bwd", "edge")] if act.is_floating_point() else []
         )
+        if backward:
+            refuse_older_checkpointing()
         if backward and not act.requires_grad:
             # Nothing before this point wants a gradient (frozen weights): the graph starts here.
             act, changed = act.detach().clone().requires_grad_(), True

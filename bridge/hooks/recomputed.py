@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
+from adapters.imports.versions import check_checkpointed_gradients
+
 
 def with_its_hooks(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function that has its hooks with it whenever it is called again: a whole run, a block that brings them.
@@ -43,6 +45,20 @@ def refuse_unknown_recomputation(name: str) -> None:
                 "nothing would bring its hook along: the gradients would be those of another function. Checkpoint with "
                 "the model's own gradient_checkpointing_enable(), or switch checkpointing off in runs with hooks"
             )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def refuse_older_checkpointing() -> None:
+    """Refuses to listen to a gradient in a checkpointed block of a transformers that is too old for it.
+
+    Raises:
+        VersionError: it is before 5.23.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            check_checkpointed_gradients()
+            return
         frame = frame.f_back  # type: ignore[assignment]
 
 
