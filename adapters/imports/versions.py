@@ -113,7 +113,7 @@ def check_batching() -> None:
 
 
 def check_checkpointed_gradients() -> None:
-    """Refuses to listen to gradients in a checkpointed block before 5.23, whose checkpoint has the module's hooks in it.
+    """Refuses to listen to gradients in a checkpointed block before 5.23: the checkpoint has its hooks in it.
 
     The weights' gradients came out wrong there where a hook changed the gradient at a block's input.
 
