@@ -119,6 +119,8 @@ def hf_generate(
 
 def run_generate(bridge: Generates, prompt: Prompt, arguments: dict[str, Any], program: nn.Module | None = None) -> Any:
     """Calls the model's own `generate`, or that of a program."""
+    random = bool(chosen(bridge, arguments, "do_sample"))
+    bridge.wiring.check_all_alike([prompt.kwargs, arguments.get("max_new_tokens")], random)
     model = program or bridge.original_model
     generate: Any = model.generate  # nn.Module knows nothing of it
     if bridge.wiring.listening and program is None:

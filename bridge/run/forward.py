@@ -113,7 +113,7 @@ class ReadyPass:
         listening = self._listening = self._traced or bridge.wiring.listening
         if listening:
             bridge.wiring.check_in_place()
-        bridge.wiring.check_all_listen()
+        bridge.wiring.check_all_alike([asked.input, asked.attention_mask, asked.model_kwargs])
         self._pass = forward_pass(scope=self._scope)
         run = self.run = self._pass.__enter__()
         try:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
+import torch
 from torch import nn
 
-from adapters.gathering import DifferentEditsError, agree
+from adapters.gathering import DifferentEditsError, agree, number_of
 from adapters.layout import Layout
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
@@ -176,11 +177,15 @@ class Wiring:
         if self._spread:
             raise ValueError(f"{what} is for models in one process, and this one is {self._spread}")
 
-    def check_all_listen(self) -> None:
-        """Looks whether hooks stand at the same points on all processes that share the model, all of which have to ask.
+    def check_all_alike(self, given: object, random: bool = False) -> None:
+        """Looks whether all processes that share the model do the same, all of which have to ask.
+
+        Args:
+            given: what the model is given.
+            random: random numbers are drawn in the run.
 
         Raises:
-            DifferentEditsError: they do not.
+            DifferentEditsError: hooks stand at other points, or another input or other random numbers are there.
         """
         if self._layout is None or self._layout.group is None:
             return
@@ -191,6 +196,16 @@ class Wiring:
             raise DifferentEditsError(
                 f"hooks stand at {names} here, and at other hook points on other processes that share this model: "
                 "do the same on all"
+            )
+        if not agree(number_of(given), self._layout.group):
+            raise DifferentEditsError(
+                "the processes that share this model are given different inputs: each computes a part of every row, so "
+                "give all of them the same"
+            )
+        if random and not agree(number_of(torch.get_rng_state()), self._layout.group):
+            raise DifferentEditsError(
+                "the processes that share this model would draw different tokens: call torch.manual_seed with the same "
+                "number on all, or give do_sample=False"
             )
 
     def has_unseen_hooks(self) -> bool:

@@ -200,8 +200,35 @@ def different_edits_are_refused(kind: str, folder: Path) -> None:
         error, words = (KeyError, "mine") if rank == 1 else (DifferentEditsError, f"{name} failed on process 1")
         with pytest.raises(error, match=words):
             ours.run_with_hooks(TOKENS, fwd_hooks=[(name, fails)])
+        mine = [(name, _halved)] if rank == 0 else []
         with pytest.raises(DifferentEditsError, match="other hook points"):
-            ours.run_with_hooks(TOKENS, fwd_hooks=[(name, _halved)] if rank == 0 else [])
+            ours.run_with_hooks(TOKENS, fwd_hooks=mine)
+        with pytest.raises(DifferentEditsError, match="other hook points"), ours.hooks(fwd_hooks=mine):
+            ours.generate(TOKENS, max_new_tokens=2, do_sample=False, verbose=False)
+    assert torch.equal(ours(TOKENS), before)
+
+
+def different_inputs_are_refused(kind: str, folder: Path) -> None:
+    """Other tokens, another mask or another seed on each process ends the run on all."""
+    ours, _ = pair(kind, folder)
+    rank = dist.get_rank()
+    before = ours(TOKENS)
+    other = TOKENS.roll(rank, 1)
+    mask = torch.ones_like(TOKENS)
+    mask[0, :rank] = 0
+    options = {"max_new_tokens": 2, "verbose": False, "stop_at_eos": False, "return_type": "tokens"}
+    calls = [lambda: ours(other), lambda: ours.run_with_cache(other), lambda: ours(TOKENS, attention_mask=mask)]
+    calls.append(lambda: ours.generate(other, do_sample=False, **options))
+    for call in calls:
+        with pytest.raises(DifferentEditsError, match="different inputs"):
+            call()
+    torch.manual_seed(rank)
+    with pytest.raises(DifferentEditsError, match="draw different tokens"):
+        ours.generate(TOKENS, do_sample=True, **options)
+    torch.manual_seed(0)
+    alike: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(alike, ours.generate(TOKENS, do_sample=True, **options).tolist())
+    assert alike[0] == alike[1]
     assert torch.equal(ours(TOKENS), before)
 
 

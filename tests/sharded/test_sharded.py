@@ -25,6 +25,8 @@ CASES = (
     "gradients_of_parameters:mixtral",
     "analysis:llama",
     "different_edits_are_refused:llama",
+    "different_inputs_are_refused:llama",
+    "traced:llama",
     "processing_is_refused:llama",
     "expert_parallel_is_refused:mixtral",
     "unequal_parts_are_refused:llama_odd",
