@@ -34,7 +34,9 @@ INTRODUCTION = """# What holds of every model
 What this documentation promises, tried on every text architecture of transformers {version}: a tiny random instance of
 each, as usual and with each option of its recipe the other way round (tied embeddings, biases, norms, caps, factors,
 grouped heads). Each result is compared with something outside the library: plain torch hooks on an equal Hugging Face
-model, its own outputs, products of its weights in float64.
+model, its own outputs, products of its weights in float64. Three compare what the library itself
+offers in two ways: weights with
+activations (29, 30), and the raw lens with `W_U` (26); that these are the model's own is what `verify` proves.
 
 *yes*: it holds of all configurations of the type that were tried. *r*: of one at least it is refused by an error that
 says why (the reasons are listed at the end). *–*: there is nothing to try; a model without attention has no patterns.

@@ -21,22 +21,6 @@ source_suffix = {".md": "markdown"}
 # Every heading can be linked to, as on GitHub.
 myst_heading_anchors = 4
 
-
-def list_new_pages(app: object, docname: str, source: list[str]) -> None:
-    """Lists pages that the first page does not name after those that it does."""
-    if docname == "index":
-        pages = sorted(path.stem for path in HERE.glob("*.md"))
-        head, marker, tail = source[0].partition("\n\nguide\n")
-        listed, end, rest = (marker + tail).partition("\n```")
-        new = [page for page in pages if page != "index" and page not in listed.split()]
-        source[0] = head + "\n".join([listed, *new]) + end + rest
-
-
-def setup(app: object) -> None:
-    """Sphinx's entry point."""
-    app.connect("source-read", list_new_pages)  # type: ignore[attr-defined]
-
-
 html_theme = "furo"
 html_title = f"transformer-bridge {__version__}"
 html_static_path = ["_static"]

@@ -93,7 +93,9 @@ class TokenizerFacts:
             ids: its tokens.
         """
         unknown = self.tokenizer.unk_token_id
-        if unknown is None or ids.count(unknown) <= text.count(str(self.tokenizer.unk_token)):
+        inner = list(ids)[1:] if ids and ids[0] == self.bos else list(ids)  # GPT-2's is its unknown token, too
+        inner = inner[: -len(self.ending)] if self.ending and inner[-len(self.ending) :] == self.ending else inner
+        if unknown is None or inner.count(unknown) <= text.count(str(self.tokenizer.unk_token)):
             return []
         words = re.findall(r"\s*(?:\w+|[^\w\s]+)", text)
         found = [word for word in words if unknown in self.tokenizer(word, add_special_tokens=False)["input_ids"]]

@@ -155,3 +155,14 @@ def test_an_unknown_token_that_is_asked_for_is_no_mistake():
     bridge = TransformerBridge(tiny("gpt2"), KINDS["that adds BOS"])
     assert bridge.to_single_token("<unk>") == 3
     assert bridge.to_tokens("a <unk> b", prepend_bos=False).tolist() == [[6, 3, 7]]
+
+
+def test_a_bos_that_is_the_unknown_token_too_is_no_unknown_word():
+    bridge = TransformerBridge.boot_embedded()
+    tokenizer = bridge.tokenizer
+    tokenizer.bos_token = tokenizer.eos_token = tokenizer.unk_token  # as GPT-2's
+    facts = TokenizerFacts(tokenizer)
+    known = facts.encode("Mary and", True, False)
+    assert known[0] == tokenizer.unk_token_id
+    assert facts.unknown_words("Mary and", known) == []
+    assert facts.unknown_words("Mary Barack", facts.encode("Mary Barack", True, False)) == [" Barack"]
