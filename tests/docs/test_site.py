@@ -68,7 +68,8 @@ def test_pages_show_their_pictures(browser, pages, name, width, dark):
     page = SITE / f"{name}.html"
     browser.open(page, width, dark=dark)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL)
-    wanted = sum(block.rstrip().splitlines()[-1].startswith(("pictures.", ")")) for block in blocks)
+    last = [block.rstrip().splitlines()[-1] for block in blocks]
+    wanted = sum(line.startswith(("pictures.", ")")) or ".draw(" in line for line in last)
     grounds = browser.evaluate(
         "[...document.querySelectorAll('.bridge-picture > div > * svg.marks, .bridge-picture svg.marks,"
         " .bridge-picture canvas.marks')].map((s) => getComputedStyle(s).backgroundColor)"
