@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -48,6 +48,25 @@ class Cut:
         """As `part`, without a gradient."""
         size = whole.shape[self.axis] // self.parts
         return whole.narrow(self.axis, self.group.rank() * size, size).contiguous()
+
+
+@dataclass(frozen=True)
+class Alike(Cut):
+    """A tensor that all processes have, whole."""
+
+    axis: int = 0
+    group: dist.ProcessGroup = field(kw_only=True)
+
+    @property
+    def parts(self) -> int:
+        """One: all of it."""
+        return 1
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The tensor."""
+        return part
+
+    part = joined = own = whole
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adapters.gathering import Cut, Summed, SummedGradients
+from adapters.gathering import Alike, Cut, Summed, SummedGradients
 from adapters.paths import core_path, module_at, module_path
 from adapters.points import Point, Site
 from adapters.views import View
@@ -34,10 +34,12 @@ _TAKES_PART = "rowwise"
 _OF_HEADS = "replicated_with_grad_allreduce"
 #: How a mixture's experts are cut: each process has some neurons of all of them.
 _EXPERTS = {"moe_tp_experts", "packed_colwise", _TAKES_PART}
+#: Or each process has all neurons of some of them.
+_WHOLE_EXPERTS = {"ep_dispatch_experts", "grouped_gemm"}
 #: Layers of these styles are cut inside, and are given and give whole tensors.
 _WHOLE_OUTSIDE = (
     "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise",
-    "embedding_colwise", "replicate", "moe_tp_experts", "local_params",
+    "embedding_colwise", "replicate", "moe_tp_experts", "local_params", *_WHOLE_EXPERTS,
 )  # fmt: skip
 
 
@@ -64,7 +66,7 @@ class Layout:
     heads_first: frozenset[str] = frozenset()
 
     def cut(self, site: Site) -> Cut | None:
-        """How a site's tensor is cut; None where it is whole.
+        """How a site's tensor is cut; None where it is whole, and torch hooks see it.
 
         Raises:
             SpreadModelError: it is a part, and which is not known.
@@ -74,15 +76,16 @@ class Layout:
         path = module_path(site.path)
         if site.kind in ("input", "output"):
             axis = self._axis(path, site.kind)
-        elif site.kind in ("attention", "softmax"):
+            return None if axis is None else Cut(axis, self.group)
+        if site.kind in ("attention", "softmax"):
             axis = self._axis_of_heads(path)
-        elif site.kind == "experts" and self._styles_in(path) == _EXPERTS:
+            return Alike(group=self.group) if axis is None else Cut(axis, self.group)
+        styles = self._styles_in(path)
+        if site.kind == "experts" and styles == _EXPERTS:
             return self._cut_of_expert(path, str(site.key).partition(".")[2])
-        elif any(_is_inside(other, path) for other in self.styles):
-            raise SpreadModelError(f"{path} is cut inside ({', '.join(sorted(self._styles_in(path)))})")
-        else:
-            axis = None
-        return None if axis is None else Cut(axis, self.group)
+        if styles and not (site.kind == "experts" and styles == _WHOLE_EXPERTS):
+            raise SpreadModelError(f"{path} is cut inside ({', '.join(sorted(styles))})")
+        return Alike(group=self.group)
 
     def of(self, points: Iterable[Point]) -> Layout:
         """The same, of a model with these hook points, whose views say in which order some modules have their axes."""
@@ -120,7 +123,7 @@ class Layout:
     def _axis_of_heads(self, path: str) -> int | None:
         """Along which axis heads are cut inside an attention module."""
         styles = self._styles_in(path)
-        if styles <= set(_WHOLE_OUTSIDE) - {"local_params", "moe_tp_experts"}:
+        if styles <= set(_WHOLE_OUTSIDE) - {"local_params", "moe_tp_experts", *_WHOLE_EXPERTS}:
             return None
         if not styles <= {_GIVES_PART, _TAKES_PART, _OF_HEADS}:
             raise SpreadModelError(f"each process computes some of the heads of {path} ({', '.join(sorted(styles))})")
@@ -193,7 +196,7 @@ def layout_of(model: nn.Module) -> Layout | None:
     sharded = {name for name, module in core.named_modules() if isinstance(module, FSDPModule)}
     if sharded:
         said.append("parameters sharded by FSDP2, each process with rows of its own")
-    plan = _plan(core) if (getattr(core, "_tp_size", None) or 1) > 1 else {}
+    plan = _plan(core, config) if (getattr(core, "_tp_size", None) or 1) > 1 else {}
     if not plan:
         if spread and not sharded:
             name, parameter = next(iter(spread.items()))
@@ -208,25 +211,36 @@ def layout_of(model: nn.Module) -> Layout | None:
 
 
 def _refuse_stages(core: nn.Module, config: Any) -> None:
-    for name, size in (("pipeline", getattr(config, "pp_size", None)), ("expert", getattr(config, "ep_size", None))):
-        if size is not None and size > 1:
-            raise SpreadModelError(
-                f"the model is {name} parallel over {size} processes: "
-                + (
-                    "each holds some of the layers, and passes no others"
-                    if name == "pipeline"
-                    else "each numbers its own experts from 0, and computes rows that the others do not"
-                )
-                + ". Load it with distributed_config=DistributedConfig(tp_plan='auto'), or in one process"
-            )
+    sizes = {name: getattr(config, f"{name}_size", None) or 1 for name in ("pp", "ep", "tp")}
+    instead = "Load it with distributed_config=DistributedConfig(tp_plan='auto'), or in one process"
+    if sizes["pp"] > 1:
+        raise SpreadModelError(
+            f"the model is pipeline parallel over {sizes['pp']} processes: each holds some of the layers, and passes "
+            f"no others. {instead}"
+        )
+    if sizes["ep"] > 1 and sizes["ep"] != sizes["tp"]:
+        raise SpreadModelError(
+            f"the model is expert parallel over {sizes['ep']} processes of which each {sizes['tp']} are given the "
+            "same: an expert's rows come from inputs that the others do not have. Load it with tp_size as large as "
+            "ep_size"
+        )
     if getattr(config, "enable_sequence_parallel", False):
         raise SpreadModelError("the model is sequence parallel: a hook would be shown some of the positions")
 
 
-def _plan(core: nn.Module) -> dict[str, str]:
-    """How each module and parameter that the plan names is cut."""
-    plan: Mapping[str, str] = getattr(core, "_tp_plan", None) or {}
-    paths = [name for name, _ in (*core.named_modules(), *core.named_parameters())]
+def _plan(core: nn.Module, config: Any) -> dict[str, str]:
+    """How each module and parameter that the plans name is cut. A plan for experts stands before the other."""
+    found = _named(core, "_tp_plan")
+    if (getattr(config, "ep_size", None) or 1) > 1:
+        experts = _named(core, "_ep_plan")
+        found = {path: style for path, style in found.items() if not any(_is_inside(path, e) for e in experts)}
+        found |= experts
+    return found
+
+
+def _named(core: nn.Module, name: str) -> dict[str, str]:
+    plan: Mapping[str, str] = getattr(core, name, None) or {}
+    paths = [path for path, _ in (*core.named_modules(), *core.named_parameters())]
     found = {path: plan.get(path) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)) for path in paths}
     return {path: style for path, style in found.items() if style is not None}
 
@@ -241,9 +255,9 @@ def _by_plan(
             "the model is tensor parallel, and its parameters do not say so: this version of transformers cuts them "
             "unseen. 5.23 is known to be right"
         )
-    meshes = {parameter.device_mesh for parameter in spread.values()}
-    mesh = next(iter(meshes))
-    if len(meshes) > 1 or mesh.ndim > 1:
+    mesh = next(iter(spread.values())).device_mesh
+    same = [parameter.device_mesh.mesh.tolist() == mesh.mesh.tolist() for parameter in spread.values()]
+    if mesh.ndim > 1 or not all(same):
         raise SpreadModelError(f"the model is spread over a grid of processes ({mesh}): one axis is known to be right")
     inside = f"{path}." if path else ""
     sizes = {}
@@ -253,6 +267,7 @@ def _by_plan(
             sizes[inside + name] = int(getattr(module, "out_features" if style == _GIVES_PART else "in_features"))
         elif name in spread and style == _TAKES_PART:
             sizes[inside + name] = spread[name].shape[-1]
-    said.append(f"tensor parallel over {mesh.size()} processes")
+    kinds = {"expert" if style in _WHOLE_EXPERTS else "tensor" for style in plan.values()}
+    said.append(f"{' and '.join(sorted(kinds, reverse=True))} parallel over {mesh.size()} processes")
     styles = {inside + name: style for name, style in plan.items()}
     return Layout("; ".join(said), mesh.get_group(), styles, sizes)

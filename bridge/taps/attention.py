@@ -9,7 +9,6 @@ Kernels that are no torch functions are reached through transformers' `Attention
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,6 @@ from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.over_processes import seen_by_all
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
@@ -268,11 +266,6 @@ class _CallOverProcesses(_CallInRun):
     def parts(self) -> int:
         """Over how many processes the heads are spread."""
         return self.cut.parts
-
-    def show(self, channel: str, x: Tensor) -> Tensor:
-        """Shows the tensor of all heads to the hook points of a channel, and returns what they make of these."""
-        heard = self.tap.heard((channel,))
-        return seen_by_all(x, self.cut, heard, partial(super().show, channel)) if heard else x
 
     def _whole(self, attention: AttentionCall) -> AttentionCall:
         return attention.whole(self.cut)

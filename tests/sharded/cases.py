@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from adapters import verify
@@ -30,7 +30,9 @@ FAR = 1e-4
 
 def tensor_parallel(kind: str, folder: Path) -> PreTrainedModel:
     """A model over all processes."""
-    return load(kind, folder, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
+    size = dist.get_world_size()
+    experts = {"ep_size": size} if kind.endswith("by_expert") else {}
+    return load(kind, folder, distributed_config=DistributedConfig(tp_plan="auto", tp_size=size, **experts))
 
 
 def pair(kind: str, folder: Path) -> tuple[TransformerBridge, TransformerBridge]:
@@ -134,7 +136,8 @@ def weights_in_full(kind: str, folder: Path) -> None:
     for name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_U", "W_E", "b_Q", "b_out"):
         if hasattr(plain, name):
             assert difference(getattr(ours, name), getattr(plain, name)) == 0, name
-    assert difference(ours.OV[0, 1].AB, plain.OV[0, 1].AB) < CLOSE
+    if hasattr(plain, "W_V"):
+        assert difference(ours.OV[0, 1].AB, plain.OV[0, 1].AB) < CLOSE
 
 
 def generation(kind: str, folder: Path) -> None:
@@ -240,26 +243,41 @@ def _gradients(bridge: TransformerBridge, name: str) -> list[torch.Tensor]:
     return found
 
 
-def processing_is_refused(kind: str, folder: Path) -> None:
-    """Weights that are spread are not processed, and are as they were."""
-    ours = TransformerBridge(tensor_parallel(kind, folder))
-    before = ours(TOKENS)
-    with pytest.raises(ProcessingError, match="tensor parallel over 2 processes"):
-        ours.process_weights()
-    assert torch.equal(ours(TOKENS), before)
-    sharded = load(kind, folder)
-    fully_shard(sharded)
-    ours = TransformerBridge(sharded)
-    ours(TOKENS)
-    with pytest.raises(ProcessingError, match="FSDP2"):
-        ours.process_weights()
+def processed(kind: str, folder: Path) -> None:
+    """`process_weights` does to the parts what it does to the whole in one process."""
+    ours, plain = pair(kind, folder)
+    plain.process_weights()
+    _compare_processing(ours, plain)
+    assert ours.cfg.processed == plain.cfg.processed, f"{ours.cfg.processed} {plain.cfg.processed}"
+    place = folder / f"{kind}_processed"
+    ours.original_model.save_pretrained(place)
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    assert difference(saved(TOKENS).logits, plain(TOKENS)) < FAR
 
 
-def expert_parallel_is_refused(kind: str, folder: Path) -> None:
-    """Each process numbers its own experts from 0."""
-    model = load(kind, folder, distributed_config=DistributedConfig(tp_size=2, ep_size=2))
-    with pytest.raises(SpreadModelError, match="expert parallel over 2 processes"):
-        TransformerBridge(model)
+def _compare_processing(ours: TransformerBridge, plain: TransformerBridge) -> None:
+    before = ours(TOKENS).log_softmax(-1)
+    ours.process_weights(check="each")
+    assert "done" in ours.cfg.processed.values()
+    plain.process_weights(**{name: done == "done" for name, done in ours.cfg.processed.items()})
+    assert difference(ours(TOKENS).log_softmax(-1), before) < FAR
+    wanted = plain.state_dict()
+    found = ours.state_dict()
+    assert set(found) == set(wanted)
+    for name, weight in wanted.items():
+        assert difference(_whole(found[name]), weight) == 0, name
+    _, mine = ours.run_with_cache(TOKENS)
+    _, theirs = plain.run_with_cache(TOKENS)
+    for name in theirs:
+        assert difference(mine[name], theirs[name]) < FAR, name
+    loss = ours(TOKENS, return_type="loss")
+    assert difference(loss, plain(TOKENS, return_type="loss")) < FAR
+    loss.backward()
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def spread_without_a_plan_is_refused(kind: str, folder: Path) -> None:
@@ -322,10 +340,7 @@ def rows_of_its_own(kind: str, folder: Path) -> None:
     """DDP and FSDP2: each process sees its own rows whole; gradients of parameters are the mean over all."""
     rank = dist.get_rank()
     plain = TransformerBridge(load(kind, folder))
-    sharded = load(kind, folder)
-    for layer in sharded.model.layers:
-        fully_shard(layer)
-    fully_shard(sharded)
+    sharded = _by_fsdp(kind, folder)
     wrapped = TransformerBridge(DistributedDataParallel(load(kind, folder)))
     tokens = TOKENS[rank : rank + 1]
     logits, wanted = plain.run_with_cache(tokens, names_filter=lambda name: True)
@@ -351,6 +366,35 @@ def rows_of_its_own(kind: str, folder: Path) -> None:
     for a, b, mine, theirs in zip(*wanted_gradients, wrapped.core.parameters(), sharded.parameters(), strict=True):
         assert difference(_of(mine), (a + b) / 2) < CLOSE
         assert difference(_of(theirs), (a + b) / 2) < CLOSE
+
+
+def processed_by_fsdp(kind: str, folder: Path) -> None:
+    """The same under FSDP2, behind a run, which leaves parameters of the last layers put together."""
+    ours, plain = TransformerBridge(_by_fsdp(kind, folder)), TransformerBridge(load(kind, folder))
+    ours(TOKENS, return_type="loss").backward()
+    _compare_processing(ours, plain)
+
+
+def no_place_under_fsdp(kind: str, folder: Path) -> None:
+    """A bias that a layer would be given, or a matrix that was shared, is refused by name; the rest is done."""
+    ours = TransformerBridge(_by_fsdp(kind, folder))
+    before = ours(TOKENS)
+    step = "fold_ln" if kind == "llama_tied" else "fold_value_biases"
+    with pytest.raises(ProcessingError, match=r"FSDP2 has no place|FSDP2 has no place for another"):
+        ours.process_weights(**{step: True})
+    assert torch.equal(ours(TOKENS), before)
+    ours.process_weights()
+    assert ours.cfg.processed[step].startswith("left out")
+    assert difference(ours(TOKENS).log_softmax(-1), before.log_softmax(-1)) < FAR
+
+
+def _by_fsdp(kind: str, folder: Path) -> PreTrainedModel:
+    """A model whose parameters FSDP2 has sharded, layer by layer."""
+    sharded = load(kind, folder)
+    for layer in TransformerBridge(sharded).wiring._blocks:
+        fully_shard(layer.module)
+    fully_shard(sharded)
+    return sharded
 
 
 def _of(parameter: torch.Tensor) -> torch.Tensor:

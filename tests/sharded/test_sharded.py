@@ -14,7 +14,10 @@ from tests.sharded.models import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What is tried of every family.
-OF_EACH = ("every_activation", "every_edit", "gradients_of_parameters", "heads_knocked_out", "analysis", "verified")
+OF_EACH = (
+    "every_activation", "every_edit", "gradients_of_parameters", "heads_knocked_out", "generation", "weights_in_full",
+    "analysis", "processed", "verified",
+)  # fmt: skip
 #: A small part, seconds long.
 CASES = (
     "said_to_be_tensor_parallel:llama",
@@ -27,8 +30,9 @@ CASES = (
     "different_edits_are_refused:llama",
     "different_inputs_are_refused:llama",
     "traced:llama",
-    "processing_is_refused:llama",
-    "expert_parallel_is_refused:mixtral",
+    "every_edit:mixtral_by_expert",
+    "processed:qwen2",
+    "processed_by_fsdp:llama",
     "unequal_parts_are_refused:llama_odd",
     "spread_without_a_plan_is_refused:llama",
     "inferring_is_refused:llama",
@@ -65,13 +69,13 @@ def test_over_two_processes(results: dict[str, str], case: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama_odd"])
 def test_each_family(kind: str, tmp_path: Path):
-    cases = [f"{case}:{kind}" for case in (*OF_EACH, "generation", "weights_in_full")]
+    cases = [f"{case}:{kind}" for case in OF_EACH]
     wrong = {case: found for case, found in run(tmp_path, tuple(cases), 2).items() if found}
     assert not wrong, wrong
 
 
 @pytest.mark.slow
 def test_over_four_processes(tmp_path: Path):
-    cases = [f"{case}:{OF_FOUR}" for case in (*OF_EACH, "generation", "weights_in_full")]
+    cases = [f"{case}:{OF_FOUR}" for case in OF_EACH]
     wrong = {case: found for case, found in run(tmp_path, tuple(cases), 4).items() if found}
     assert not wrong, wrong
