@@ -66,7 +66,13 @@ class Alike(Cut):
         """The tensor."""
         return part
 
-    part = joined = own = whole
+    def part(self, whole: Tensor) -> Tensor:
+        """The tensor."""
+        return whole
+
+    def joined(self, part: Tensor) -> Tensor:
+        """The tensor."""
+        return part
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,11 @@ def agree(number: int, group: dist.ProcessGroup) -> bool:
     return _compared(number, 0, group)[0]
 
 
+def least(number: int, group: dist.ProcessGroup) -> int:
+    """The smallest of the processes' numbers; all have to ask."""
+    return -_largest([-number], group)[0]
+
+
 def number_of(given: object) -> int:
     """A number that says which tensors, texts and numbers these are; other objects do not count.
 
@@ -175,11 +186,16 @@ def number_of(given: object) -> int:
 
 
 def _compared(number: int, failed: int, group: dist.ProcessGroup) -> tuple[bool, int]:
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
-    both = torch.tensor([number, -number, failed], dtype=torch.int64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    highest, lowest, failed = both.tolist()
+    highest, lowest, failed = _largest([number, -number, failed], group)
     return highest == -lowest, failed
+
+
+def _largest(numbers: list[int], group: dist.ProcessGroup) -> list[int]:
+    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
+    found = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    largest: list[int] = found.tolist()
+    return largest
 
 
 def _on_cuda(group: dist.ProcessGroup) -> bool:

@@ -11,8 +11,9 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from adapters.gathering import DifferentEditsError, agree, number_of
+from adapters.gathering import DifferentEditsError, agree, least, number_of
 from adapters.layout import Layout
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
@@ -164,6 +165,27 @@ class Wiring:
                 f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
                 "modules first, and attach hooks then"
             )
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The processes that share each layer of the model; None where none do."""
+        return None if self._layout is None else self._layout.group
+
+    def least(self, number: int) -> int:
+        """The smallest that any process has which shares the model, all of which have to ask."""
+        return number if self.group is None else least(number, self.group)
+
+    def refuse_own_rows(self, what: str) -> None:
+        """Refuses what has not been made for processes that share a model and have rows of their own.
+
+        Args:
+            what: in words.
+
+        Raises:
+            ValueError: the model is one of theirs.
+        """
+        if self.group is None:
+            self.refuse_spread(what)
 
     def refuse_spread(self, what: str) -> None:
         """Refuses what has not been made for models over several processes.

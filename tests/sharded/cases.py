@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from adapters.gathering import DifferentEditsError
 from adapters.layout import SpreadModelError
 from bridge import TransformerBridge
 from bridge.cache.activation_cache import ActivationCache
-from bridge.harvest import harvest
+from bridge.harvest import Activations, HarvestError, harvest
 from bridge.hooks.names import UnknownHookError
 from tests.sharded.models import TOKENS, difference, load
 from weight_processing.check import ProcessingError
@@ -311,16 +312,79 @@ def unequal_parts_are_refused(kind: str, folder: Path) -> None:
 
 
 def made_for_one_process(kind: str, folder: Path) -> None:
-    """Programs, batches of requests and harvests are refused."""
+    """Programs are refused; of processes that have rows of their own, batches of requests and harvests."""
     ours = TransformerBridge(tensor_parallel(kind, folder))
+    with pytest.raises(ValueError, match="one process, and this one is tensor parallel over"):
+        ours.program(capture="blocks.0.attn.hook_z")
+    ours = TransformerBridge(_by_fsdp(kind, folder))
     for call in (
-        lambda: ours.program(capture="blocks.0.attn.hook_z"),
         lambda: list(ours.generate_batch([[5, 6, 7]], max_new_tokens=2)),
         lambda: harvest(ours, TOKENS, hook_points=["hook_embed"], out=folder / "rows"),
     ):
-        with pytest.raises(ValueError, match="one process, and this one is tensor parallel over"):
+        with pytest.raises(ValueError, match="one process, and this one is parameters sharded by FSDP2"):
             call()
     assert not (folder / "rows").exists()
+
+
+def harvested(kind: str, folder: Path) -> None:
+    """The first process writes the rows that one process would, and either goes on with what the other began."""
+    ours, plain = pair(kind, folder)
+    points = ["blocks.0.attn.hook_z", "blocks.1.hook_resid_post", "blocks.0.attn.hook_pattern"]
+    how: dict[str, Any] = {
+        "hook_points": points, "interventions": [("blocks.0.attn.hook_q", _halved)], "context_size": 5,
+        "dtype": "float32", "tokens_per_shard": 20, "batch_size": 2, "pack": False,
+    }  # fmt: skip
+    rank, tokens = dist.get_rank(), torch.cat([TOKENS, TOKENS.flip(1), TOKENS.flip(0)])
+    together, alone = folder / f"{kind}_rows", folder / f"{kind}_rows_alone"
+    report = harvest(ours, tokens, out=together, **how)
+    assert report.rows == tokens.numel() and report.path == together
+    again = harvest(ours, tokens, out=together, **how)
+    assert again.made == 0
+    if rank == 0:
+        harvest(plain, tokens, out=alone, **how)
+        mine, theirs = Activations(together), Activations(alone)
+        for point in points:
+            assert difference(torch.as_tensor(mine[:][point]), torch.as_tensor(theirs[:][point])) < FAR
+        assert harvest(plain, tokens, out=together, **how).made == 0
+    dist.barrier()
+    with pytest.raises(HarvestError, match="dtype"):
+        harvest(
+            ours, tokens, out=folder / f"{kind}_large", **how | {"dtype": "float16", "interventions": [(points[0], _large)]}
+        )
+
+
+def _large(x: torch.Tensor, hook: object) -> torch.Tensor:
+    return x * 1e9
+
+
+def many_requests(kind: str, folder: Path) -> None:
+    """Texts, logits and activations of many requests at once are those of one process, each under its own edits."""
+    ours, plain = pair(kind, folder)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17], [5, 6, 7]]
+    each = [[], [("blocks.0.attn.hook_z", _halved)], [("blocks.1.hook_resid_post", _halved)], []]
+    each[3] = [("blocks.0.attn.hook_pattern", _halved)]
+    points = ["blocks.0.attn.hook_z", "blocks.1.hook_resid_post", "blocks.1.attn.hook_pattern"]
+    found = []
+    for bridge in (ours, plain):
+        answers = bridge.generate_batch(
+            prompts, each=each, capture=points, max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False,
+            output_logits=True,
+        )  # fmt: skip
+        found.append(sorted(answers, key=lambda answer: answer.index))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.error is None and torch.equal(mine.tokens, theirs.tokens)
+        assert difference(mine.logits, theirs.logits) < FAR
+        for point in points:
+            assert difference(mine.cache[point], theirs.cache[point]) < FAR, point
+    rank = dist.get_rank()
+
+    def noise(x: torch.Tensor, hook: object) -> torch.Tensor:
+        return x + rank
+
+    answers = list(ours.generate_batch(prompts, 2, interventions=[(points[0], noise)], do_sample=False, verbose=False))
+    assert all(isinstance(answer.error, DifferentEditsError) for answer in answers), [a.error for a in answers]
+    with pytest.raises(DifferentEditsError, match="different inputs"):
+        list(ours.generate_batch(prompts[rank:], max_new_tokens=2, do_sample=False, verbose=False))
 
 
 def traced(kind: str, folder: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def main(folder: Path, names: list[str]) -> None:
     """Runs cases, each named ``case:kind``."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for kind in sorted({name.partition(":")[2] for name in names}):
         if dist.get_rank() == 0 and not (folder / kind).exists():
             models.save(kind, folder)
