@@ -9,16 +9,20 @@ on all processes. Under FSDP2 and data parallelism every process computes whole 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from adapters.agreeing import Peers
 from adapters.gathering import Alike, Cut, Summed, SummedGradients
 from adapters.paths import core_path, module_at, module_path
 from adapters.points import Point, Site
@@ -42,6 +46,9 @@ _WHOLE_OUTSIDE = (
     "embedding_colwise", "replicate", "moe_tp_experts", "local_params", *_WHOLE_EXPERTS,
 )  # fmt: skip
 
+#: Layers that make keys, alone or with others, as transformers' own `get_kv_heads_per_rank` knows them.
+_KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
+
 
 class SpreadModelError(TypeError):
     """A model is spread over processes in a way in which hook points would show parts."""
@@ -53,44 +60,52 @@ class Layout:
 
     Attributes:
         said: in words.
-        group: the processes that share each layer; None where none is shared.
+        peers: the processes that share each layer; None where none is shared.
         styles: how each module is cut, by its path from the wrapped model.
         sizes: over how many columns, of modules that give or take a part.
         heads_first: the norms of heads that are given heads before positions.
     """
 
     said: str
-    group: dist.ProcessGroup | None = None
+    peers: Peers | None = None
     styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     heads_first: frozenset[str] = frozenset()
 
     def cut(self, site: Site) -> Cut | None:
-        """How a site's tensor is cut; None where it is whole, and torch hooks see it.
+        """How a site's tensor is spread over processes; None where each has rows of its own.
 
         Raises:
             SpreadModelError: it is a part, and which is not known.
         """
-        if self.group is None:
+        if self.peers is None:
             return None
         path = module_path(site.path)
         if site.kind in ("input", "output"):
-            axis = self._axis(path, site.kind)
-            return None if axis is None else Cut(axis, self.group)
+            return self._along(self._axis(path, site.kind))
         if site.kind in ("attention", "softmax"):
-            axis = self._axis_of_heads(path)
-            return Alike(group=self.group) if axis is None else Cut(axis, self.group)
+            return self._along(self._axis_of_heads(path))
         styles = self._styles_in(path)
         if site.kind == "experts" and styles == _EXPERTS:
             return self._cut_of_expert(path, str(site.key).partition(".")[2])
         if styles and not (site.kind == "experts" and styles == _WHOLE_EXPERTS):
             raise SpreadModelError(f"{path} is cut inside ({', '.join(sorted(styles))})")
-        return Alike(group=self.group)
+        return self._along(None)
+
+    def _along(self, axis: int | None) -> Cut:
+        """A tensor that is cut along an axis; None: it is whole."""
+        assert self.peers is not None
+        return Alike(0, self.peers.group, self.peers) if axis is None else Cut(axis, self.peers.group, self.peers)
 
     def of(self, points: Iterable[Point]) -> Layout:
         """The same, of a model with these hook points, whose views say in which order some modules have their axes."""
         first = (module_path(point.site.path) for point in points if _sees_heads_first(point.view))
         return replace(self, heads_first=frozenset(first))
+
+    def asking(self, compares: bool, patience: float) -> Layout:
+        """The same, whose processes ask each other in this way; see `Peers`."""
+        peers = None if self.peers is None else replace(self.peers, compares=compares, patience=patience)
+        return replace(self, peers=peers)
 
     def not_shown(self, points: Iterable[Point]) -> dict[str, str]:
         """The hook points that would show a part that cannot be put together, with the reason."""
@@ -133,11 +148,10 @@ class Layout:
 
     def _cut_of_expert(self, path: str, part: str) -> Cut:
         """How what is inside of an expert is cut: its neurons; what it returns is a sum over them."""
-        assert self.group is not None
+        assert self.peers is not None
         self._check_even(f"{path}.down_proj")
-        if part in ("in", "out"):
-            return (Summed if part == "out" else SummedGradients)(-1, self.group)
-        return Cut(-1, self.group)
+        kind = {"in": SummedGradients, "out": Summed}.get(part, Cut)
+        return kind(-1, self.peers.group, self.peers)
 
     def _layers(self, region: str) -> list[str]:
         """The layers in a module that give or take parts."""
@@ -155,8 +169,8 @@ class Layout:
         return None
 
     def _check_even(self, path: str) -> None:
-        assert self.group is not None
-        if self.sizes[path] % self.group.size():
+        assert self.peers is not None
+        if self.sizes[path] % self.peers.group.size():
             raise SpreadModelError(f"the {self.sizes[path]} columns of {path} are cut into unequal parts")
 
 
@@ -168,6 +182,20 @@ def _sees_heads_first(view: View) -> bool:
 
 def _is_inside(path: str, module: str) -> bool:
     return path == module or path.startswith(module + ".")
+
+
+def refuse_context_parallel() -> None:
+    """Refuses to run where torch's `context_parallel` gives each process a part of the positions.
+
+    Raises:
+        SpreadModelError: it does.
+    """
+    attention = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if torch.nn.functional.scaled_dot_product_attention in getattr(attention, "_replaced_functions", ()):
+        raise SpreadModelError(
+            "the model is context parallel (torch's context_parallel is open): a hook would be shown some of the "
+            "positions. Run it outside of that"
+        )
 
 
 def layout_of(model: nn.Module) -> Layout | None:
@@ -259,6 +287,7 @@ def _by_plan(
     same = [parameter.device_mesh.mesh.tolist() == mesh.mesh.tolist() for parameter in spread.values()]
     if mesh.ndim > 1 or not all(same):
         raise SpreadModelError(f"the model is spread over a grid of processes ({mesh}): one axis is known to be right")
+    _refuse_cut_heads(core, plan, mesh.size())
     inside = f"{path}." if path else ""
     sizes = {}
     for name, style in plan.items():
@@ -270,4 +299,24 @@ def _by_plan(
     kinds = {"expert" if style in _WHOLE_EXPERTS else "tensor" for style in plan.values()}
     said.append(f"{' and '.join(sorted(kinds, reverse=True))} parallel over {mesh.size()} processes")
     styles = {inside + name: style for name, style in plan.items()}
-    return Layout("; ".join(said), mesh.get_group(), styles, sizes)
+    group = mesh.get_group()
+    return Layout("; ".join(said), Peers(group, _side_of(group)), styles, sizes)
+
+
+def _refuse_cut_heads(core: nn.Module, plan: Mapping[str, str], processes: int) -> None:
+    """The model's own forward fails where a process has a part of a head of keys."""
+    config: Any = core.config
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    cut = any(style == _GIVES_PART and name.rpartition(".")[2] in _KEY_LAYERS for name, style in plan.items())
+    if cut and isinstance(heads, int) and heads % processes:
+        raise SpreadModelError(
+            f"{heads} heads of keys cannot be cut for {processes} processes, and transformers does not copy them: take "
+            f"as many processes as divide {heads}"
+        )
+
+
+@lru_cache(maxsize=4)
+def _side_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same processes for questions, on their processors. All of them have to ask."""
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

@@ -126,7 +126,8 @@ class Limits:
             if held.numel() and (isinstance(parameter, DTensor) or type(parameter) is nn.Parameter):
                 places.setdefault(held.data_ptr(), []).append(name)
         embedding = self.parts.weights.module(self.a.embedding.tokens).weight
-        plain = isinstance(embedding, DTensor) or type(embedding) is nn.Parameter
+        plain = isinstance(embedding, Tensor) and (isinstance(embedding, DTensor) or type(embedding) is nn.Parameter)
+        assert isinstance(embedding, Tensor)
         tied = places.get(held_here(embedding).data_ptr(), []) if plain else []
         if len(tied) == 2 and f"{self.a.readout.path}.weight" in tied:
             places = {where: names for where, names in places.items() if names is not tied}
@@ -250,7 +251,7 @@ def is_as_left(parts: Parts, step: str) -> bool:
     elif step == "center_writing_weights":
         # A head that writes nothing has any directions whatever in its output matrix, once that is refactored.
         writers = [(name, get) for name, get in parts.writers.items() if not name.endswith("W_O")]
-        looks = [(name, lambda get=get: get().ndim < 2 or _sums_to_zero(get()[:_SAMPLE], -1)) for name, get in writers]
+        looks = [(name, partial(_is_centered, get)) for name, get in writers]
     elif step == "center_unembed":
         looks = [("", lambda: _sums_to_zero(parts.get("unembed.W_U")()[:_SAMPLE], -1))]
     elif step == "fold_value_biases":
@@ -262,6 +263,10 @@ def is_as_left(parts: Parts, step: str) -> bool:
             if not all(look() for look in at_place):
                 return False
     return True
+
+
+def _is_centered(get: Callable[[], Tensor]) -> bool:
+    return get().ndim < 2 or _sums_to_zero(get()[:_SAMPLE], -1)
 
 
 def _is_folded(parts: Parts, norm: Norm) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from sys import getrefcount
-from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from bridge.hooks.recomputed import refuse_older_checkpointing, refuse_unknown_r
 from bridge.hooks.results import checked, listen_backward, takes_its_place, version_of, wants_gradients
 from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
+T = TypeVar("T")
+
 
 class AttachesListeners(Protocol):
     """What attaches listeners to hook points, and detaches them."""
@@ -26,6 +28,9 @@ class AttachesListeners(Protocol):
 
     def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
         """Removes listeners."""
+
+    def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
+        """What a function makes of a gradient, if processes that share the model make the same of it."""
 
 
 class Attachment:
@@ -334,8 +339,11 @@ class HookPoint:
             changed = True  # the gradient has to flow through the activation as it is seen
         x = self._put(x, act, changed, call, context, view)
         for listener in backward:
-            listen_backward(listener, x if view.identity else act, self)
+            listen_backward(listener, x if view.identity else act, self, self._compared)
         return x
+
+    def _compared(self, make: Callable[[], Any], given: Tensor) -> Any:
+        return self._attaches.compared(make, given, self)
 
     # What a hook does at a site, in a run and in a program: they differ in the pass.
 

@@ -45,11 +45,14 @@ class SpreadExpertsWatch(ExpertsWatch):
         super().__init__(tap, call)
         held = tap.module._parameters["down_proj"]
         assert isinstance(held, DTensor)
-        self._held = {name: each for name, each in tap.module._parameters.items() if isinstance(each, DTensor)}
+        self._held: dict[str, DTensor] = {
+            name: each for name, each in tap.module._parameters.items() if isinstance(each, DTensor)
+        }
         group = held.device_mesh.get_group()
-        self._sum, self._gradients = Summed(-1, group), SummedGradients(-1, group)
-        self._each = len(held) // group.size()
-        self._first_here = self._each * group.rank()
+        self._sum: Summed = Summed(-1, group)
+        self._gradients: SummedGradients = SummedGradients(-1, group)
+        self._each: int = len(held) // group.size()
+        self._first_here: int = self._each * group.rank()
         #: What the forward has taken out of the parameters: the tensor, the parameter's name, the expert.
         self._taken: dict[int, tuple[Tensor, str, int]] = {}
 

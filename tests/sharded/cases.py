@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from adapters import verify
-from adapters.gathering import DifferentEditsError
+from adapters.agreeing import DifferentEditsError
 from adapters.layout import SpreadModelError
 from bridge import TransformerBridge
 from bridge.cache.activation_cache import ActivationCache
@@ -27,6 +29,10 @@ from weight_processing.check import ProcessingError
 CLOSE = 1e-5
 #: What a sum of parts may differ by behind two layers.
 FAR = 1e-4
+
+
+#: Cases whose error ends the process, and torchrun the others.
+ENDS = ("alone_in_a_trace", "alone_in_a_direct_call")
 
 
 def tensor_parallel(kind: str, folder: Path) -> PreTrainedModel:
@@ -212,6 +218,142 @@ def different_edits_are_refused(kind: str, folder: Path) -> None:
     assert torch.equal(ours(TOKENS), before)
 
 
+def different_gradients_are_refused(kind: str, folder: Path) -> None:
+    """The same of functions of gradients; those that do the same are right."""
+    ours, plain = pair(kind, folder)
+    rank = dist.get_rank()
+
+    def noise(gradient: torch.Tensor, hook: object) -> torch.Tensor:
+        return gradient + rank
+
+    def fails(gradient: torch.Tensor, hook: object) -> None:
+        if rank == 1:
+            raise KeyError("mine")
+
+    def backward(bridge: TransformerBridge, name: str, hook: Any) -> torch.Tensor:
+        bridge.core.zero_grad()
+        with bridge.hooks(bwd_hooks=[(name, hook)]):
+            bridge(TOKENS, return_type="loss").backward()
+        return _of(bridge.core.get_input_embeddings().weight)
+
+    for name in ("blocks.0.attn.hook_z", "blocks.1.attn.hook_pattern", "blocks.0.hook_resid_mid"):
+        with pytest.raises(DifferentEditsError, match=f"the gradient at {name} differs .* seed random numbers alike"):
+            backward(ours, name, noise)
+        words = "mine" if rank == 1 else f"the gradient at {name} failed on process 1"
+        with pytest.raises(KeyError if rank == 1 else DifferentEditsError, match=words):
+            backward(ours, name, fails)
+        assert difference(backward(ours, name, _halved), backward(plain, name, _halved)) < FAR
+
+
+def not_compared(kind: str, folder: Path) -> None:
+    """With ``compare_edits=False`` each process does what its hooks do, and nothing is sent for it."""
+    ours = TransformerBridge(tensor_parallel(kind, folder), compare_edits=False)
+    rank, name = dist.get_rank(), "blocks.0.attn.hook_z"
+    seen = []
+    ours.run_with_hooks(
+        TOKENS, fwd_hooks=[(name, lambda x, hook: x + rank), (name, lambda x, hook: seen.append(x[0, 0]))]
+    )
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, seen[0])
+    assert torch.allclose(found[1] - found[0], torch.ones(()))
+
+
+def alone_in_a_trace(kind: str, folder: Path) -> None:
+    """A body that asks for an activation on one process alone: this one ends, and torchrun ends the others."""
+    ours = TransformerBridge(tensor_parallel(kind, folder), patience=2.0)
+    with ours.trace(TOKENS) as run:
+        if dist.get_rank() == 0:
+            run["blocks.0.attn.hook_z"].clone()
+        run.logits.clone()
+
+
+def alone_in_a_direct_call(kind: str, folder: Path) -> None:
+    """A direct call of the model on one process alone, with hooks that all have."""
+    ours = TransformerBridge(tensor_parallel(kind, folder), patience=2.0)
+    ours.hook_dict["blocks.0.attn.hook_z"].add_hook(_halved)
+    if dist.get_rank() == 0:
+        ours.original_model(TOKENS)
+    else:
+        time.sleep(20)
+
+
+def twelve_wrong_uses(kind: str, folder: Path) -> None:
+    """Each is an error on all processes, within ten seconds, and leaves the model as it was."""
+    ours = TransformerBridge(tensor_parallel(kind, folder), patience=5.0)
+    rank, name, other = dist.get_rank(), "blocks.0.attn.hook_z", "blocks.1.hook_resid_post"
+    before = ours(TOKENS)
+    options: dict[str, Any] = {"max_new_tokens": 2, "verbose": False, "stop_at_eos": False}
+
+    def run(hook: Any, kind: str = "fwd", place: str = name) -> None:
+        with ours.hooks(**{f"{kind}_hooks": [(place, hook)]}):
+            ours(TOKENS, return_type="loss").backward() if kind == "bwd" else ours(TOKENS)
+
+    def fails(x: torch.Tensor, hook: object) -> None:
+        if rank == 1:
+            raise KeyError("mine")
+
+    def sampled() -> None:
+        torch.manual_seed(rank)
+        ours.generate(TOKENS, do_sample=True, **options)
+
+    def noise_in_a_trace() -> None:
+        with ours.trace(TOKENS) as run:
+            run[name] = run[name] + rank
+
+    def direct_call() -> None:
+        with ours.hooks(fwd_hooks=[(name, lambda x, hook: x + torch.rand(()))]):
+            ours.original_model(TOKENS)
+
+    torch.manual_seed(rank)
+    wrong_uses: dict[str, Callable[[], object]] = {
+        "another edit on each": lambda: run(lambda x, hook: x + rank),
+        "random numbers that are not seeded": lambda: run(lambda x, hook: x + torch.rand(x.shape)),
+        "an edit by one alone": lambda: run(lambda x, hook: x * 2 if rank == 0 else None, place=other),
+        "a hook that fails on one": lambda: run(fails),
+        "a hook on one alone": lambda: run(_halved) if rank == 0 else ours(TOKENS),
+        "hooks at other points": lambda: run(_halved, place=(name, other)[rank]),
+        "other tokens": lambda: ours(TOKENS.roll(rank, 1)),
+        "other tokens to generate from": lambda: ours.generate(TOKENS.roll(rank, 1), do_sample=False, **options),
+        "sampling that is not seeded": sampled,
+        "another gradient on each": lambda: run(lambda x, hook: x + rank, "bwd"),
+        "a function of gradients that fails on one": lambda: run(fails, "bwd"),
+        "other requests": lambda: list(ours.generate_batch([[5, 6], [7]][rank:], 2, do_sample=False, verbose=False)),
+        "another edit in each trace": noise_in_a_trace,
+        "another edit in a direct call": direct_call,
+    }
+    for use, call in wrong_uses.items():
+        began = time.monotonic()
+        with pytest.raises((DifferentEditsError, KeyError)):
+            call()
+        assert time.monotonic() - began < 10, use
+    assert torch.equal(ours(TOKENS), before)
+
+
+def context_parallel_is_refused(kind: str, folder: Path) -> None:
+    """torch's own context, which gives each process some positions."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    bridge = TransformerBridge(load(kind, folder))
+    tokens = TOKENS[:, :4].clone()
+    with context_parallel(init_device_mesh("cpu", (2,)), buffers=[tokens], buffer_seq_dims=[1]):
+        with pytest.raises(SpreadModelError, match="context parallel"):
+            bridge(tokens)
+        with (
+            pytest.raises(SpreadModelError, match="context parallel"),
+            bridge.hooks(fwd_hooks=[("hook_embed", _halved)]),
+        ):
+            bridge.original_model(tokens)
+    bridge(TOKENS)
+
+
+def too_few_heads_are_refused(kind: str, folder: Path) -> None:
+    """A head of keys that would be cut."""
+    model = tensor_parallel(kind, folder)
+    with pytest.raises(SpreadModelError, match="3 heads of keys cannot be cut for 2 processes"):
+        TransformerBridge(model)
+
+
 def different_inputs_are_refused(kind: str, folder: Path) -> None:
     """Other tokens, another mask or another seed on each process ends the run on all."""
     ours, _ = pair(kind, folder)
@@ -349,7 +491,10 @@ def harvested(kind: str, folder: Path) -> None:
     dist.barrier()
     with pytest.raises(HarvestError, match="dtype"):
         harvest(
-            ours, tokens, out=folder / f"{kind}_large", **how | {"dtype": "float16", "interventions": [(points[0], _large)]}
+            ours,
+            tokens,
+            out=folder / f"{kind}_large",
+            **how | {"dtype": "float16", "interventions": [(points[0], _large)]},
         )
 
 

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {}),
     "phi": ("Phi", {}),
     "llama_odd": ("Llama", {"intermediate_size": 95}),
+    "llama_of_three_keys": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
     "llama_of_four": ("Llama", {"num_key_value_heads": 4}),
     "phi3": ("Phi3", {}),
     "starcoder2": ("Starcoder2", {}),
