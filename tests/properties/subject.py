@@ -53,7 +53,7 @@ class Outcome:
     Attributes:
         verdict: ``right``; ``refused``: by an error of ours that says why; ``absent``: nothing to try; ``WRONG``;
             ``CRASH``: an error that nobody meant.
-        says: what differs, or the error's text.
+        says: what differs, or the error's text; of what is right, what could not be compared.
     """
 
     verdict: Verdict
@@ -91,11 +91,13 @@ class Subject:
         case: which model.
         declare: changes the adapter's declaration, to see that a property notices; None: nothing does.
         compared: how many results were compared.
+        not_seen: what a property could not compare, with the reason.
     """
 
     case: Case
     declare: Callable[[Architecture], Architecture] | None = None
     compared: int = 0
+    not_seen: list[str] = field(default_factory=list)
     _seen: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -346,4 +348,5 @@ def outcome(subject: Subject, holds: Callable[[Subject], None]) -> Outcome:
             return Outcome("refused", said)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome("CRASH", f"{said} ({Path(frame.filename).name}:{frame.lineno})")
-    return Outcome("right") if subject.compared > before else Outcome("absent", "nothing to compare")
+    left, subject.not_seen = "; ".join(subject.not_seen), []
+    return Outcome("right", left) if subject.compared > before else Outcome("absent", left or "nothing to compare")
