@@ -287,6 +287,7 @@ class Subject:
             Wrong: they are not.
         """
         self.compared += 1
+        ours, theirs = ours.detach(), theirs.detach()
         if ours.numel() == theirs.numel() and ours.shape != theirs.shape and 1 not in ours.shape[:2]:
             theirs = _arranged(theirs, ours)
         if ours.shape != theirs.shape:
