@@ -76,7 +76,7 @@ def map_model(
         declared: its declaration; None: that of its class.
         automatic: where its class has no adapter, infer what one would declare from a run on a few tokens; ``always``:
             where it has one, too.
-        inputs: what the model needs for that beside tokens (images, sound), by the names of its own arguments; None:
+        inputs: what the model needs for that besides tokens (images, sound), by the names of its own arguments; None:
             made up.
 
     Raises:

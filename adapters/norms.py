@@ -1,4 +1,4 @@
-"""The two hook points of a norm, `hook_scale` and `hook_normalized`, computed beside the model's own norm module.
+"""The two hook points of a norm, `hook_scale` and `hook_normalized`, computed outside the model's own norm module.
 
 They follow HookedTransformer: the scale divides; `hook_normalized` of a layer norm is its output (after weight and
 bias), that of an RMS norm is the value before the weight.
@@ -143,7 +143,7 @@ class _NormView(Derived):
 
     @property
     def deferrable(self) -> bool:  # type: ignore[override]
-        """A norm that is computed beside another module's call needs that call's sources now."""
+        """A norm that is computed outside another module's call needs that call's sources now."""
         return not self.shared
 
     def norm(self, call: Call) -> tuple[nn.Module, Tensor]:

@@ -26,7 +26,7 @@ class Embedding:
         more: further tables that are added, of which each runs once (TAPAS).
         norm: a norm; of the sum where there is a `module`, else of the token embedding alone.
         project: a linear layer that brings the embeddings to the stream's width. Where it is the `module`, it reads
-            their sum, or the norm of it (RemBERT, ALBERT). Else it reads the token embedding, alone or beside others,
+            their sum, or the norm of it (RemBERT, ALBERT). Else it reads the token embedding, alone or among others,
             and its output is a term of the sum (RoCBert).
         module: the module that puts out the first stream (BERT). The hook points then have the names of
             HookedTransformer's encoder, and `hook_full_embed` is its output.
@@ -154,7 +154,7 @@ class Readout:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands behind the last block beside the unembedding, or between the two. A model may lack it.
+    """What comes after the last block besides the unembedding, or between the two. A model may lack it.
 
     Paths are relative to the base model, or, if they begin with a dot, to the model itself.
 

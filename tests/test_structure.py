@@ -85,8 +85,11 @@ MUTABLE = {
     ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
-    ("bridge/taps/stand_ins.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
-    ("bridge/trace/turns.py", "_IDLE"): "each thread's greenlet that waits for the next trace; it holds nothing then",
+    ("bridge/taps/patched_functions.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
+    (
+        "bridge/trace/coroutine.py",
+        "_IDLE",
+    ): "each thread's greenlet that waits for the next trace; it holds nothing then",
     ("bridge/loading/patches.py", "_LOCK"): "held while transformers' registries hold what one load alone is to see",
 }
 

@@ -78,7 +78,7 @@ def function_norm(x: Tensor, y: Tensor) -> NormKind | None:
 
 
 def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]) -> dict[ModuleCall, NormKind]:
-    """The norms, of which those that a gate stands behind are the modules around both.
+    """The norms, of which those that a gate is behind are the modules around both.
 
     Args:
         calls: all of a block.

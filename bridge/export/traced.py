@@ -58,7 +58,7 @@ class Exportable(Protocol):
         """The run itself."""
 
 
-class Traced(nn.Module):
+class NamedArguments(nn.Module):
     """A program whose every argument has a name, and nothing else of the program.
 
     Args:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from adapters.points import Point
 from adapters.views import Call, Deferred, View
-from bridge.hooks.context import CURRENT, Pass, Remembered, SourceSite
+from bridge.hooks.context import CURRENT, Pass, PassMemory, SourceSite
 from bridge.hooks.listener import HookFunction, Kind, Listener
-from bridge.hooks.recomputed import refuse_older_checkpointing, refuse_unknown_recomputation
+from bridge.hooks.recomputation import refuse_older_checkpointing, refuse_unknown_recomputation
 from bridge.hooks.results import checked, listen_backward, takes_its_place, version_of, wants_gradients
 from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
@@ -257,7 +257,7 @@ class HookPoint:
         """What the present pass saw at the sites whose tensors the view needs (see `sources_in`)."""
         return self.sources_in(CURRENT.get().run)
 
-    def sources_in(self, run: Remembered | None) -> tuple[tuple[nn.Module, Tensor], ...]:
+    def sources_in(self, run: PassMemory | None) -> tuple[tuple[nn.Module, Tensor], ...]:
         """What a pass saw at the sites whose tensors the view needs: the module called there, the tensor.
 
         Args:

@@ -19,7 +19,7 @@ def seen_by_all(
     see: Callable[[Tensor], Tensor],
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """What hooks make of a tensor, as the part of it that this process is to go on with.
+    """What hooks make of a tensor, as the part of it that this process continues with.
 
     Args:
         x: the part of this process, or all of it.

@@ -1,4 +1,4 @@
-"""What the functions at one hook point are shown in one pass: copies that stand at one place in the graph."""
+"""What the functions at one hook point are shown in one pass: copies that are at one place in the graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class _Kept(torch.autograd.Function):
+class _SavedTensor(torch.autograd.Function):
     """A node that keeps a tensor, as others do for backward: what it gives back has the tensor's own edge."""
 
     @staticmethod
@@ -38,7 +38,7 @@ def at_the_same_place(x: Tensor) -> Tensor:
         x: requires a gradient, and is no leaf.
     """
     with saved_tensors_hooks(_copy, _same):
-        node = _Kept.apply(x).grad_fn
+        node = _SavedTensor.apply(x).grad_fn
     return node.saved_tensors[0]
 
 

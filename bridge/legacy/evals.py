@@ -108,7 +108,7 @@ class IOIDataset(Dataset[dict[str, Tensor]]):
     """Prompts for indirect object identification (Wang et al. 2022, "Interpretability in the Wild").
 
     Templates have places for ``[A]``, the indirect object, which ends them, ``[B]``, the subject, and kinds of nouns.
-    With `symmetric` each comes with its twin, in which the names are exchanged. The choices are made apart from
+    With `symmetric` each comes with a second prompt, in which the names are exchanged. The choices are made apart from
     everybody else's.
 
     Raises:
@@ -156,7 +156,7 @@ class IOIDataset(Dataset[dict[str, Tensor]]):
         return {key: torch.tensor(row, dtype=torch.long) for key, row in ids.items()}
 
     def get_sample(self, symmetric: bool = False) -> list[dict[str, str]]:
-        """The next prompt, with the names in it: ``{"text", "IO", "S"}``; with its twin where `symmetric` is true."""
+        """The next prompt, with the names in it: ``{"text", "IO", "S"}``; with the second one if `symmetric`."""
         template = self._random.choice(self.templates)
         for kind, choices in self.nouns.items():
             template = template.replace(f"[{kind}]", self._random.choice(choices))

@@ -21,12 +21,12 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun, close
 from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
 
-#: What a run costs beside its tokens, for each layer, in tokens of one layer: reading the weights, mostly. (A sweep of
+#: What a run costs besides its tokens, for each layer, in tokens of one layer: reading the weights, mostly. (A sweep of
 #: 12-layer GPT-2 on two cores takes the same time with 60 as with 160, 3 % more with 40, 6 % more with 20.)
 RUN_COST = 80
 #: More logits than this are not computed for all patches at once.
 MOST_LOGITS = 2**25
-#: Sets of positions whose logits are kept for the patches beside; a metric that looks at more pays for each.
+#: Sets of positions whose logits are kept for neighbouring patches; a metric that looks at more pays for each.
 MOST_KEPT = 4
 #: Starting positions that are told apart.
 MOST_STARTS = 128
@@ -318,7 +318,7 @@ class _Ends:
         return whole
 
     def _new(self, number: int, wanted: tuple[int, ...]) -> Tensor:
-        """One patch's logits at some of the positions that ran, computed with those of the patches beside it."""
+        """One patch's logits at some of the positions that ran, computed with those of neighbouring patches."""
         batch, d_vocab = self.run.batch, self.run.logits.shape[-1]
         patches = len(self.rows) // batch
         if wanted not in self._found and len(self._found) == MOST_KEPT:

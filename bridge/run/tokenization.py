@@ -142,7 +142,7 @@ def _added_by(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]
     )
 
 
-#: Texts of which at least one has tokens that stay the same beside special ones.
+#: Texts of which at least one has tokens that stay the same with special ones around.
 _PROBES = ("a", "A", "0", ".", " a", "the", "a b")
 
 

@@ -46,7 +46,7 @@ class AttentionTap(Tap):
         implementation = implementation_of(self.module)
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
-            self._kernel.stand(implementation)
+            self._kernel.install(implementation)
             try:
                 with watched_kernel(self.module, watch, watch.before_opaque):
                     output = self.original(*args, **kwargs)
@@ -58,16 +58,16 @@ class AttentionTap(Tap):
         watch.check()
         return output
 
-    def _leave(self) -> None:
-        super()._leave()
+    def _uninstall(self) -> None:
+        super()._uninstall()
         self._leave_kernel()
 
     def _leave_kernel(self) -> None:
         if not (self.points or self.opened):
-            self._kernel.leave()
+            self._kernel.uninstall()
 
 
-class AttentionCallShown(TappedCall, Protocol):
+class ObservedAttentionCall(TappedCall, Protocol):
     """One call of an attention module, in a run or in a program."""
 
     def is_only_looked_at(self, attention: AttentionCall) -> bool:
@@ -82,9 +82,9 @@ class AttentionWatch(Watch):
         kernel_alone: only the kernel is looked at: a softmax or a product elsewhere in the module is another one.
     """
 
-    shown: AttentionCallShown
+    shown: ObservedAttentionCall
 
-    def __init__(self, shown: AttentionCallShown, kernel_alone: bool = False) -> None:
+    def __init__(self, shown: ObservedAttentionCall, kernel_alone: bool = False) -> None:
         super().__init__(shown)
         self._kernel_alone = kernel_alone
         self._products_seen = self._inside_seen = False
@@ -147,7 +147,7 @@ class AttentionWatch(Watch):
         return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
 
     def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
-        """Stands before `scaled_dot_product_attention`.
+        """Called before `scaled_dot_product_attention`.
 
         Args:
             kernel: what is called in the end.
@@ -160,7 +160,7 @@ class AttentionWatch(Watch):
         return self._attend(AttentionCall.of_torch(given, self._n_heads(given.query)), lambda: given.of(kernel))
 
     def before_opaque(self, attention: AttentionCall, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Stands before a kernel that is no torch function.
+        """Called before a kernel that is no torch function.
 
         Args:
             attention: what it was called with.

@@ -56,7 +56,7 @@ class AttentionCall:
     def kept(self) -> AttentionCall:
         """What a cache may hold of it to compute scores and pattern later: no graph, nothing that changes unseen.
 
-        Values have no part in that: the keys stand in for them, so that nobody need keep them.
+        Values have no part in that: the keys take their place, so that nobody need keep them.
         """
         query, key = _kept(self.query), _kept(self.key)
         mask = _kept(self.mask) if isinstance(self.mask, Tensor) else self.mask

@@ -43,7 +43,7 @@ class ExpertsTap(Tap):
         module: Any = self.module
         if self.own is None:
             return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
-        # Someone else's forward stands before the model's own (accelerate's, which brings the weights).
+        # Someone else's forward wraps the model's own (accelerate's, which brings the weights).
         config = module.config
         module.__dict__["config"] = copy.copy(config)
         module.config._experts_implementation_internal = "eager"

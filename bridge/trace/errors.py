@@ -20,7 +20,7 @@ class PointNeverCameError(RuntimeError):
 
 
 class LateEditError(RuntimeError):
-    """A value of a trace was changed in place after the model had gone on with it."""
+    """A value of a trace was changed in place after the model had used it."""
 
 
 class Line:

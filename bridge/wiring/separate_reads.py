@@ -18,7 +18,7 @@ from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
 
 
-class HandsOver(Protocol):
+class CopyProvider(Protocol):
     """What a site's torch hook offers here.
 
     Attributes:
@@ -67,7 +67,7 @@ class SeparateReading:
         reader: the reader.
     """
 
-    def __init__(self, claims: HandsOver, reader: HookPoint) -> None:
+    def __init__(self, claims: CopyProvider, reader: HookPoint) -> None:
         self._claims, self._reader = claims, reader
         claims.readers = (*claims.readers, reader)
         claims.update()

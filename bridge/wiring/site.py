@@ -22,8 +22,8 @@ from bridge.wiring.torch_hooks import put_before, put_behind, take_away
 _NO_CALL = Call(nn.Identity(), (), {})
 
 
-class AtSite:
-    """What stands at a module's input or output, in a run or in a program.
+class SiteHandler:
+    """What is at a module's input or output, in a run or in a program.
 
     Attributes:
         site: the site.
@@ -65,7 +65,7 @@ class AtSite:
         return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
 
 
-class SiteHook(AtSite):
+class SiteHook(SiteHandler):
     """The torch hook on one site: there while somebody needs it.
 
     Args:

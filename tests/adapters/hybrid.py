@@ -102,7 +102,7 @@ class NormsAfter(nn.Module):
 
 
 class NormsOnTheStream(nn.Module):
-    """The MLP alone has no module of its own; the norms stand behind the sums; a second attention in the middle."""
+    """The MLP alone has no module of its own; the norms are behind the sums; a second attention in the middle."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -179,7 +179,7 @@ def test_what_cannot_be_done_with_a_hybrid_is_refused(mixed: TransformerBridge) 
         mixed.process_weights(fold_ln=True)
     with torch.no_grad():
         _, cache = mixed.run_with_cache(TOKENS)
-    with pytest.raises(ValueError, match="HybridModel has attn_2 beside attn in a block"):
+    with pytest.raises(ValueError, match="HybridModel has attn_2 as well as attn in a block"):
         cache.get_full_resid_decomposition(expand_neurons=False)
 
 
@@ -424,7 +424,7 @@ def test_names_of_steps() -> None:
     assert [name for name, *_ in four] == ["attn", "mlp", "attn_2", "mlp_2"]
     assert [norm for _, norm, *_ in four] == ["ln1", "ln2", "ln1_attn_2", "ln2_mlp_2"]
     assert [before for *_, before, _ in four] == [pre, mid, "hook_resid_mid_2", "hook_resid_mid_3"]
-    beside = named(Step(own, norm), Step(Mixer("m"), norm, parallel_to=0), Step(FEED_FORWARD, norm))
-    assert beside == [
+    modules_without_points = named(Step(own, norm), Step(Mixer("m"), norm, parallel_to=0), Step(FEED_FORWARD, norm))
+    assert modules_without_points == [
         ("attn", "ln1", pre, mid), ("mixer", "ln1_mixer", pre, mid), ("mlp", "ln2", mid, post),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adapters.automatic.norms import norm_kind, rounded
 from adapters.config import config_of
 from adapters.norms import Norm
-from adapters.observe.calls import ModuleCall, Recording, Seen, mark
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording, mark
 from adapters.observe.tolerance import tolerance
 from adapters.paths import base_path, token_embedding
 from adapters.stream_ends import Embedding
@@ -95,7 +95,7 @@ class _Search:
     recording: Recording
     before: list[ModuleCall]
     tokens: ModuleCall
-    stream: Seen
+    stream: BorderTensor
     text: Tensor | None
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -111,7 +111,7 @@ class _Search:
             self._explain(rows, target)
         return FoundEmbedding(self.found, self.missing)
 
-    def _behind_projection(self, target: Seen) -> Seen:
+    def _behind_projection(self, target: BorderTensor) -> BorderTensor:
         """What a linear layer reads that puts out the first stream; else the stream."""
         rows = self.tokens.left[0].value
         for call in reversed(self.before):
@@ -122,7 +122,7 @@ class _Search:
                 return call.entered
         return target
 
-    def _behind_norm(self, target: Seen) -> Seen:
+    def _behind_norm(self, target: BorderTensor) -> BorderTensor:
         """What a norm reads that puts this out; else this. What the table of tokens norms itself is its own."""
         for call in reversed(self.before):
             if call.left[0].mark != target.mark or self.tokens.holds(call) or call.entered is None:
@@ -144,7 +144,9 @@ class _Search:
                 return call.left[0].value
         return rows
 
-    def _others(self, rows: Tensor, target: Seen) -> tuple[dict[ModuleCall, Tensor], dict[ModuleCall, list[str]]]:
+    def _others(
+        self, rows: Tensor, target: BorderTensor
+    ) -> tuple[dict[ModuleCall, Tensor], dict[ModuleCall, list[str]]]:
         """What else may be added, with the further calls of the same table that put out the same."""
         known = {self.tokens.left[0].mark, target.mark, mark(rows)}
         others: dict[ModuleCall, Tensor] = {}
@@ -159,7 +161,7 @@ class _Search:
                 again.setdefault(same, []).append(self.recording.numbered(call))
         return others, again
 
-    def _explain(self, rows: Tensor, target: Seen) -> None:
+    def _explain(self, rows: Tensor, target: BorderTensor) -> None:
         """The sum as the token embedding, with a factor, and tables that are added."""
         others, again = self._others(rows, target)
         where = 1 if self.text is None else self.text.unsqueeze(-1)

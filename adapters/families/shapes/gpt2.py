@@ -72,8 +72,8 @@ def gpt2_like(
     """
     first, second = (Norm(name, LAYER_NORM) for name in pre)
     last, embedded = (name and Norm(name, LAYER_NORM) for name in (final_norm, embed_norm))
-    beside = Step(mlp, second, parallel_to=0 if parallel else None, out=out[1])
-    block = Block((Step(attn, first, out=out[0]), beside), changed_in_place)
+    ff = Step(mlp, second, parallel_to=0 if parallel else None, out=out[1])
+    block = Block((Step(attn, first, out=out[0]), ff), changed_in_place)
     embedding = Embedding(embed, positions=pos_embed, norm=embedded or None)
     return Architecture(
         (Stack(path, block, {}, last or None, embedding, output=output),),

@@ -102,7 +102,7 @@ def llama_like(
         embed_factor: what the token embedding is multiplied with, by the model itself.
         logit_factor, soft_cap: what the logits are multiplied with, and the soft cap that they go through.
         final_norm: the norm behind the last block.
-        config_values: fields of `ModelConfig`, beside those of the rotary embedding.
+        config_values: fields of `ModelConfig`, in addition to those of the rotary embedding.
     """
     norms = [Norm(path, norm) if path else None for path in (*pre, *post)]
     first = Step(attn, norms[0], norms[2], times(factor), out=out[0])
