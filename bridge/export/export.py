@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from adapters.imports.versions import ExportedModel, HfExporter, decompose_for_generation
 from bridge.export.example import Example, example_of
 from bridge.export.formats import Format, check_can_take, format_of
-from bridge.export.traced import Exportable, NamedArguments, left_as_it_was
+from bridge.export.traced import Exportable, NamedArguments, restoring_model
 from bridge.version import __version__
 
 #: Where in an export's metadata ours is.
@@ -41,7 +41,7 @@ def export_program(
     exporter = found.exporter()
     arguments, shapes = example_of(example, program.inputs, dynamic)
     config = _config(exporter, found, {"dynamic": dynamic, **shapes, **options})
-    with left_as_it_was(program.core, _experts(found)), _SuggestOtherFormats(found, program.core):
+    with restoring_model(program.core, _experts(found)), _SuggestOtherFormats(found, program.core):
         traced: Any = NamedArguments(program, found.name)  # what exporters say they take is a PreTrainedModel
         exported = exporter.export(traced, arguments, config)
     _describe(exported, program, found)
@@ -72,7 +72,7 @@ def export_for_generation(
     arguments, _ = example_of(example, {}, dynamic)
     config = _config(exporter, found, {"dynamic": dynamic, **options})
     components = {}
-    with left_as_it_was(program.core, _experts(found)), _SuggestOtherFormats(found, program.core):
+    with restoring_model(program.core, _experts(found)), _SuggestOtherFormats(found, program.core):
         steps = decompose_for_generation(
             program.generating(program.inputs), arguments, generation_config, multi_token_decode
         )

@@ -86,7 +86,7 @@ class NamedArguments(nn.Module):
 
 
 @contextmanager
-def left_as_it_was(core: PreTrainedModel, experts: str | None) -> Iterator[None]:
+def restoring_model(core: PreTrainedModel, experts: str | None) -> Iterator[None]:
     """Puts back what exporters change in a model: its mode, what wants gradients, how experts are computed.
 
     Args:

@@ -283,9 +283,9 @@ class WrappedModel(nn.Module):
         super().__setstate__(state)
         self.cfg.attach(self.original_model)
         strip(self.original_model)
-        self._wire(self._mapped_again(self.original_model, self.__dict__.get("architecture")))
+        self._wire(self._map_copy(self.original_model, self.__dict__.get("architecture")))
 
-    def _mapped_again(self, model: nn.Module, architecture: Architecture | None) -> ModelMap:
+    def _map_copy(self, model: nn.Module, architecture: Architecture | None) -> ModelMap:
         """What plays which part in a copy of the model, without what was not proved of an inferred adapter."""
         found = map_model(model, architecture)
         return replace(found.without(self._not_offered), inferred=True) if self._inferred else found
@@ -302,7 +302,7 @@ class WrappedModel(nn.Module):
         nn.Module.__setstate__(new, state)
         new.cfg = copy.copy(self.cfg)
         new.cfg.attach(model)
-        new._wire(self._mapped_again(model, self.architecture))
+        new._wire(self._map_copy(model, self.architecture))
         return new
 
     def __copy__(self) -> Self:

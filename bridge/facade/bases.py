@@ -165,10 +165,10 @@ class BasisMethods(RunMethods):
         if takes_over(hook):
             raise ValueError(f"{hook.name} takes over features of an earlier layer: remove_basis the one of that layer")
         for follower in hook.point.linked:
-            self.wiring.take_out(self.hook_dict[follower.name])
+            self.wiring.remove_point(self.hook_dict[follower.name])
         for other in self.bases:
             if other is hook or other.name.startswith(f"{hook.name}."):
-                self.wiring.take_out(other)
+                self.wiring.remove_point(other)
         self._names_changed()
 
     def basis_error(self, cache: Any, point: str | HookPoint) -> Tensor:

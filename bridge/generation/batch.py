@@ -146,7 +146,7 @@ def _edits(
         raise ValueError(f"each has {len(each)} sets of interventions, and there are {requests} prompts")
     found: dict[HookPoint, list[Edit]] = {}
     for hook in bridge.wiring.points.values():
-        for listener in hook.heard_by() if hook.listeners else ():
+        for listener in hook.visible_listeners() if hook.listeners else ():
             if listener.kind in ("bwd", "edge", "follow"):
                 raise ValueError(
                     f"{hook.name} has a hook of gradients, or a module in its place, which no generation of many "

@@ -99,7 +99,7 @@ class PassMemory:
         self.written: dict[str, Tensor] = {}
         self.bodies: dict[object, RunsWithPass] = {}
 
-    def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
+    def tensor_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
         """What passed a site: the module called there, and the tensor; None where nothing did."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class Pass(Protocol):
     def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
         """Shows an activation to a listener that only looks."""
 
-    def ask(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
+    def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """What a user's function returns for a copy of an activation."""
 
 
@@ -186,7 +186,7 @@ class ForwardPass(PassMemory):
         if isinstance(given, Tensor) and embedding is not None:
             self.embeddings = embedding, given
 
-    def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
+    def tensor_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
         """What passed a site: the module called there, and the tensor; None where nothing did.
 
         Embeddings that were given in place of tokens passed where the model's own would have.
@@ -236,7 +236,7 @@ class RunContext:
         """Shows an activation to a listener that only looks."""
         listener.fn(act, hook=point)
 
-    def ask(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
+    def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """Calls a user's function outside of the run, since what it computes is not the model's. This context is that
         of the present code.
         """

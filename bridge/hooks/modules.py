@@ -101,7 +101,7 @@ class Finder:
         return found
 
     @property
-    def on_the_way(self) -> list[nn.Module]:
+    def modules_on_path(self) -> list[nn.Module]:
         """The modules from the model to the one that stands there, both included."""
         found: list[Any] = [self.root]
         for part in self.parts:

@@ -12,7 +12,7 @@ from adapters.gathering import Cut, agreed
 from bridge.hooks.hook_point import HookPoint
 
 
-def seen_by_all(
+def agreed_part(
     x: Tensor,
     cut: Cut | None,
     points: Sequence[HookPoint],
@@ -32,7 +32,7 @@ def seen_by_all(
         DifferentEditsError: they make something else on another process, or failed there.
     """
     group = group if cut is None else cut.group
-    editors = [point for point in points if any(listener.kind != "read" for listener in point.heard_by())]
+    editors = [point for point in points if any(listener.kind != "read" for listener in point.visible_listeners())]
     everything = x if cut is None else cut.whole(x)
     if editors:
         assert group is not None

@@ -57,7 +57,7 @@ def changed_in_place(given: Tensor, version: int | None) -> bool:
     return version is None or given._version != version
 
 
-def takes_its_place(given: Tensor, version: int | None, act: Tensor, view: View, held: bool) -> bool:
+def replaces_activation(given: Tensor, version: int | None, act: Tensor, view: View, held: bool) -> bool:
     """Whether a copy of an activation that somebody was shown is to take the activation's place.
 
     Args:
@@ -103,7 +103,7 @@ def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint) -> None
         given = gradient.clone()  # autograd may hand the same tensor to others
         version = version_of(given)
         with in_context(context):
-            new = context.ask(listener, given, point)
+            new = context.call_user_function(listener, given, point)
         if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
             (new,) = new
         if new is None:

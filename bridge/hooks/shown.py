@@ -27,7 +27,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def at_the_same_place(x: Tensor) -> Tensor:
+def copy_at_same_edge(x: Tensor) -> Tensor:
     """A copy that stands in the graph where the tensor itself does: a gradient that reaches one reaches the other.
 
     So two functions can hold one activation, as in HookedTransformer, and what one writes into it the other does not
@@ -54,7 +54,7 @@ def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
         if one_tensor and any(act is x for x in shown):
             return act
         if act.requires_grad and not act.is_leaf:
-            return at_the_same_place(act)
+            return copy_at_same_edge(act)
     return act.clone()
 
 

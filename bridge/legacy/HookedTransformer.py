@@ -21,7 +21,7 @@ from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNor
 from bridge.legacy.loaded import LegacyLoading, Made, as_type
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
 from bridge.legacy.missing import why_not
-from bridge.legacy.own_format import own_format, take_own
+from bridge.legacy.own_format import load_own_format, own_format
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.reweighing import TRANSFORMS, LegacyWeights
@@ -150,7 +150,7 @@ class HookedTransformer(LegacyLoading, LegacyRuns, Ungrouping, LegacyWeights):  
                 checkpoint_value=checkpoint_value, n_ctx=n_ctx, **own.hub,
             )  # fmt: skip
             bridge: Any = cls(config, tokenizer, move_to_device, default_padding_side)
-            take_own(bridge, own, config)
+            load_own_format(bridge, own, config)
             bridge.process_weights_(*steps)
             return bridge
         bridge = cls._load(

@@ -75,9 +75,9 @@ def __getattr__(name: str) -> Any:
         where, attribute = _HOME[name]
         module = importlib.import_module(f"{__name__}.{where}")
         return getattr(module, attribute) if attribute else module
-    from bridge.legacy.missing import says_what_is_missing
+    from bridge.legacy.missing import explain_missing_name
 
-    return says_what_is_missing(__name__)(name)
+    return explain_missing_name(__name__)(name)
 
 
 def __dir__() -> list[str]:

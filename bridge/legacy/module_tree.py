@@ -348,7 +348,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.original_model._apply(fn, recurse)
-        for *_, module in self._theirs():
+        for *_, module in self._user_modules():
             module._apply(fn, recurse)
         for holder in (self, *self.parts.values()):
             if isinstance(holder, HoldsParameters):
@@ -364,7 +364,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
         state = super().__getstate__()
         for name in ("parts", "own_weights", "parameter_names", "calls", "spliced"):
             state.pop(name)
-        theirs = {(name, key): module for name, key, module in self._theirs()}
+        theirs = {(name, key): module for name, key, module in self._user_modules()}
         in_place = {at for at in theirs if at[0] or join(*at) in self.parts or join(*at) in self.hook_dict}
         state["put_in"] = [(*at, theirs[at]) for at in theirs if at in in_place]
         state["_modules"] = {at[1]: module for at, module in theirs.items() if at not in in_place}
@@ -385,7 +385,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             self.put(self.parts[name] if name else self, name, key, module)
         self.setup()
 
-    def _theirs(self) -> Iterator[tuple[str, str, nn.Module]]:
+    def _user_modules(self) -> Iterator[tuple[str, str, nn.Module]]:
         """The modules that were put in: the part each stands in, its name there, and the module."""
         for name, part in {"": self, **self.parts}.items():
             for key, module in part._modules.items():

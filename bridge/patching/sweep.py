@@ -133,7 +133,7 @@ class Sweep:
             jobs: the patches.
         """
         run = self.corrupted
-        jobs = [self._later(below_its_basis(job, run.model.hook_dict)) for job in jobs]
+        jobs = [self._later(patch_below_basis(job, run.model.hook_dict)) for job in jobs]
         for start, together in groups(jobs, run.length, run.batch, self.n_layers):
             together.sort(key=lambda job: (job.layer, job.hook.order, job.basis is not None, job.index))
             most = self.most(run.length - start)
@@ -231,7 +231,7 @@ def by_position(view: InBasis, read: Tensor) -> bool:
     return read.shape[1] == 1 or close(reconstructed(moved)[:, 1::2], reconstructed(read).roll(1, 1)[:, 1::2])
 
 
-def below_its_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
+def patch_below_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
     """A patch in a basis as one of the point that the basis stands on, where that is the same.
 
     All patches that join at a layer begin with the same activation: there it is encoded once, not for each.

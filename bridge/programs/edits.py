@@ -72,7 +72,7 @@ class Body:
         body = program_pass.bodies.get(self)
         if not isinstance(body, BodyInStep):
             body = program_pass.bodies[self] = BodyInStep(self.edit, None)
-        return body.come_to(hook, given)
+        return body.visit(hook, given)
 
     def _anew(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """With the body run up to it once more."""

@@ -147,18 +147,18 @@ def _heard(hook: HookPoint) -> Iterable[Listener]:
     """
     if not hook.listeners:
         return ()
-    heard = hook.heard_by()
-    if wants_gradients(heard) or any(listener.kind == "bwd" for listener in heard):
+    active = hook.visible_listeners()
+    if wants_gradients(active) or any(listener.kind == "bwd" for listener in active):
         raise ValueError(
             f"{hook.name} has a hook that is given gradients, which a program has no place for: remove it "
             "(reset_hooks), or use tensor.register_hook on what the program returns"
         )
-    if any(listener.kind == "follow" for listener in heard):
+    if any(listener.kind == "follow" for listener in active):
         raise ValueError(
             f"{hook.name} has a module in its place, which a program has no place for: take it away, and give a "
             "function that calls it as an intervention"
         )
-    return [listener for listener in heard if listener.kind == "fwd"]
+    return [listener for listener in active if listener.kind == "fwd"]
 
 
 def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[LoweredPoint]) -> nn.Module:

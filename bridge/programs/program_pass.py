@@ -31,21 +31,21 @@ class ProgramPass(PassMemory):
         asking: a user's function is being called: what it computes is not the model's.
     """
 
-    __slots__ = ("asking", "inputs", "kept", "sources")
+    __slots__ = ("in_user_function", "inputs", "kept", "sources")
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.inputs = inputs
         self.kept: dict[str, Tensor] = {}
         self.sources: dict[Site, tuple[nn.Module, Tensor]] = {}
-        self.asking = False
+        self.in_user_function = False
 
     @property
     def run(self) -> ProgramPass:
         """What it remembers."""
         return self
 
-    def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
+    def tensor_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
         """What passed a site: the module called there, and the tensor; None where nothing did."""
         return self.sources.get(source.site)
 
@@ -53,13 +53,13 @@ class ProgramPass(PassMemory):
         """Captures an activation."""
         self.kept[point.name] = act.clone()  # so that nothing which is written into it later is seen
 
-    def ask(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
+    def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """What a function of the program returns for a copy of an activation."""
-        self.asking = True
+        self.in_user_function = True
         try:
             return listener.fn(given, point, self)
         finally:
-            self.asking = False
+            self.in_user_function = False
 
     def end(self) -> None:
         """The pass is over."""

@@ -11,7 +11,7 @@ from adapters.views import Call
 from bridge.hooks.hook_point import HookPoint
 from bridge.programs.program_pass import ProgramPass, current
 from bridge.programs.steps import LoweredPoint
-from bridge.taps.attention import AttentionWatch, shown_in_full
+from bridge.taps.attention import AttentionWatch, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall
 from bridge.taps.kernels import implementation_of, is_looked_up
 from bridge.taps.router import RouterWatch
@@ -59,15 +59,15 @@ class _CallInProgram:
         return 1
 
     @property
-    def asking(self) -> bool:
+    def in_user_function(self) -> bool:
         """Whether a function of the program is being called: what it computes is not the model's."""
-        return self.program_pass.asking
+        return self.program_pass.in_user_function
 
     def points(self, channel: str) -> Sequence[HookPoint]:
         """The hook points of a channel."""
         return [step.hook for step in self.tap.steps.get(channel, ())]
 
-    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels: the program listens to all of its own."""
         return [step.hook for channel in channels for step in self.tap.steps.get(channel, ())]
 
@@ -75,11 +75,11 @@ class _CallInProgram:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
         return self.tap.show(channel, x, self.call, self.program_pass)
 
-    def is_only_looked_at(self, attention: AttentionCall) -> bool:
+    def is_read_only(self, attention: AttentionCall) -> bool:
         """Whether nothing changes scores or pattern; then they have been captured."""
         if any(step.changes for channel in ("scores", "pattern") for step in self.tap.steps.get(channel, ())):
             return False
-        shown_in_full(self, attention)
+        show_scores_and_pattern(self, attention)
         return True
 
 

@@ -96,10 +96,12 @@ def check_hooks_run(bridge: RunnableBridge, start: int | None, stop: int | None)
         ValueError: there is such a hook. (One that was added stays silent in the runs that leave its layer out.)
     """
     first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
-    refuse_silent(bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}")
+    refuse_unreached_points(
+        bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}"
+    )
 
 
-def refuse_silent(
+def refuse_unreached_points(
     bridge: RunnableBridge, runs: Callable[[int], bool], how: str, context: RunContext | None = None
 ) -> None:
     """Refuses a run that leaves out points at which hooks were opened for it, by name.

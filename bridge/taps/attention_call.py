@@ -84,7 +84,7 @@ class AttentionCall:
         return tuple([x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference()])
 
     @property
-    def has_a_past(self) -> bool:
+    def has_past(self) -> bool:
         """Whether there are more keys than queries."""
         return self._queries().shape[2] != self.key.shape[2]
 

@@ -85,7 +85,7 @@ class _MixerCall:
     def _gate_behind(self, name: str, given: inspect.BoundArguments) -> Tensor | None:
         """The gate that a function is not to apply, since what is shown comes before it."""
         for seen in FUNCTIONS[name]:
-            if seen.gate is not None and self._tap.heard((seen.channel,)):
+            if seen.gate is not None and self._tap.active_points((seen.channel,)):
                 gate: Tensor | None = given.arguments.pop(seen.gate, None)
                 return gate
         return None
@@ -93,7 +93,7 @@ class _MixerCall:
     def _show(self, seen: FunctionTensor, x: Tensor) -> Tensor:
         """Shows an argument or a result, and returns what is made of it."""
         self._seen.add(seen.channel)
-        if not self._tap.heard((seen.channel,)):
+        if not self._tap.active_points((seen.channel,)):
             return x
         same = seen.axes.endswith(" _")
         axes = seen.axes.removesuffix(" _")
@@ -109,7 +109,7 @@ class _MixerCall:
 
     def _through_states(self, own: Callable[..., Any], name: str, given: inspect.BoundArguments) -> Any:
         """What the function returns; with other states, where somebody changes them."""
-        if name not in RECURRENCES or not self._tap.heard(("state",)):
+        if name not in RECURRENCES or not self._tap.active_points(("state",)):
             return own(*given.args, **given.kwargs)
         self._refuse_gradients()
         self._seen.add("state")
@@ -123,8 +123,8 @@ class _MixerCall:
         return own(*given.args, **given.kwargs) if new is before else with_states(recurrence, before, new)
 
     def _refuse_gradients(self) -> None:
-        for point in self._tap.heard(("state",)):
-            if any(listener.kind in ("bwd", "edge") for listener in point.heard_by()):
+        for point in self._tap.active_points(("state",)):
+            if any(listener.kind in ("bwd", "edge") for listener in point.visible_listeners()):
                 raise RuntimeError(
                     f"{point.name} has no gradient: the model's output does not go through these states but through "
                     "a function of the whole sequence. hook_recurrence_out, hook_x and hook_log_decay have theirs"
@@ -137,7 +137,7 @@ class _MixerCall:
             RuntimeError: it was not.
         """
         missed = [channel for channel in self._tap.points if channel not in self._seen]
-        points = self._tap.heard(missed)
+        points = self._tap.active_points(missed)
         if points:
             names = ", ".join(point.name for point in points)
             raise RuntimeError(

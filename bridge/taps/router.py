@@ -48,7 +48,7 @@ class RouterWatch(Watch):
         """
         with self:
             output = run()
-        if not self.shown.heard(("weights",)):
+        if not self.shown.active_points(("weights",)):
             return output
         logits, chosen, indices = output
         everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)

@@ -100,7 +100,7 @@ class Tap:
             found = found.own
         return None
 
-    def heard(self, channels: Sequence[str]) -> list[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
         context = CURRENT.get()
         start = None if context.run is None else context.run.start_at
@@ -134,7 +134,7 @@ class Tap:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """The module's forward while the tap is there."""
-        if not (self.heard(tuple(self.points)) or (self.opened and self._is_opened())):
+        if not (self.active_points(tuple(self.points)) or (self.opened and self._is_opened())):
             return self.original(*args, **kwargs)
         return self.watched(*args, **kwargs)
 
@@ -155,7 +155,7 @@ class TappedCall(Protocol):
         """Over how many processes the heads are spread."""
 
     @property
-    def asking(self) -> bool:
+    def in_user_function(self) -> bool:
         """Whether a user's function is being called: what it computes is not the model's."""
 
     @property
@@ -165,7 +165,7 @@ class TappedCall(Protocol):
     def points(self, channel: str) -> Sequence[HookPoint]:
         """The hook points of a channel."""
 
-    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which somebody listens."""
 
     def show(self, channel: str, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class RunCall:
         return 1
 
     @property
-    def asking(self) -> bool:
+    def in_user_function(self) -> bool:
         """Whether a user's function is being called, which runs in no pass or in one of its own."""
         return CURRENT.get().run is not self._run
 
@@ -198,9 +198,9 @@ class RunCall:
         """The hook points of a channel."""
         return self.tap.points.get(channel, ())
 
-    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which the present code listens."""
-        return self.tap.heard(channels)
+        return self.tap.active_points(channels)
 
     def show(self, channel: str, x: Tensor) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
@@ -224,7 +224,7 @@ class Watch(TorchFunctionMode):
         kwargs = {} if kwargs is None else kwargs
         if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
             return cast(Tensor, args[0]).unflatten(*args[1:], **kwargs)
-        if self.shown.asking:
+        if self.shown.in_user_function:
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 

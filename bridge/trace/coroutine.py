@@ -110,7 +110,7 @@ class Coroutine:
         """
         return self._context.run(function)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Lets the work go on until it pauses or ends.
 
         Raises:
@@ -152,7 +152,7 @@ class Coroutine:
         if self._greenlet is None:  # it never began, or has ended
             self._work, self.finished = None, True
         while not self.finished:
-            self.go_on()
+            self.resume()
 
     def _begin(self) -> greenlet:
         idle, _IDLE.worker = _IDLE.worker, None

@@ -12,7 +12,7 @@ from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names
-from bridge.hooks.results import checked, takes_its_place, version_of
+from bridge.hooks.results import checked, replaces_activation, version_of
 from bridge.trace.copies import LateEditGuard
 from bridge.trace.coroutine import Coroutine
 from bridge.trace.errors import PointPassedError
@@ -62,12 +62,12 @@ class EditHook:
         step = None if context.generation is None else context.generation.step
         before = context.run.bodies.get(self.edit)
         if isinstance(before, BodyInStep) and before.step == step:
-            return before.come_to(hook, act)
+            return before.visit(hook, act)
         if before is not None:
             before.end()
         body = BodyInStep(self.edit, step)
         context.run.bodies[self.edit] = body
-        return body.come_to(hook, act)
+        return body.visit(hook, act)
 
 
 class Edit(Sequence[tuple[str, EditHook]]):
@@ -125,7 +125,7 @@ class BodyInStep:
 
     # The model's side.
 
-    def come_to(self, hook: HookPoint, act: Tensor) -> Tensor | None:
+    def visit(self, hook: HookPoint, act: Tensor) -> Tensor | None:
         """What becomes of an activation: None where the body does not replace it.
 
         Raises:
@@ -139,17 +139,17 @@ class BodyInStep:
             )
         if self._coroutine is None:
             self._coroutine = Coroutine(self._work)
-            self._coroutine.go_on()
+            self._coroutine.resume()
         new: Tensor | None = None
         if self._waiting is hook:
             given = act.clone()  # what the body holds and what the model holds are two
             self._here, self._value, self._waiting = hook, given, None
             version = version_of(given)
-            self._coroutine.go_on()
+            self._coroutine.resume()
             self._late_edits.check()
             if self._value is given:
                 self._late_edits.add(given, hook.name)
-                changed = takes_its_place(given, version, act, hook.view, held=True)
+                changed = replaces_activation(given, version, act, hook.view, held=True)
             else:
                 changed = True
             new = self._value.clone() if changed else None

@@ -100,7 +100,7 @@ class GenerationTrace(InStep):
             while not coroutine.finished and self._state == "open":
                 self._wanted = self._current + 1
                 while self._wanted is not None and not coroutine.finished:
-                    self.stops.go_on()
+                    self.stops.resume()
                 self._wanted = None
                 self.stops.late_edits.check()
                 self.stops.late_edits.forget()

@@ -89,7 +89,7 @@ class InStep:
             return
         assert self.stops.coroutine is not None
         while not self.stops.coroutine.finished:
-            self.stops.go_on()
+            self.stops.resume()
 
     def _end(self) -> None:
         """Leaves the work where it is, and takes away what was attached."""

@@ -13,10 +13,10 @@ from adapters.paths import module_at
 from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, Scope
-from bridge.hooks.results import checked, takes_its_place, version_of
+from bridge.hooks.results import checked, replaces_activation, version_of
 from bridge.trace.copies import EditableCopy, LateEditGuard, leaves, mapped
 from bridge.trace.coroutine import Coroutine
-from bridge.trace.errors import Line, PointNeverCameError, PointPassedError, asking_line
+from bridge.trace.errors import Line, PointNeverCameError, PointPassedError, calling_line
 from bridge.trace.places import ModelOrder, Place, has_passed
 from bridge.wiring.trace_openings import TraceOpenings
 from bridge.wiring.wiring import Wiring
@@ -101,9 +101,9 @@ class Stops:
         if self.here is not None and self.here.asked == asked:
             return self.here
         place = self._places.of(asked) if isinstance(asked, HookPoint) else self._places.of_module(*asked)
-        line = asking_line()
+        line = calling_line()
         at = self._at()
-        if self.here is not None and _stand_together(asked, self.here.asked):
+        if self.here is not None and _share_a_place(asked, self.here.asked):
             raise PointPassedError(
                 f"the model is at {self.here.place.name}, for\n    {self.here.line}\n"
                 f"and {place.name} is the same place, asked for in\n    {line}\nOne trace shows it under one of the two"
@@ -114,19 +114,19 @@ class Stops:
         self._attach(asked, place if at is not None and at[0].group == place.group else None)
         self._waiting = (asked, place, line)
         try:
-            self.go_on()
+            self.resume()
         finally:
             self._waiting = None
         if self.here is None or self.here.asked != asked:
-            raise self._passed(place, line, at) if self._was_near(at, place) else self._never(place, line, at)
+            raise self._passed(place, line, at) if self._may_have_passed(at, place) else self._never(place, line, at)
         return self.here
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Lets the model go on to the next stop, or to its end."""
         assert self.coroutine is not None
         if self.here is not None:
             self._last = (self.here.place, self.here.line)
-        self.coroutine.go_on()
+        self.coroutine.resume()
 
     def detach(self) -> None:
         """Listens to nothing any more, but to what is captured."""
@@ -143,7 +143,7 @@ class Stops:
     def _at(self) -> tuple[Place, Line] | None:
         return self._last if self.here is None else (self.here.place, self.here.line)
 
-    def _was_near(self, at: tuple[Place, Line] | None, place: Place) -> bool:
+    def _may_have_passed(self, at: tuple[Place, Line] | None, place: Place) -> bool:
         """Whether what did not come may have passed: in the block where the model was."""
         return at is not None and at[0].group == place.group and place.order < at[0].order
 
@@ -242,7 +242,7 @@ class Stops:
             self.kept[hook] = new
         if new.requires_grad:
             self._keep_gradient(new, hook.name)
-        if not (replaced or takes_its_place(given, version, act, hook.view, held=True)):
+        if not (replaced or replaces_activation(given, version, act, hook.view, held=True)):
             return None
         return new.clone()
 
@@ -256,16 +256,16 @@ class Stops:
 
         act.register_hook(keep)
 
-    def _is_waited_for(self, asked: Asked) -> bool:
+    def _is_awaited(self, asked: Asked) -> bool:
         return self._waiting is not None and self._waiting[0] == asked and self._scope in CURRENT.get().visible
 
     def _on_output(self, asked: tuple[str, str], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._show(output) if self._is_waited_for(asked) else None
+        return self._show(output) if self._is_awaited(asked) else None
 
     def _on_inputs(
         self, asked: tuple[str, str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._is_waited_for(asked):
+        if not self._is_awaited(asked):
             return None
         return self._show((args, kwargs))
 
@@ -296,7 +296,7 @@ class Stops:
             self._stop_at(None)
 
 
-def _stand_together(one: Asked, other: Asked | None) -> bool:
+def _share_a_place(one: Asked, other: Asked | None) -> bool:
     """Whether a hook point and a module's input or output are at one place: torch looks for hooks there only once."""
     for point, module in ((one, other), (other, one)):
         if isinstance(point, HookPoint) and isinstance(module, tuple):

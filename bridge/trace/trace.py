@@ -13,7 +13,7 @@ from adapters.inputs.arguments import takes
 from adapters.paths import module_at
 from bridge.hooks.context import CURRENT
 from bridge.run.forward import PreparedPass, checked_layers
-from bridge.run.hooked import points_that_run, refuse_silent
+from bridge.run.hooked import points_that_run, refuse_unreached_points
 from bridge.run.layer_range import bypassing
 from bridge.run.model_inputs import Inputs, check_arguments
 from bridge.run.request import Request
@@ -207,7 +207,7 @@ class Trace(InStep, Access):
         for hook in self.stops.captured:
             if hook.point.stack and a <= hook.point.depth <= b:
                 raise ValueError(f"skip{wanted}: {hook.name} is captured, and would not run")
-        refuse_silent(bridge, lambda depth: not a <= depth <= b, f"skip{wanted}", self._begun_in)
+        refuse_unreached_points(bridge, lambda depth: not a <= depth <= b, f"skip{wanted}", self._begun_in)
         assert self._pass is not None
         blocks = [module_at(bridge.original_model, path) for path in bridge.block_paths[a : b + 1]]
         self._until_the_end().enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))

@@ -20,7 +20,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Scope
 from bridge.hooks.modules import argument
 from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import put_before, put_behind, take_away
+from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_hooks_of
 
 #: What is called with what passed a place: its hook points, the tensor, and the call: module, args, kwargs.
 Keep = Callable[[tuple[HookPoint, ...], Tensor, nn.Module, Args, Kwargs], None]
@@ -143,10 +143,10 @@ class ReadingPlan:
                 reader = ReadingHook(place, keep, scope)
                 readers.append((reader, module))
                 if place.before:
-                    put_before(module, reader, reader.on_input)
+                    add_pre_hook(module, reader, reader.on_input)
                 else:
-                    put_behind(module, reader, reader.on_output)
+                    add_forward_hook(module, reader, reader.on_output)
             yield
         finally:
             for reader, module in readers:
-                take_away(module, reader)
+                remove_hooks_of(module, reader)

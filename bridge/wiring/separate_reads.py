@@ -49,7 +49,7 @@ def read_separately(readers: tuple[str, ...], run: ForwardPass, compute: Callabl
     return copies[readers[0]]
 
 
-def as_read_alone(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
+def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
     """Gives a reader its copy: at its projection's input, or for its part of a fused projection's output."""
     entered = run.separate.pop(reader.name, None)
     if entered is None:

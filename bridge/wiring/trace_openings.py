@@ -12,7 +12,7 @@ from bridge.taps.tap import Tap
 from bridge.taps.taps import tap_on
 from bridge.wiring.boundary import noop_hook
 from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import put_behind, take_away
+from bridge.wiring.torch_hooks import add_forward_hook, remove_hooks_of
 
 if TYPE_CHECKING:
     from bridge.wiring.wiring import Wiring
@@ -42,12 +42,12 @@ class TraceOpenings:
             return
         wiring = self._wiring
         with wiring.lock:
-            modules = wiring.finder(path).on_the_way
+            modules = wiring.finder(path).modules_on_path
             while path not in self._paths:
                 self._paths.add(path)
                 module = modules.pop()
                 if type(module).forward is not nn.Module.forward:  # a list of modules is never called
-                    put_behind(module, self._scope, noop_hook)
+                    add_forward_hook(module, self._scope, noop_hook)
                     self._modules.append(module)
                 kind = wiring.tapped.get(path)
                 if kind is not None and kind != "experts":  # that tap computes one expert at a time
@@ -69,7 +69,7 @@ class TraceOpenings:
         """Ends all of it."""
         with self._wiring.lock:
             while self._modules:
-                take_away(self._modules.pop(), self._scope)
+                remove_hooks_of(self._modules.pop(), self._scope)
             while self._taps:
                 self._taps.pop().close(self._scope)
             while self._watched:

@@ -28,7 +28,7 @@ from bridge.wiring.calls import CallCounter
 from bridge.wiring.checkpointing import CheckpointedBlocks
 from bridge.wiring.clashes import check_clash
 from bridge.wiring.compiled import ForcedEager, refuse_inside_compiled
-from bridge.wiring.in_order import put_behind_in_order
+from bridge.wiring.in_order import order_behind
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
 from bridge.wiring.shared_site import SharedSite
@@ -129,9 +129,9 @@ class Wiring:
         """Takes in a hook point that comes right behind another one, and behind what stands on that already."""
         with self.lock:
             self.place(hook)
-            put_behind_in_order(self.points, hook, behind)
+            order_behind(self.points, hook, behind)
 
-    def take_out(self, hook: HookPoint) -> None:
+    def remove_point(self, hook: HookPoint) -> None:
         """Takes a hook point out again, with the hooks on it."""
         with self.lock:
             self.remove(hook, hook.listeners)
@@ -189,10 +189,12 @@ class Wiring:
         """
         if self._layout is None or self._layout.group is None:
             return
-        heard = [(hook.name, [listener.kind for listener in hook.heard_by()]) for hook in self.points.values()]
-        here = zlib.crc32(repr([found for found in heard if found[1]]).encode())
+        active = [
+            (hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in self.points.values()
+        ]
+        here = zlib.crc32(repr([found for found in active if found[1]]).encode())
         if not agree(here, self._layout.group):
-            names = ", ".join(name for name, kinds in heard if kinds) or "no hook point"
+            names = ", ".join(name for name, kinds in active if kinds) or "no hook point"
             raise DifferentEditsError(
                 f"hooks are at {names} here, and at other hook points on other processes that share this model: "
                 "do the same on all"
@@ -211,8 +213,8 @@ class Wiring:
     def has_unseen_hooks(self) -> bool:
         """Whether hooks of a ``with`` statement are attached that the present code does not see."""
         visible = CURRENT.get().visible
-        heard = [listener for point in self.points.values() for listener in point.listeners if listener.kind != "read"]
-        return any(one.scope is not None and not one.scope.of_one_run and one.scope not in visible for one in heard)
+        active = [listener for point in self.points.values() for listener in point.listeners if listener.kind != "read"]
+        return any(one.scope is not None and not one.scope.of_one_run and one.scope not in visible for one in active)
 
     @property
     def listening(self) -> bool:

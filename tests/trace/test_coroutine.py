@@ -189,7 +189,7 @@ def test_what_leaves_is_not_begun():
     done: list[int] = []
     coroutine = Coroutine(lambda: done.append(1))
     coroutine.abandon()
-    coroutine.go_on()
+    coroutine.resume()
     assert coroutine.finished and not done
 
 
