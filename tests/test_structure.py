@@ -82,6 +82,7 @@ INSIDE_FUNCTIONS = {
 #: Mutable things at module level, with the reason.
 MUTABLE = {
     ("adapters/registry.py", "_REGISTRY"): "the registry of families",
+    ("adapters/registry.py", "_CHECKS"): "the same: what looks at a model of theirs",
     ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",

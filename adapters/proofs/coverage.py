@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Opaque, Part
+from adapters.architecture import Part
 from adapters.attention import Attention
 from adapters.experts import keeps_experts
 from adapters.feed_forward import MLP, MoE
@@ -77,7 +77,8 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
             findings.holds(CLAIM, path, path in shown, "a softmax that no hook point shows")
             findings.holds(CLAIM, path, count == 1, f"{count} softmaxes, of which hook points show one")
         for place in places:
-            if isinstance(place.named.step.part, Mixer):
+            part = place.named.step.part
+            if isinstance(part, Mixer) and part.mixes:
                 findings.inconclusive(CLAIM, f"what {place.module} computes inside is not offered")
 
 
@@ -116,7 +117,7 @@ def _opaque(place: LayerStep) -> list[str]:
     """Modules whose insides are claimed by other means: experts by their own hook points, a mixer by its ends."""
     part, mix = place.named.step.part, place.named.step.mix
     mixing = [join(place.path, mix.path)] if mix else []
-    if isinstance(part, Mixer | Opaque):
+    if isinstance(part, Mixer):
         entry = place.named.step.entry
         return [place.module, *([join(place.path, entry)] if entry else []), *mixing]
     if not isinstance(part, MoE):

@@ -266,7 +266,7 @@ class _Walk:
 def group_of(named: NamedStep) -> Group:
     """The kind of terms that a step adds."""
     part = named.step.part
-    if isinstance(part, Mixer):
+    if isinstance(part, Mixer) and part.mixes:
         return "mixer"
     return "mlp" if feeds_forward(part) else "attn"
 

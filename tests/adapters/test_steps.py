@@ -385,7 +385,7 @@ def test_bart_has_two_stacks_with_norms_on_the_stream() -> None:
 def test_steps_that_cannot_be() -> None:
     norm = Norm("norm", RMS_NORM)
     with pytest.raises(ValueError, match="multiplies with 0"):
-        Step(FEED_FORWARD, output_transform=times(0.0))
+        Step(FEED_FORWARD, result_chain=times(0.0))
     with pytest.raises(ValueError, match="both pre and stream_norm"):
         Step(FEED_FORWARD, pre=norm, stream_norm=norm)
     with pytest.raises(ValueError, match="step 0 of a block has parallel_to=0"):

@@ -14,7 +14,7 @@ from adapters.norms import Norm
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, mark
 from adapters.observe.tolerance import tolerance
 from adapters.paths import base_path, token_embedding
-from adapters.stream_ends import Embedding
+from adapters.stream_ends import Embedding, TableOf, tables
 from adapters.views import Affine, Chain, times, transformed
 
 NO_SUM = "the first stream is not the token embedding and what other modules put out"
@@ -46,9 +46,7 @@ class FoundEmbedding:
         return replace(
             found,
             tokens=found.tokens and relative(found.tokens),
-            positions=at(found.positions),
-            types=at(found.types),
-            more=tuple(map(relative, found.more)),
+            added=tables(at(found.positions), at(found.types), tuple(map(relative, found.more))),
             norm=found.norm and Norm(relative(found.norm.path), found.norm.kind),
             project=at(found.project),
             module=at(found.module),
@@ -201,19 +199,19 @@ class _Search:
             weight, repeated = added[call], again.get(call, [])
             if weight == 0:
                 continue
-            what = "types" if bool((others[call] == others[call][:, :1]).all()) else "positions"
+            what: TableOf = "types" if bool((others[call] == others[call][:, :1]).all()) else "positions"
             taken, times = getattr(self.found, what) is not None, 1 + len(repeated)
             several = weight == 1 and self.recording.numbered(call) != call.path  # one table, of several sides (UDOP)
             if several or (weight == times and (times > 1 or taken)):
-                more = (*self.found.more, self.recording.numbered(call), *repeated)
-                self.found = replace(self.found, more=more)
+                self._add("more", self.recording.numbered(call), *repeated)
             elif taken or weight != 1:
                 name = "hook_pos_embed" if what == "positions" else "hook_token_types"
                 self.missing[name] = f"{call.path} is added to the token embedding, times {weight:g}"
-            elif what == "types":
-                self.found = replace(self.found, types=call.path)
             else:
-                self.found = replace(self.found, positions=call.path)
+                self._add(what, call.path)
+
+    def _add(self, what: TableOf, *paths: str) -> None:
+        self.found = replace(self.found, added=(*self.found.added, *((what, path) for path in paths)))
 
     def _around(self, alone: bool) -> None:
         """The module that puts out the first stream, where that is a norm of a sum."""

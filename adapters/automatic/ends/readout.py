@@ -120,7 +120,7 @@ class End:
             return ()
         around, linear = ("." + relative(each, self.core) for each in found[:2])
         norm = found[2] and Norm("." + relative(found[2].path, self.core), found[2].kind)
-        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True),)
+        return (Head("mlm_head", around, linear=linear, norm=norm),)
 
     def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> Readout:
         """How logits are made of what the final norm puts out.
