@@ -35,7 +35,7 @@ MAY_USE = {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.taps", "bridge.wiring", "bridge.run",
         "bridge.trace", "bridge.export",
     },
-    "bridge.native": {"bridge.hooks"},
+    "bridge.native": {"adapters", "bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"adapters", "bridge.native", "bridge.hooks"},
     "bridge.bases": {"adapters", "bridge.hooks"},

@@ -31,7 +31,7 @@ from bridge.interventions.operation import Operation
 from bridge.run.checks import check_ids
 from bridge.run.hooked import check_specs
 from bridge.run.protocol import HookSpec
-from bridge.run.tokenization import batch_of
+from bridge.run.tokenization import TextOptions, batch_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def prompts_of(
     found: list[list[int]] = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            prompt = batch_of(bridge, [prompt], bos).tokens[0] if prompt or bos is not False else []
+            prompt = batch_of(bridge, [prompt], TextOptions(bos)).tokens[0] if prompt or bos is not False else []
         row = prompt.tolist() if isinstance(prompt, Tensor) else prompt
         if not isinstance(row, list | tuple) or any(type(token) is not int for token in row):
             raise TypeError(f"prompts[{index}] is {shown(prompts[index])}; it must be a text, or tokens [pos]")

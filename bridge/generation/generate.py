@@ -32,6 +32,7 @@ from bridge.hooks.context import Generation, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.names import named_one_by_one
 from bridge.run.protocol import Input
+from bridge.run.tokenization import TextOptions
 from bridge.wiring.compiled import call_eagerly, forced_eager
 
 #: Options of the model's `generate` with which it processes tokens that do not stay in the sequence.
@@ -104,7 +105,7 @@ def hf_generate(
     if return_type not in (None, "tokens", "str", "input"):
         raise ValueError(f"return_type is {return_type!r}; it must be None, 'tokens', 'str' or 'input'")
     check_generates(bridge)
-    prompt = prompt_of(bridge, input, prepend_bos, None, arguments.pop("attention_mask", None))
+    prompt = prompt_of(bridge, input, TextOptions(prepend_bos), arguments.pop("attention_mask", None))
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
     generation = generation_of(bridge, prompt, arguments)
     with generating(bridge, generation, prompt):

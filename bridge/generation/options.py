@@ -19,6 +19,7 @@ from bridge.hooks.arguments import check_types
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.run.model_inputs import TAKEN_BY
 from bridge.run.protocol import Input
+from bridge.run.tokenization import TextOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ def prepared(bridge: Generates, input: Input, options: GenerationOptions) -> tup
     more = dict(options.more)
     _check_known(bridge, more)
     _check_used(options, more)
-    prompt = prompt_of(bridge, input, options.prepend_bos, options.padding_side, more.pop("attention_mask", None))
+    text = TextOptions(options.prepend_bos, options.padding_side)
+    prompt = prompt_of(bridge, input, text, more.pop("attention_mask", None))
     if prompt.tokens is not None and "input_ids" in prompt.kwargs and "attention_mask" not in prompt.kwargs:
         prompt.kwargs["attention_mask"] = inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
     _check_room(bridge, prompt, options.max_new_tokens)

@@ -19,7 +19,7 @@ from bridge.hooks.names import NamesFilter
 from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
 from bridge.run.model_inputs import check_zero_or_one
 from bridge.run.protocol import Input
-from bridge.run.tokenization import HasTokenizer, batch_of
+from bridge.run.tokenization import HasTokenizer, TextOptions, batch_of
 from bridge.wiring.wiring import Wiring
 
 #: Arguments of the model's own `generate`.
@@ -68,15 +68,15 @@ class GenerationPrompt:
 def prompt_of(
     bridge: Generates,
     input: Input,
-    prepend_bos: bool | None = None,
-    padding_side: str | None = None,
+    options: TextOptions,
     mask: Shaped[Tensor, "batch pos"] | None = None,
 ) -> GenerationPrompt:
     """The prompt with padding in front, where generation needs it.
 
     Args:
         bridge: the bridge.
-        input, prepend_bos, padding_side: as for `TransformerBridge.generate`.
+        input: as for `TransformerBridge.generate`.
+        options: how text becomes tokens; its side is that of what is returned.
         mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
 
     Raises:
@@ -84,10 +84,11 @@ def prompt_of(
     """
     where = input_device(bridge.core)
     if takes(bridge.core).main is not None:
-        return _behind_images_or_sound(bridge, input, prepend_bos, mask)
+        return _behind_images_or_sound(bridge, input, options, mask)
     if mask is not None:
         check_zero_or_one("attention_mask", mask)
         mask = mask.long()
+    padding_side = options.padding_side
     if padding_side not in (None, "left", "right"):
         raise ValueError(f'padding_side is {padding_side!r}; it must be "left" or "right"')
     if isinstance(input, Tensor) and input.is_floating_point():
@@ -98,7 +99,7 @@ def prompt_of(
     texts = texts_in(input)
     if texts is not None:
         kind = "str" if isinstance(input, str) else "list"
-        batch = batch_of(bridge, texts, prepend_bos, "left")
+        batch = batch_of(bridge, texts, options._replace(padding_side="left"))
         tokens, mask = batch.tokens, batch.mask
         if mask is None and len(tokens):
             # Without it transformers would take a padding token for one that is not meant.
@@ -117,7 +118,7 @@ def prompt_of(
 
 
 def _behind_images_or_sound(
-    bridge: Generates, input: Input, prepend_bos: bool | None, mask: Tensor | None
+    bridge: Generates, input: Input, options: TextOptions, mask: Tensor | None
 ) -> GenerationPrompt:
     """The prompt of a model whose first blocks read images or sound: these, or what its decoder begins with.
 
@@ -132,7 +133,7 @@ def _behind_images_or_sound(
         return GenerationPrompt(given, None, [0], False, "str")
     texts = texts_in(input)
     if texts is not None:
-        batch = batch_of(bridge, texts, prepend_bos, "left")
+        batch = batch_of(bridge, texts, options._replace(padding_side="left"))
         tokens, kind = batch.tokens, "str" if isinstance(input, str) else "list"
         if batch.mask is not None:
             given["decoder_attention_mask"] = batch.mask.to(where)

@@ -83,7 +83,7 @@ def explain_missing_name(module: str) -> Callable[[str], NoReturn]:
     """A module's ``__getattr__``. What it says is shown by ``from module import name``, too.
 
     Example:
-        >>> from bridge.legacy.missing import says_what_is_missing
+        >>> from bridge.legacy.missing import explain_missing_name
         >>> explain_missing_name("bridge.legacy")("lit")
         Traceback (most recent call last):
         AttributeError: bridge.legacy has no lit: there is no connection to LIT. See docs/migration.md

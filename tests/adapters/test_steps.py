@@ -206,11 +206,11 @@ def changed(architecture: Architecture, layer: int, step: int, **fields: Any) ->
 @pytest.mark.parametrize(
     ("layer", "step", "fields", "failing"),
     [
-        (0, 0, {"output_transform": ()}, "resid_pre + mixer_out = resid_mid"),
-        (0, 1, {"output_transform": times(-HALF)}, "resid_mid + mlp_out = resid_post"),
+        (0, 0, {"result_chain": ()}, "resid_pre + mixer_out = resid_mid"),
+        (0, 1, {"result_chain": (Norm("after", RMS_NORM), *times(-HALF))}, "resid_mid + mlp_out = resid_post"),
         (1, 1, {"parallel_to": None}, "resid_pre + attn_out = resid_mid"),
-        (2, 1, {"post": None}, "resid_mid + mlp_out = resid_post"),
-        (3, 1, {"output_transform": ()}, "ln1.hook_out + attn_2_out = resid_mid_2"),
+        (2, 1, {"result_chain": ()}, "resid_mid + mlp_out = resid_post"),
+        (3, 1, {"result_chain": ()}, "ln1.hook_out + attn_2_out = resid_mid_2"),
         (3, 1, {"stream_norm": None}, "ln1.hook_out + attn_2_out = resid_mid_2"),
     ],
 )
