@@ -104,8 +104,8 @@ class _Walk:
         if named.name != group:
             what, rest = ("neurons", "expand_neurons=False") if group == "mlp" else ("heads", "decompose_resid()")
             raise ValueError(
-                f"{self.model.cfg.model_name} has {named.name} beside {group} in a block: it is not taken apart into "
-                f"{what}; {rest} takes its output whole"
+                f"{self.model.cfg.model_name} has {named.name} as well as {group} in a block: it is not taken apart "
+                f"into {what}; {rest} takes its output whole"
             )
         return True
 
@@ -266,7 +266,7 @@ class _Walk:
 def group_of(named: NamedStep) -> Group:
     """The kind of terms that a step adds."""
     part = named.step.part
-    if isinstance(part, Mixer):
+    if isinstance(part, Mixer) and part.mixes:
         return "mixer"
     return "mlp" if feeds_forward(part) else "attn"
 
@@ -288,7 +288,7 @@ def terms_of(
 
     Where norms stand on the stream itself (BERT), every term is what they leave of it, their scales held at those of
     the run, and their biases are one more term, the last. Of the text in a model of images, what these put into the
-    stream is a term beside the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
+    stream is a term besides the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
 
     Args:
         cache: an `ActivationCache`.

@@ -93,7 +93,7 @@ class ActivationCache(ResidualMethods):
     def module_of_the_run(self, name: str) -> nn.Module:
         """The module at a hook point whose activation is multiplied with weights, if its weights are the run's.
 
-        Heads are made from ``hook_z``, neurons from ``hook_post``, logits from what stands at the stream's end.
+        Heads are made from ``hook_z``, neurons from ``hook_post``, logits from what is at the stream's end.
 
         Args:
             name: of the hook point.

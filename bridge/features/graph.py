@@ -190,7 +190,7 @@ def attribution_graph(
     shares = plain.softmax(-1)
     chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
     with bridge.linearised(tokens), torch.enable_grad():
-        return _Replaced(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
+        return _ReplacementRun(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
 
 
 @dataclass
@@ -202,7 +202,7 @@ class _Source:
     entries: Tensor  # for each node the indices of its entries, of features; of errors and tokens the positions
 
 
-class _Replaced:
+class _ReplacementRun:
     """One run of the local replacement model, with its graph of derivatives.
 
     Args:

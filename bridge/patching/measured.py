@@ -18,7 +18,7 @@ from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.memory import tokens_per_run
 from bridge.patching.regions import differences, first_change
 from bridge.patching.runs import PatchedRuns, may_start_later
-from bridge.patching.steps import Step
+from bridge.patching.steps import PatchStep
 from bridge.patching.sweep import Job, Patch, Sweep, by_position, starts_at_first
 
 #: From the logits ``[batch, pos, d_vocab]`` of one patched run to a number.
@@ -30,7 +30,7 @@ WORTHWHILE = 4
 def measure(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
-    steps: Sequence[Step],
+    steps: Sequence[PatchStep],
     metric: Number,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | Literal["auto"],
@@ -59,7 +59,7 @@ def measure(
 def _one_by_one(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
-    steps: Sequence[Step],
+    steps: Sequence[PatchStep],
     metric: Number,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | Literal["auto"],
@@ -85,7 +85,7 @@ class _Measured:
         self,
         model: TransformerBridge,
         tokens: Int[Tensor, "batch pos"],
-        steps: Sequence[Step],
+        steps: Sequence[PatchStep],
         metric: Number,
         attention_mask: Int[Tensor, "batch pos"] | None,
         patches_per_run: int | Literal["auto"],
@@ -156,7 +156,7 @@ class _Measured:
                 jobs.append(Job(index, step.hook, start, _patch_from(step), by_position=step.hook not in self.whole))
         return jobs
 
-    def _start(self, step: Step, differs: Bool[Tensor, "..."] | None) -> int | None:
+    def _start(self, step: PatchStep, differs: Bool[Tensor, "..."] | None) -> int | None:
         region = step.region
         if region is None or differs is None or step.hook in self.whole:
             return 0
@@ -166,5 +166,5 @@ class _Measured:
             return 0  # the setter says what does not fit
 
 
-def _patch_from(step: Step) -> Callable[[int], Patch]:
+def _patch_from(step: PatchStep) -> Callable[[int], Patch]:
     return lambda start: lambda activation: step.later(activation, start)
