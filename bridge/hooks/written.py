@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import nn
 
 #: For each parameter of a module, which one it is and how often it was written to; which adapters of PEFT are at work.
@@ -32,17 +30,19 @@ def written_to(module: nn.Module) -> Written:
     written: list[tuple[object, ...]] = [
         (id(x), 0 if x.is_inference() else x._version) for x in own if x is not None and not x.is_meta
     ]
-    if module._modules:
-        written += [_adapters(part) for part in module.modules() if isinstance(_active(part), list)]
-    return tuple(written)
+    return (*written, *adapters_at_work(module)) if module._modules else tuple(written)
 
 
-def _active(module: nn.Module) -> object:
-    return getattr(module, "active_adapters", None)  # of a whole model a method
+def adapters_at_work(module: nn.Module) -> tuple[tuple[object, ...], ...]:
+    """Of each layer of PEFT's inside of a module, in order: which adapters are at work, and how much each counts.
 
-
-def _adapters(module: nn.Module) -> tuple[object, ...]:
-    """Which adapters a layer of PEFT's has at work, and how much each counts."""
-    scaling = getattr(module, "scaling", None)
-    shares = tuple(scaling.items()) if isinstance(scaling, dict) else ()
-    return tuple(cast(list[str], _active(module))), getattr(module, "disable_adapters", None), shares
+    Args:
+        module: any module.
+    """
+    found = []
+    for part in module.modules():
+        active, disabled = getattr(part, "active_adapters", None), getattr(part, "disable_adapters", None)
+        if isinstance(active, list) and isinstance(disabled, bool):  # of a whole model they are methods
+            scaling = getattr(part, "scaling", None)
+            found.append((*active, disabled, *(scaling.items() if isinstance(scaling, dict) else ())))
+    return tuple(found)
