@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adapters import MLP, Attention, MoE, Weights
 from adapters.architecture import NamedStep
-from adapters.linear import weight_in_out
+from adapters.linear import is_linear, weight_in_out
 from adapters.norms import NormKind
 from adapters.paths import join
 from adapters.views import Call, Heads
@@ -289,7 +289,7 @@ def ensure_bias(module: nn.Module) -> None:
     """
     if getattr(module, "bias", None) is not None:
         return
-    if type(module) is not nn.Linear:
+    if not is_linear(module):
         raise TypeError(f"a {type(module).__name__} cannot be given a bias, only a Linear")
     weight = module.weight
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.inputs.made import arguments_of
 from adapters.paths import base_path, join
 from tests.properties.plain import Place, editing, outputs_inside, read_behind
-from tests.properties.subject import NEAR, Absent, Subject, Wrong, logits_of
+from tests.properties.subject import NEAR, Absent, Subject, Wrong, arranged, logits_of
 from tests.properties.sums import uncapped
 
 
@@ -36,7 +36,7 @@ def raw_lens_skips_the_norm(subject: Subject) -> None:
     with torch.no_grad():
         reading = subject.bridge.lens(subject.tokens, kind="raw")
         stream = subject.stream(len(subject.paths))
-        if any(head.unembeds for head in architecture.heads):
+        if architecture.readout.unknown or any(head.unembeds for head in architecture.heads):
             place = Place(architecture.readout.path, "input")
         elif norm is not None and not norm.path:
             raise Absent("the final norm is no module: no plain hook skips it")
@@ -101,7 +101,7 @@ def _is_read(
 ) -> None:  # fmt: skip
     """An activation is the product of a weight with what a module of the plain model is given."""
     read = [
-        x.reshape(*out.shape[:2], -1) for place, x in plain.items()
+        arranged(x, torch.empty(*out.shape[:2], len(weight))) for place, x in plain.items()
         if place.side == "input" and x.shape[-1] == len(weight) and x.numel() == len(weight) * out.shape[:2].numel()
     ]  # fmt: skip
     if not read:
