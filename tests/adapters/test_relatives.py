@@ -169,6 +169,7 @@ def test_latent_values_of_another_width() -> None:
         ("falcon", {"multi_query": False, "parallel_attn": False}),
         ("flint", {"decoder_sparse_step": 1, "mlp_only_layers": [0]}),
         ("laguna", {"moe_routed_scaling_factor": 1.5}),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8]}),
         ("stablelm", {"use_parallel_residual": True}),
         ("vaultgemma", {"final_logit_softcapping": 2.0}),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "n_shared_experts": 2}),
