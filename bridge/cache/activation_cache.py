@@ -39,7 +39,8 @@ _ENDS = ("ln_final.hook_normalized", "unembed.hook_in")
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be multiplied with, by hook point."""
     points = model.hook_dict
-    names = [name for name in (*values, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS)) and name in points]
+    bases = (name.rpartition(".")[0] for name in values)  # of what is seen in a basis of the user's
+    names = [n for n in (*values, *bases, *_ENDS) if n.endswith((*_READ_BY_WEIGHTS, *_ENDS)) and n in points]
     return {name: written_to(module_at(model.original_model, points[name].point.site.path)) for name in names}
 
 

@@ -152,7 +152,7 @@ def test_layers_below_a_patch_do_not_run(pair):
     # Two prompts of 5 tokens. Positions 1 and 2 differ at first, later also those behind; at position 0 nothing does.
     # One run takes the stream, and one tries to go on from it with the last three; no run has all positions.
     overhead = 2 * (5 + 3)
-    # Another tries the last block at the last position, where the metric looks; the rest of it has keys and values alone.
+    # Another tries the last block at the last position, where the metric looks, with keys and values of the others.
     tried = {"self_attn": 2 * 5, "mlp": 2}
     patched = [2 * 4 * 2, 2 * 4 * (2 + 4), 2 * 4 * (2 + 4 + 4)]  # prompts, positions that run, patches so far
     assert counts["self_attn"] == [overhead + tokens for tokens in (*patched[:2], patched[2] + tried["self_attn"])]
