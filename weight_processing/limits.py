@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from adapters import Architecture, norms
 from adapters.attention import AddedOutput, Gate, SinkGate
 from adapters.views import Affine, parameters_of
-from weight_processing.parts import Norm, Parts, norm_parameters
+from weight_processing.parts import Norm, ProcessedParts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.spread import held_here, is_sharded
 from weight_processing.steps import written
@@ -67,7 +67,7 @@ class Limits:
         parts: its parts.
     """
 
-    def __init__(self, core: PreTrainedModel, parts: Parts) -> None:
+    def __init__(self, core: PreTrainedModel, parts: ProcessedParts) -> None:
         self.core = core
         self.parts, self.cfg = parts, parts.cfg
         self.a = parts.architecture
@@ -142,7 +142,7 @@ class Limits:
         if any(part.gate for block in self.a.stack.every_block for part in block.attentions):
             return "a gate behind its attention reads the norm, too, and HookedTransformer has no matrix for it"
         if any(norm.kind.gate for block in self.a.stack.every_block for norm in block.norms):
-            return "a gate stands behind one of its norms, and reads what that makes with its weight"
+            return "a gate is behind one of its norms, and reads what that makes with its weight"
         if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
             return "one of its norms is none that is known"
         if not self.parts.weights.has("." + self.a.readout.path):
@@ -243,7 +243,7 @@ def _why_not_written(name: str, get: Callable[[], Tensor], stored: set[int]) -> 
     return ""
 
 
-def is_as_left(parts: Parts, step: str) -> bool:
+def is_as_left(parts: ProcessedParts, step: str) -> bool:
     """Whether the parameters look as a transform leaves them: by all the norms and biases, by samples of matrices."""
     looks: list[tuple[str, Callable[[], bool]]]
     if step == "fold_ln":
@@ -269,16 +269,16 @@ def _is_centered(get: Callable[[], Tensor]) -> bool:
     return get().ndim < 2 or _sums_to_zero(get()[:_SAMPLE], -1)
 
 
-def _is_folded(parts: Parts, norm: Norm) -> bool:
+def _is_folded(parts: ProcessedParts, norm: Norm) -> bool:
     plain = parts.is_plain(norm)
     return plain and (not norm.kind.centered or _sums_to_zero(norm.readers[0].weight()[..., :_SAMPLE], -2))
 
 
-def _has_no_value_bias(parts: Parts, block: str) -> bool:
+def _has_no_value_bias(parts: ProcessedParts, block: str) -> bool:
     return not bool(parts.get(parts.find(f"{block}.attn", "b_V"))().any())
 
 
-def _is_refactored(parts: Parts, block: str) -> bool:
+def _is_refactored(parts: ProcessedParts, block: str) -> bool:
     W = parts.get(f"{block}.attn.W_O")()[0].float()
     return torch.allclose(W @ W.T, torch.eye(len(W), device=W.device), atol=0.05)
 

@@ -16,16 +16,16 @@ from weight_processing import (
     refactor_query_key,
     refactor_value_output,
 )
-from weight_processing.parts import Norm, Parts, Reader, ensure_bias, norm_parameters, precise
+from weight_processing.parts import Norm, NormReader, ProcessedParts, ensure_bias, norm_parameters, precise
 from weight_processing.saving import SavedBiases
 
 
-def _pieces(parts: Parts, x: Tensor, dim: int) -> Iterator[Tensor]:
+def _pieces(parts: ProcessedParts, x: Tensor, dim: int) -> Iterator[Tensor]:
     """Views of a matrix, cut along an axis."""
     return iter(x.split(max(1, parts.piece * x.shape[dim] // x.numel()), dim))
 
 
-def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Tensor | None) -> None:
+def _fold_into(parts: ProcessedParts, reader: NormReader, norm: Norm, w: Tensor | None, b: Tensor | None) -> None:
     weight = reader.weight()
     cut = 0 if weight.ndim == 3 else -1
     if b is not None:
@@ -40,7 +40,7 @@ def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Te
             bias.copy_(precise(bias) + more)
 
 
-def do_fold_ln(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_fold_ln(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds every norm into all its readers, and leaves it with ones and zeros."""
     for place, norms in parts.by_place((norm.name, norm) for norm in parts.norms):
         with parts.around(place):
@@ -48,7 +48,7 @@ def do_fold_ln(parts: Parts, saved_biases: SavedBiases) -> None:
                 _fold(parts, norm, saved_biases)
 
 
-def _fold(parts: Parts, norm: Norm, saved_biases: SavedBiases) -> None:
+def _fold(parts: ProcessedParts, norm: Norm, saved_biases: SavedBiases) -> None:
     w, b = parts.affine(norm)
     b = None if b is None or not bool(b.any()) else b
     bare = set() if b is None else {r.holder for r in norm.readers if not parts.has_bias(r.holder)}
@@ -63,7 +63,7 @@ def _fold(parts: Parts, norm: Norm, saved_biases: SavedBiases) -> None:
         bias.zero_()
 
 
-def do_center_writing_weights(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_center_writing_weights(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Centres all that writes to the residual stream."""
     for place, writers in parts.by_place(parts.writers.items()):
         with parts.around(place):
@@ -72,13 +72,13 @@ def do_center_writing_weights(parts: Parts, saved_biases: SavedBiases) -> None:
                     piece.copy_(center_writing_weights(precise(piece)))
 
 
-def do_center_unembed(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_center_unembed(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Centres the unembedding and its bias."""
     with parts.around(""):
         _center_unembed(parts)
 
 
-def _center_unembed(parts: Parts) -> None:
+def _center_unembed(parts: ProcessedParts) -> None:
     W_U = parts.get("unembed.W_U")()
     pieces = list(_pieces(parts, W_U, 1))  # the stored matrix has the vocabulary first: these lie together in memory
     # One total: a sum for each piece, kept, would hold the freed pieces between them apart.
@@ -92,14 +92,14 @@ def _center_unembed(parts: Parts) -> None:
         bias.copy_(center_unembed(precise(bias)))
 
 
-def do_fold_value_biases(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_fold_value_biases(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds the value biases of every block into its output bias."""
     for name, path in parts.blocks:
         with parts.around(name):
             _fold_value_biases(parts, saved_biases, f"{name}.attn", path)
 
 
-def _fold_value_biases(parts: Parts, saved_biases: SavedBiases, at: str, path: str) -> None:
+def _fold_value_biases(parts: ProcessedParts, saved_biases: SavedBiases, at: str, path: str) -> None:
     b_V = parts.get(parts.find(at, "b_V"))()
     if not bool(b_V.any()):
         return
@@ -116,7 +116,7 @@ def _fold_value_biases(parts: Parts, saved_biases: SavedBiases, at: str, path: s
     b_V.zero_()
 
 
-def do_refactor(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_refactor(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds the value biases, and chooses other factors for every head."""
     do_fold_value_biases(parts, saved_biases)
     for name, path in parts.blocks:
@@ -124,7 +124,7 @@ def do_refactor(parts: Parts, saved_biases: SavedBiases) -> None:
             _refactor(parts, f"{name}.attn", path)
 
 
-def _refactor(parts: Parts, at: str, path: str) -> None:
+def _refactor(parts: ProcessedParts, at: str, path: str) -> None:
     names = ("W_Q", "b_Q", "W_K", "b_K")
     views = [parts.get(f"{at}.{part}")() for part in names]
     new = refactor_query_key(*map(precise, views))
@@ -138,7 +138,7 @@ def _refactor(parts: Parts, at: str, path: str) -> None:
 
 
 #: In the order in which they are done.
-STEPS: dict[str, Callable[[Parts, SavedBiases], None]] = {
+STEPS: dict[str, Callable[[ProcessedParts, SavedBiases], None]] = {
     "fold_ln": do_fold_ln,
     "center_writing_weights": do_center_writing_weights,
     "center_unembed": do_center_unembed,
@@ -147,7 +147,7 @@ STEPS: dict[str, Callable[[Parts, SavedBiases], None]] = {
 }
 
 
-def written(parts: Parts, step: str) -> dict[str, Callable[[], Tensor]]:
+def written(parts: ProcessedParts, step: str) -> dict[str, Callable[[], Tensor]]:
     """The parameters that a transform needs to write to, by canonical name."""
     if step == "fold_ln":
         found: dict[str, Callable[[], Tensor]] = {}

@@ -11,7 +11,7 @@ from adapters.gathering import Cut
 from bridge.hooks.hook_point import HookPoint
 
 
-def seen_by_all(x: Tensor, cut: Cut, points: Sequence[HookPoint], see: Callable[[Tensor], Tensor]) -> Tensor:
+def agreed_part(x: Tensor, cut: Cut, points: Sequence[HookPoint], see: Callable[[Tensor], Tensor]) -> Tensor:
     """What hooks make of a tensor, as the part of it that this process is to go on with.
 
     Args:
@@ -24,7 +24,7 @@ def seen_by_all(x: Tensor, cut: Cut, points: Sequence[HookPoint], see: Callable[
         DifferentEditsError: they make something else on another process, or failed there.
     """
     assert cut.peers is not None
-    kinds = {point.name: {listener.kind for listener in point.heard_by()} for point in points}
+    kinds = {point.name: {listener.kind for listener in point.visible_listeners()} for point in points}
     editors = [name for name, found in kinds.items() if not found <= {"read"}]
     followed = [name for name, found in kinds.items() if "follow" in found]
     if followed:  # a trace may ask on one process alone

@@ -41,14 +41,14 @@ class ExpertsTap(Tap):
         else:
             with ExpertsWatch(self, call) as watch:
                 output = self._one_by_one(*args, **kwargs)
-        watch.show_the_others()
+        watch.show_idle_experts()
         return output
 
     def _one_by_one(self, *args: object, **kwargs: object) -> Any:
         module: Any = self.module
         if self.own is None:
             return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
-        # Someone else's forward stands before the model's own (accelerate's, which brings the weights).
+        # Someone else's forward wraps the model's own (accelerate's, which brings the weights).
         config = module.config
         module.__dict__["config"] = copy.copy(config)
         module.config._experts_implementation_internal = "eager"
@@ -93,11 +93,11 @@ class _BatchesWatch(Watch):
 
     def _each(self, part: str, x: Any) -> Tensor:
         """Shows the rows of each expert that somebody listens to."""
-        heard = [e for e in range(len(x)) if self._tap.heard((f"{e}.{part}",))]
-        if not heard:
+        active = [e for e in range(len(x)) if self._tap.active_points((f"{e}.{part}",))]
+        if not active:
             return x
         rows = list(x.unbind(0))
-        for e in heard:
+        for e in active:
             rows[e] = self._tap.show(f"{e}.{part}", rows[e], self._call)
         return torch.stack(rows)
 

@@ -98,7 +98,7 @@ class ExpertsWatch(Watch):
     def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
         return self._tap.show(f"{expert}.{channel}", x, self._call)
 
-    def show_the_others(self) -> None:
+    def show_idle_experts(self) -> None:
         """Shows the experts that did not run, without rows."""
         module: Any = self._tap.module
         shown: set[str] = set()
