@@ -170,7 +170,8 @@ def harvest(
 
 def _harvested(
     spec: ModelSource, asked: HarvestOptions, source: Source, tokenizer: Any, prepend_bos: bool | None, folder: Folder,
-    quick: dict[str, Any], pool: WorkerPool | None, progress: bool | Callable[[Progress], object], together: Together | None,
+    quick: dict[str, Any], pool: WorkerPool | None, progress: bool | Callable[[Progress], object],
+    together: Together | None,
 ) -> Report:  # fmt: skip
     """What `harvest` does in the process that writes."""
     began, gpus, known = time.perf_counter(), bool(pool and pool.gpus > 0), quick["model"][3] is not None

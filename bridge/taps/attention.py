@@ -8,6 +8,7 @@ Kernels that are no torch functions are reached through transformers' `Attention
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -129,14 +130,20 @@ class AttentionWatch(Watch):
         active = self.shown.active_points(missed)
         if self._went_by and all(x.kind == "follow" for point in active for x in point.visible_listeners()):
             return  # a trace that asked too late, which says so itself
-        if active:
-            module = self.shown.module
-            names = ", ".join(point.name for point in active)
-            raise RuntimeError(
-                f"{type(module).__name__} computed no scores that could be seen with attn_implementation="
-                f"{implementation_of(module)!r}, so there is nothing to show at {names}; load the model with "
-                'attn_implementation="sdpa" or "eager"'
-            )
+        if not active:
+            return
+        module = self.shown.module
+        needed = [point for point in active if not all(x.optional for x in point.visible_listeners())]
+        reason = (
+            f"{type(module).__name__} computed no scores that could be seen with attn_implementation="
+            f"{implementation_of(module)!r}"
+        )
+        cure = 'load the model with attn_implementation="sdpa" or "eager"'
+        if needed:
+            names = ", ".join(point.name for point in needed)
+            raise RuntimeError(f"{reason}, so there is nothing to show at {names}; {cure}")
+        names = ", ".join(dict.fromkeys(point.name.rpartition(".")[2] for point in active))
+        warnings.warn(f"the cache leaves out {names} of such layers: {reason}; {cure}", stacklevel=2)
 
     def _softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
         self._inside_seen = True

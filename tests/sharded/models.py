@@ -68,11 +68,13 @@ def save(kind: str, folder: Path) -> None:
     model.save_pretrained(folder / kind)
 
 
-def load(kind: str, folder: Path, **how: Any) -> PreTrainedModel:
-    """Loads one, whole or spread over processes."""
+def load(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> PreTrainedModel:
+    """Loads one, whole or spread over processes; in float64, for sums of parts come in another order."""
     attention = KINDS[kind][1].get("attn_implementation", "sdpa")
+    if "num_experts_per_tok" in KINDS[kind][1]:
+        how["experts_implementation"] = "batched_mm"  # that of grouped products knows no float64
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder / kind, dtype=torch.float32, attn_implementation=attention, **how
+        folder / kind, dtype=dtype, attn_implementation=attention, **how
     )
     return model.eval()
 
