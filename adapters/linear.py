@@ -101,9 +101,9 @@ def _check_sum(module: nn.Module, results: Tensor, together: Tensor) -> None:
     off = float((results.sum(-2) - together).abs().max()) if results.numel() else 0.0
     if off > (64 if eps < 1e-5 else 4) * eps * scale:
         raise TypeError(
-            f"a {type(module).__name__} with a {type(getattr(module, 'weight', None)).__name__} as its weight does not "
-            f"add heads up: what it makes of each alone sums to another output, off by {off:.1g}. It rounds its input as "
-            "it comes (int8 activations); load the model without quantisation, or with that of weights alone"
+            f"the results of heads cannot be had: what a {type(module).__name__} makes of each head alone does not sum "
+            f"to its output (off by {off:.1g}), for it rounds its input as it comes (int8 activations). Load the model "
+            "without quantisation, or with that of weights alone"
         )
 
 
