@@ -83,10 +83,10 @@ class Peers:
                 f"a hook at {name} failed on process {failed - 1} of {self.side.size()}, which says why"
             )
 
-    def agree(self, number: int) -> bool:
-        """Whether a number is the same on all processes, all of which have to ask."""
-        highest, lowest = self._largest([number, -number])
-        return highest == -lowest
+    def agree(self, numbers: list[int]) -> list[bool]:
+        """Whether each of some numbers is the same on all processes, all of which have to ask."""
+        found = self._largest([*numbers, *(-number for number in numbers)])
+        return [high == -low for high, low in zip(found, found[len(numbers) :], strict=False)]
 
     def least(self, number: int) -> int:
         """The smallest of the processes' numbers; all have to ask."""

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from bridge import TransformerBridge
 
-ROUNDS = 15
+ROUNDS = 41
 
 
 def runs(bridge: TransformerBridge, unasked: TransformerBridge, tokens: Tensor) -> dict[str, Callable[[], object]]:

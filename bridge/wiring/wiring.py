@@ -250,20 +250,23 @@ class Wiring:
         refuse_context_parallel()
         if self.peers is None:
             return
-        heard = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in self.points.values()]
-        here = zlib.crc32(repr([found for found in heard if found[1]]).encode())
-        if not self.peers.agree(here):
-            names = ", ".join(name for name, kinds in heard if kinds) or "no hook point"
+        listening = [hook for hook in self.points.values() if hook.listeners and hook.has_visible_listeners]
+        heard = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
+        numbers = [zlib.crc32(repr(heard).encode()), number_of(given)]
+        numbers.append(number_of(torch.get_rng_state()) if random else 0)
+        same_points, same_input, same_draws = self.peers.agree(numbers)
+        if not same_points:
+            names = ", ".join(name for name, _ in heard) or "no hook point"
             raise DifferentEditsError(
                 f"hooks are at {names} here, and at other hook points on other processes that share this model: "
                 "do the same on all"
             )
-        if not self.peers.agree(number_of(given)):
+        if not same_input:
             raise DifferentEditsError(
                 "the processes that share this model are given different inputs: each computes a part of every row, so "
                 "give all of them the same"
             )
-        if random and not self.peers.agree(number_of(torch.get_rng_state())):
+        if not same_draws:
             raise DifferentEditsError(
                 "the processes that share this model would draw different tokens: call torch.manual_seed with the same "
                 "number on all, or give do_sample=False"

@@ -96,7 +96,7 @@ def every_edit(kind: str, folder: Path) -> None:
 
 def _halved(x: torch.Tensor, hook: object) -> torch.Tensor:
     """Another factor for each entry of the last axis: parts that were exchanged would be seen."""
-    return x * torch.linspace(0.2, 0.9, x.shape[-1]) if x.is_floating_point() else x
+    return x * torch.linspace(0.2, 0.9, x.shape[-1], device=x.device) if x.is_floating_point() else x
 
 
 def _mixed(x: torch.Tensor, hook: object) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -76,6 +77,8 @@ def load(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: Any
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder / kind, dtype=dtype, attn_implementation=attention, **how
     )
+    if dist.is_initialized() and dist.get_backend() == "nccl" and "distributed_config" not in how:
+        model.to(torch.cuda.current_device())
     return model.eval()
 
 

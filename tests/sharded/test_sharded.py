@@ -60,10 +60,12 @@ MORE = (
 OF_FOUR = "llama_of_four"
 
 
-def run(folder: Path, cases: tuple[str, ...], processes: int) -> dict[str, str]:
+def run(folder: Path, cases: tuple[str, ...], processes: int, on: str = "gloo") -> dict[str, str]:
     """What went wrong in each case."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHARDED_ON": on}
+    if on == "gloo":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [*command, "-m", "tests.sharded.worker", str(folder), *cases],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
