@@ -10,7 +10,7 @@ from torch import Tensor
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import module_at
-from adapters.proofs.evidence import Evidence, Place, like
+from adapters.proofs.evidence import Evidence, LayerStep, like
 from adapters.proofs.report import Findings
 from adapters.views import Call, linearly, transformed
 from adapters.weights import Weights
@@ -43,7 +43,7 @@ def prove_weights(evidence: Evidence, findings: Findings, weights: Weights | Non
 
 
 class _Layer:
-    def __init__(self, evidence: Evidence, findings: Findings, weights: Weights, place: Place) -> None:
+    def __init__(self, evidence: Evidence, findings: Findings, weights: Weights, place: LayerStep) -> None:
         self.evidence, self.findings, self.weights, self.place = evidence, findings, weights, place
 
     def weight(self, name: str) -> Tensor | None:
@@ -108,7 +108,7 @@ class _Layer:
         self.findings.attempt(CLAIM, partial(self.last, f"{inside}W_out", f"{inside}b_out", f"{inside}hook_post"))
 
     def first(self, inside: str, point: str, matrix_name: str, bias_name: str) -> None:
-        """What enters the activation function, or stands beside it."""
+        """What enters the activation function, or is multiplied with what it makes."""
         found, matrix = self.own(f"{inside}{point}"), self.weight(f"{inside}{matrix_name}")
         bias = self.weight(f"{inside}{bias_name}")
         if matrix is None or found is None:

@@ -103,8 +103,8 @@ class _Walk:
         if named.name != group:
             what, rest = ("neurons", "expand_neurons=False") if group == "mlp" else ("heads", "decompose_resid()")
             raise ValueError(
-                f"{self.model.cfg.model_name} has {named.name} beside {group} in a block: it is not taken apart into "
-                f"{what}; {rest} takes its output whole"
+                f"{self.model.cfg.model_name} has {named.name} as well as {group} in a block: it is not taken apart "
+                f"into {what}; {rest} takes its output whole"
             )
         return True
 
@@ -269,7 +269,7 @@ class _Walk:
 def group_of(named: NamedStep) -> Group:
     """The kind of terms that a step adds."""
     part = named.step.part
-    if isinstance(part, Mixer):
+    if isinstance(part, Mixer) and part.mixes:
         return "mixer"
     return "mlp" if feeds_forward(part) else "attn"
 
@@ -291,7 +291,7 @@ def terms_of(
 
     Where norms stand on the stream itself (BERT), every term is what they leave of it, their scales held at those of
     the run, and their biases are one more term, the last. Of the text in a model of images, what these put into the
-    stream is a term beside the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
+    stream is a term besides the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
 
     Args:
         cache: an `ActivationCache`.
@@ -354,6 +354,53 @@ def stacked(
         dtype = torch.promote_types(dtype, term.value.dtype)
     device = terms[0].value.device
     return torch.cat([term.value.to(device, dtype) for term in terms]), labels
+
+
+def at_the_end(
+    cache: Activations, stack: Float[Tensor, "component *batch_pos d_model"], name: str, pos_slice: Index = None
+) -> Float[Tensor, "component *batch_pos d_model"]:
+    """What becomes of terms of the residual stream by its end: what the norms make of them that stand on it behind.
+
+    Args:
+        cache: an `ActivationCache`.
+        stack: the terms.
+        name: the hook point that they are terms of: on the stream, or what is added to it. What is written by heads
+            (``attn.hook_z``) or neurons (``mlp.hook_post``) goes through the norm that follows these, too.
+        pos_slice: which positions the terms are of.
+
+    Raises:
+        MissingActivationsError: the cache does not hold the `hook_scale` of such a norm.
+        ValueError: the stream is no sum.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.decomposition import at_the_end
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> stack = cache["attn_out", 2][None]
+        >>> torch.equal(at_the_end(cache, stack, "blocks.2.hook_attn_out"), stack)  # no norm stands on this stream
+        True
+    """
+    model = cache.model
+    refuse_no_sum(model, of_normed=True)
+    here, begins = model.hook_dict[name], model.architecture.embedding
+    behind = lambda norm: model.hook_dict[f"{norm}.hook_scale"].order > here.order
+    norms: list[StreamNorm | None] = []
+    if name.endswith((".attn.hook_z", ".mlp.hook_post")):
+        norms.append(post_norm(model, here.point.depth, name.split(".")[2]))
+    elif here.point.depth < 0 and begins.projects_sum:
+        raise ValueError(f"what stands at {name} goes through {begins.project} first: take blocks.0.hook_resid_pre")
+    if begins.norm_of_sum and behind("embed.ln"):
+        norms.append(norm_of(model, "embed.ln"))
+    for layer in range(model.cfg.n_layers):
+        steps = model.architecture.stack.block_at(layer).named
+        on_it = (f"blocks.{layer}.{named.norm}" for named in steps if named.step.stream_norm)
+        norms += [norm_of(model, norm) for norm in on_it if behind(norm)]
+    for norm in norms:
+        if norm is not None:
+            (scale,) = require(cache, [norm.scale_name])
+            stack = norm.linear(stack, pick(scale, pos_slice, -2))
+    return stack
 
 
 def stream_at(cache: Activations, layer: int) -> Float[Tensor, "*batch_pos d_model"]:

@@ -45,7 +45,8 @@ def _module_behind(name: str, model: AnalysedModel) -> nn.Module:
 
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be taken through, by hook point."""
-    names = [name for name in (*values, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS))]
+    bases = (name.rpartition(".")[0] for name in values)  # of what is seen in a basis of the user's
+    names = [name for name in (*values, *bases, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS))]
     return {name: written_to(_module_behind(name, model)) for name in names if name in model.hook_dict}
 
 
@@ -100,7 +101,7 @@ class ActivationCache(ResidualMethods):
         """The module whose weights a hook point's activation is taken through, if they are the run's.
 
         Heads are made from ``hook_z``, neurons from ``hook_post``, what a norm leaves of a term with ``hook_scale``,
-        logits from what stands at the stream's end.
+        logits from what is at the stream's end.
 
         Args:
             name: of the hook point.

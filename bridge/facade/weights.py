@@ -112,7 +112,7 @@ class WeightMethods(WrappedModel):
 
     @property
     def W_in(self) -> Float[Tensor, "n_layers d_model d_mlp"]:
-        """The MLPs' input weights (of gated ones, beside the gate)."""
+        """The MLPs' input weights (of gated ones, parallel to the gate)."""
         return self._stack("mlp", "W_in")
 
     @property

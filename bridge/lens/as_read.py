@@ -27,8 +27,8 @@ def as_read(bridge: Readable, decode: Decode, hooked: bool) -> Decode:
     modules = [bridge.core.get_output_embeddings(), *[module_at(bridge.original_model, path) for path in paths if path]]
 
     def hooks() -> list[tuple[str, object]]:
-        heard = [(hook.name, listener) for hook in behind if hook.listeners for listener in hook.heard_by()]
-        return [(name, listener.fn) for name, listener in heard if hooked and listener.kind == "fwd"]
+        active = [(hook.name, listener) for hook in behind if hook.listeners for listener in hook.visible_listeners()]
+        return [(name, listener.fn) for name, listener in active if hooked and listener.kind == "fwd"]
 
     hooks_then, weights_then = hooks(), [written_to(module) for module in modules]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from adapters.config import ModelConfig
 from adapters.weights import Weights
-from bridge.weights.component_tree import Tree
+from bridge.weights.component_tree import NameTree
 
 
-def stacked_weight(tree: Tree, cfg: ModelConfig, part: str, name: str) -> Float[Tensor, "layer ..."]:
+def stacked_weight(tree: NameTree, cfg: ModelConfig, part: str, name: str) -> Float[Tensor, "layer ..."]:
     """One weight of all blocks.
 
     Args:
@@ -49,7 +49,7 @@ def stacked_weight(tree: Tree, cfg: ModelConfig, part: str, name: str) -> Float[
 
 
 def stacked_where(
-    tree: Tree, cfg: ModelConfig, part: str, path: str, reshape: Callable[[Tensor], Tensor] | None
+    tree: NameTree, cfg: ModelConfig, part: str, path: str, reshape: Callable[[Tensor], Tensor] | None
 ) -> tuple[list[int], Float[Tensor, "layer ..."]]:
     """One weight of those blocks that have a part, and which blocks they are.
 

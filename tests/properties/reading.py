@@ -16,7 +16,7 @@ from tests.properties.sums import uncapped
 
 
 def lens_is_the_model(subject: Subject) -> None:
-    """The lens at each layer is what the plain model says when that stream stands behind its last block."""
+    """The lens at each layer is what the plain model says when that stream is behind its last block."""
     subject.needs_tokens()
     with torch.no_grad():
         reading = subject.bridge.lens(subject.tokens)
@@ -164,7 +164,7 @@ def weights_explain_mlps(subject: Subject) -> None:
 
 
 def weights_explain_the_ends(subject: Subject) -> None:
-    """Where a layer stands before the unembedding, the logits are what it puts out times ``W_U``, and ``b_U``."""
+    """Where a layer comes before the unembedding, the logits are what it puts out times ``W_U``, and ``b_U``."""
     bridge, head = subject.bridge, subject.hf.get_output_embeddings()
     between = any(each.unembeds for each in bridge.architecture.heads)  # else `final norm` says it
     if between and head is not None and subject.named("unembed.hook_out"):
