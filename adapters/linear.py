@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 _SAME = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is torch's linear layer, or computes the same function of a weight and a bias of these names."""
     kind = type(module)
     return kind is nn.Linear or f"{kind.__module__}.{kind.__qualname__}" in _SAME
