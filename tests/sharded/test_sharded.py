@@ -100,6 +100,29 @@ def test_each_family(kind: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo", "--prompt", "The capital of France is"],
+        ["generate", "embedded", "The capital of France is", "--max-new-tokens", "5"],
+        ["hooks", "embedded"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_print_what_they_do_in_one_process(command: list[str]):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    said = [
+        subprocess.run(
+            [sys.executable, *start, "-m", "bridge", *command, *end], env=environment, capture_output=True, text=True,
+            timeout=100, check=True,
+        ).stdout
+        for start, end in ((torchrun, ["--tp"]), ([], []))
+    ]  # fmt: skip
+    assert said[0] == said[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ENDS)
 def test_one_process_alone_ends_the_run(case: str, tmp_path: Path):
     began = time.monotonic()
