@@ -13,7 +13,8 @@ from tests.bases.common import SAE
 
 POINTS = (
     "hook_embed", "blocks.0.attn.hook_z", "blocks.0.mlp.hook_post", "blocks.0.hook_resid_post",
-    "blocks.1.hook_attn_out", "blocks.1.attn.hook_z", "blocks.1.hook_resid_mid", "blocks.1.mlp.hook_post", "blocks.1.hook_mlp_out",
+    "blocks.1.hook_attn_out", "blocks.1.attn.hook_z", "blocks.1.hook_resid_mid", "blocks.1.mlp.hook_post",
+    "blocks.1.hook_mlp_out",
 )  # fmt: skip
 TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44], [8, 3, 50, 12, 7, 21]])
 
