@@ -365,9 +365,7 @@ def test_errors(bridge, pair):
         patch(axes=None)
     with pytest.raises(ValueError, match="give either"):
         patch(index_df=Frame([(0, 0)], ["layer", "pos"]))
-    with pytest.raises(
-        ValueError, match=r"the index is \[0, 0\]; this patch setter needs \[layer, pos, head or feature\]"
-    ):
+    with pytest.raises(ValueError, match=r"the index is \[0, 0\]; this patch setter needs \[layer, pos, head\]"):
         patch(setter=ready.layer_pos_head_vector_patch_setter, name="z")
     with pytest.raises(ValueError, match=r"a tensor of shape \[2, 61\]; it must be a single number"):
         patch(metric=lambda logits: logits[:, -1])
