@@ -27,7 +27,7 @@ MAY_USE = {
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.wiring"},
     "bridge.generation": {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.wiring", "bridge.run", "bridge.analysis",
-        "bridge.cache",
+        "bridge.cache", "bridge.bases",
     },
     "bridge.trace": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.generation"},
     "bridge.export": {"adapters", "bridge.taps", "bridge.version"},
@@ -46,7 +46,9 @@ MAY_USE = {
         "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.version", "bridge.bases", "bridge.interventions",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
-    "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.run"},
+    "bridge.patching": {
+        "adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.run", "bridge.bases",
+    },
     "bridge": {"bridge.version", "bridge.cli"},
     "bridge.version": set(),
 }  # fmt: skip

@@ -17,9 +17,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from adapters.imports.versions import check_batching
+from bridge.bases.trials import read_by
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.options import check_generates
-from bridge.generation.packed import AtPoint, Edit, Packed, Request, check_tells_apart, together
+from bridge.generation.packed import AtPoint, Edit, Packed, Request, TellsApart, check_tells_apart, together
 from bridge.generation.prompt import Generates, decode
 from bridge.generation.room import Room, room_for
 from bridge.hooks.arguments import shown
@@ -250,6 +251,8 @@ class _Batch:
             edits = self._edits.get(hook, ())
             at_point = AtPoint(self._now, edits, hook in self.captured, self.fail)
             members.append((hook, Listener("fwd" if edits else "read", at_point, self.scope)))
+        for hook, name in read_by([*self._edits, *self.captured]).items():
+            members.append((wiring.points[name], Listener("read", TellsApart(self._now, hook), self.scope)))
         wiring.attach_members(members, self.scope)
         handles = [
             core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
-from bridge.patching.bases import mixing_rows
+from bridge.patching.measured import mixing_rows
 from bridge.patching.memory import tokens_per_run
 from bridge.patching.steps import Step
 

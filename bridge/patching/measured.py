@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from bridge.bases.trials import by_position, by_row, read_by
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
-from bridge.patching.bases import by_position, by_row, mixing_rows, read_by
 from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.memory import tokens_per_run
 from bridge.patching.regions import changed_positions, differences
@@ -54,6 +54,29 @@ def measure(
             if sweep.possible:
                 return sweep.results(report)
     return _one_by_one(model, tokens, steps, metric, attention_mask, patches_per_run, report)
+
+
+def mixing_rows(
+    model: TransformerBridge,
+    tokens: Int[Tensor, "batch pos"],
+    hooks: Sequence[HookPoint],
+    attention_mask: Int[Tensor, "batch pos"] | None,
+) -> list[str]:
+    """The hook points in a basis that makes something else of a row in another batch.
+
+    Args:
+        model: the bridge.
+        tokens: the prompts that it is tried on.
+        hooks: any hook points.
+        attention_mask: 1 for tokens and 0 for padding; None: no padding.
+    """
+    if not (reads := read_by(hooks)):
+        return []
+    with torch.no_grad():
+        _, cache = model.run_with_cache(
+            tokens, names_filter=list(dict.fromkeys(reads.values())), attention_mask=attention_mask
+        )
+        return [hook.name for hook, name in reads.items() if not by_row(hook, cache[name])]
 
 
 def _one_by_one(

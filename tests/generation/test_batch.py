@@ -251,3 +251,33 @@ def test_the_usual_thread_of_a_streamer_is_refused_while_hooks_are_on():
         threading.excepthook = hook
     assert "contextvars.copy_context().run" in str(said[0])
     assert len(pieces()) > len("<bos>Mary and")  # and with none open, it is nobody's business
+
+
+def test_features_of_each_request_are_its_own(bridge):
+    """In a pass of many requests a basis is given all of them as one row."""
+    W = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)) / 6
+    apart = bridge.add_basis(
+        "blocks.0.hook_resid_post", "own", encode=lambda x: (x @ W).relu(), decode=lambda f: f @ W.T
+    )
+    each = [
+        [],
+        [(apart.name, Scale(3.0))],
+        [(apart.name, Zero(features=1, positions=-1))],
+        [],
+        [(apart.name, Add(1.0))],
+    ]
+    for answer in bridge.generate_batch(prompts(), NEW, each=each, capture=apart.name, output_logits=True, **GREEDY):
+        tokens, logits, cache = alone(bridge, prompts()[answer.index], each[answer.index], apart.name)
+        assert torch.equal(answer.tokens, tokens)
+        torch.testing.assert_close(answer.logits, logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(answer.cache[apart.name], cache[apart.name], rtol=1e-5, atol=1e-5)
+    mixed = bridge.add_basis(
+        "blocks.1.hook_resid_post",
+        "mixed",
+        encode=lambda x: (x - x.mean(1, keepdim=True)) @ W,
+        decode=lambda f: f @ W.T,
+    )
+    for options in ({"capture": mixed.name}, {"interventions": [(mixed.name, Scale(0.5))]}):
+        for answer in bridge.generate_batch(prompts(), NEW, **options, **GREEDY):
+            assert "makes of a position what depends on others" in str(answer.error)
+    assert not bridge.wiring.listening
