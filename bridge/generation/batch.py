@@ -34,6 +34,10 @@ from bridge.run.hooked import check_specs
 from bridge.run.protocol import HookSpec
 from bridge.run.tokenization import batch_of
 
+#: A packed pass has the model's configuration say that it is not causal until it is over (transformers 5.23). No other
+#: pass of the model may begin meanwhile: it would see later tokens.
+_TURN = threading.RLock()
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -200,6 +204,8 @@ class _Batch:
         self._lock = threading.Lock()
         self._packed: Packed | None = None
         self._pass: ForwardPass | None = None
+        self._passing: int | None = None  # the thread of our pass
+        self._turns = threading.local()
         self._whole_logits = any(hook.name.startswith("unembed") for hook in (*edits, *captured))
         self.scope = Scope()
         self._gave_whole_logits = False
@@ -267,8 +273,9 @@ class _Batch:
         self._waiting.clear()
         self.manager.stop(block=True, hard_stop=True)
         self.manager.destroy()
-        for handle in handles:
-            handle.remove()
+        with _TURN:
+            for handle in handles:
+                handle.remove()
         self.bridge.wiring.detach_scope(self.scope)
 
     def feed(self) -> None:
@@ -307,9 +314,18 @@ class _Batch:
         return processor is not None and kwargs.get("cache") is processor.cache
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The pass begins: whose tokens are in it, in which context its hooks run."""
-        if not self._is_ours(kwargs):
+        """The pass begins, when no other is under way: whose tokens are in it, in which context its hooks run."""
+        ours = self._is_ours(kwargs)
+        if self._passing == threading.get_ident():
+            raise RuntimeError(
+                "a function of generate_batch runs the model inside of a pass of many requests, in which it is not "
+                "causal: run it before or afterwards"
+            )
+        _TURN.acquire()
+        self._turns.taken = getattr(self._turns, "taken", 0) + 1
+        if not ours:
             return None
+        self._passing = threading.get_ident()
         processor = self.manager.batch_processor
         assert processor is not None
         packing = processor.inputs_and_outputs
@@ -334,8 +350,21 @@ class _Batch:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The pass is over."""
-        if not self._is_ours(kwargs) or self._pass is None:
-            return None
+        ours = self._is_ours(kwargs)
+        if not ours and self._passing == threading.get_ident():
+            return None  # it was refused
+        try:
+            return self._ended(kwargs, output) if ours and self._pass is not None else None
+        finally:
+            if ours:
+                self._passing = None
+            if getattr(self._turns, "taken", 0):
+                self._turns.taken -= 1
+                _TURN.release()
+
+    def _ended(self, kwargs: dict[str, Any], output: Any) -> Any:
+        """What is left of our pass, and what it gives."""
+        assert self._pass is not None
         self._pass.end()
         self._pass = None
         CURRENT.set(RunContext(frozenset((self.scope,))))
