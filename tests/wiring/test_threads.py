@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from bridge import TransformerBridge
 from tests.conftest import tiny
