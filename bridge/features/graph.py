@@ -19,8 +19,10 @@ from bridge.hooks.hook_point import HookPoint
 #: What begins the residual stream.
 _BEGINNINGS = ("hook_embed", "hook_pos_embed")
 #: What bases may stand on: the stream, what is added to it, and what a part's last matrix makes that of.
-_LINEAR_BEHIND = (".hook_resid_pre", ".hook_resid_mid", ".hook_resid_post", ".hook_attn_out", ".hook_mlp_out")
-_LINEAR_BEHIND += (".attn.hook_z", ".mlp.hook_post")
+_LINEAR_BEHIND = (
+    ".hook_resid_pre", ".hook_resid_mid", ".hook_resid_post", ".hook_attn_out", ".hook_mlp_out", ".attn.hook_z",
+    ".mlp.hook_post",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ def attribution_graph(
     chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
     with bridge.linearised(tokens), torch.enable_grad():
         _refuse_what_is_not_linear(bridge, tokens)
-        return _Replaced(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
+        return _ReplacementRun(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
 
 
 def _beginnings(bridge: TransformerBridge) -> list[str]:
@@ -247,7 +249,7 @@ class _Source:
     entries: Tensor  # for each node the indices of its entries, of features; of errors and tokens the positions
 
 
-class _Replaced:
+class _ReplacementRun:
     """One run of the local replacement model, with its graph of derivatives.
 
     Args:
@@ -362,5 +364,6 @@ def _sent(source: _Source, gradient: Tensor | None, rows: int) -> Tensor:
         return source.leaf.new_zeros(rows, len(source.nodes))
     parts = gradient[:, 0] * source.leaf.detach()[0]
     if source.entries.ndim == 2:
-        return parts[(slice(None), *source.entries.unbind(1))]
+        where: tuple[slice | Tensor, ...] = (slice(None), *source.entries.unbind(1))
+        return parts[where]
     return parts[:, source.entries].flatten(2).sum(-1)

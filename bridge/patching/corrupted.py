@@ -70,14 +70,14 @@ class CorruptedRun:
             output = model(tokens, **options)
         self.logits: Float[Tensor, "batch pos d_vocab"] = output[0] if caching else output
         self._past: DynamicCache | None = _plain_cache(output[1], self.length) if caching else None
-        self.positions = self._streams_known and self._past is not None and self._gives_logits_again(self.length // 2)
+        self.positions = self._streams_known and self._past is not None and self._reproduces_logits(self.length // 2)
 
     @cached_property
     def steps(self) -> bool:
         """Whether going from layer to layer gives these logits again for runs of all positions; tried when asked."""
-        return self._streams_known and self._gives_logits_again(0)
+        return self._streams_known and self._reproduces_logits(0)
 
-    def _gives_logits_again(self, start: int) -> bool:
+    def _reproduces_logits(self, start: int) -> bool:
         """Whether each layer of the corrupted run alone, from its stream, gives the next, and the last one the logits.
 
         The last layer comes first, so that a layer that waits for what an earlier one leaves it does not find that.

@@ -18,7 +18,7 @@ from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.memory import tokens_per_run
 from bridge.patching.regions import changed_positions, differences
 from bridge.patching.runs import PatchedRuns, may_start_later
-from bridge.patching.steps import Step
+from bridge.patching.steps import PatchStep
 from bridge.patching.sweep import Job, Patch, Sweep, starts_at_first
 
 #: From the logits ``[batch, pos, d_vocab]`` of one patched run to a number.
@@ -30,7 +30,7 @@ WORTHWHILE = 4
 def measure(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
-    steps: Sequence[Step],
+    steps: Sequence[PatchStep],
     metric: Number,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | Literal["auto"],
@@ -82,7 +82,7 @@ def mixing_rows(
 def _one_by_one(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
-    steps: Sequence[Step],
+    steps: Sequence[PatchStep],
     metric: Number,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | Literal["auto"],
@@ -110,7 +110,7 @@ class _Measured:
         self,
         model: TransformerBridge,
         tokens: Int[Tensor, "batch pos"],
-        steps: Sequence[Step],
+        steps: Sequence[PatchStep],
         metric: Number,
         attention_mask: Int[Tensor, "batch pos"] | None,
         patches_per_run: int | Literal["auto"],
@@ -170,7 +170,7 @@ class _Measured:
                 jobs.append(Job(index, step.hook, start, _patch_from(step), changed, step.hook not in self.whole))
         return jobs
 
-    def _changed(self, step: Step, differs: Bool[Tensor, "..."] | None) -> list[int] | None:
+    def _changed(self, step: PatchStep, differs: Bool[Tensor, "..."] | None) -> list[int] | None:
         """The positions that a patch changes; None where that is not known."""
         region = step.region
         if region is None or differs is None or step.hook in self.whole:
@@ -181,5 +181,5 @@ class _Measured:
             return None  # the setter says what does not fit
 
 
-def _patch_from(step: Step) -> Callable[[int], Patch]:
+def _patch_from(step: PatchStep) -> Callable[[int], Patch]:
     return lambda start: lambda activation: step.later(activation, start)

@@ -21,12 +21,12 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
 
-#: What a run costs beside its tokens, for each layer, in tokens of one layer: reading the weights, mostly. (A sweep of
+#: What a run costs besides its tokens, for each layer, in tokens of one layer: reading the weights, mostly. (A sweep of
 #: 12-layer GPT-2 on two cores takes the same time with 60 as with 160, 3 % more with 40, 6 % more with 20.)
 RUN_COST = 80
 #: More logits than this are not computed for all patches at once.
 MOST_LOGITS = 2**25
-#: Sets of positions whose logits are kept for the patches beside; a metric that looks at more pays for each.
+#: Sets of positions whose logits are kept for neighbouring patches; a metric that looks at more pays for each.
 MOST_KEPT = 4
 #: Starting positions that are told apart.
 MOST_STARTS = 128
@@ -135,7 +135,7 @@ class Sweep:
             jobs: the patches.
         """
         run = self.corrupted
-        jobs = [self._later(below_its_basis(job, run.model.hook_dict)) for job in jobs]
+        jobs = [self._later(patch_below_basis(job, run.model.hook_dict)) for job in jobs]
         for start, together in groups(jobs, run.length, run.batch, self.n_layers):
             together.sort(key=lambda job: (job.layer, job.hook.order, job.basis is not None, job.index))
             most = self.most(run.length - start)
@@ -224,7 +224,7 @@ def _patching(patches: Sequence[Patch], before: int, batch: int, rows: int) -> C
     return patch
 
 
-def below_its_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
+def patch_below_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
     """A patch in a basis as one of the point that the basis stands on, where that is the same.
 
     All patches that join at a layer begin with the same activation: there it is encoded once, not for each.
@@ -323,7 +323,7 @@ class _Ends:
         return whole
 
     def _new(self, number: int, wanted: tuple[int, ...]) -> Tensor:
-        """One patch's logits at some of the positions that ran, computed with those of the patches beside it."""
+        """One patch's logits at some of the positions that ran, computed with those of neighbouring patches."""
         batch, d_vocab = self.run.batch, self.run.logits.shape[-1]
         patches = len(self.rows) // batch
         ends = self._ends(min(wanted))
