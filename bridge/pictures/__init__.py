@@ -15,7 +15,7 @@ if _missing:
 
 from bridge.pictures.attention_grids import attention
 from bridge.pictures.expert_grids import routing
-from bridge.pictures.graphs import circuit
+from bridge.pictures.graphs import CircuitNode, circuit
 from bridge.pictures.heat_maps import attribution, composition, heads, heat_map, patching
 from bridge.pictures.lines import residual_norms
 from bridge.pictures.page import page
@@ -23,6 +23,7 @@ from bridge.pictures.picture import Picture
 from bridge.pictures.token_cells import logit_lens
 
 __all__ = [
+    "CircuitNode",
     "Picture",
     "attention",
     "attribution",

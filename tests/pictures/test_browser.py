@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from bridge import pictures
+from bridge import TransformerBridge, pictures
+from bridge.circuits import edge_attribution, edge_effects
 from bridge.cli.story import story
+from bridge.tasks import embedded_pairs
 from tests.pictures.large import LAYERS, TOKENS, all_pictures
 
 pytestmark = pytest.mark.pages
@@ -140,7 +142,8 @@ def test_the_slider_of_a_circuit_hides_weak_edges(browser, tmp_path):
     edges = [("embed", "L0H1.v", -4.0), ("L0H1", "logits", -3.0), ("embed", "L1MLP", 1.0), ("L1MLP", "logits", -1.0)]
     columns = {name: column for column, name in enumerate(("embed", "L0H1.v", "L0H1", "L1MLP", "logits"))}
     page = tmp_path / "circuit.html"
-    pictures.circuit(edges, columns=columns, joins=[("L0H1.v", "L0H1")], supports="negative").save(page)
+    nodes = {name: pictures.CircuitNode(column=column) for name, column in columns.items()}
+    pictures.circuit(edges, nodes=nodes, joins=[("L0H1.v", "L0H1")], supports="negative").save(page)
     clean(browser.open(page, 390), page)
     shown = "[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)"
     lines = "document.querySelectorAll('.mark-line path').length"
@@ -153,3 +156,47 @@ def test_the_slider_of_a_circuit_hides_weak_edges(browser, tmp_path):
     })""")
     assert "L1MLP" not in browser.evaluate(shown) and {"L0H1.v", "L0H1"} < set(browser.evaluate(shown))
     assert browser.evaluate(lines) == 3
+
+
+def test_a_click_on_a_node_shows_its_edges_its_effect_and_its_pattern(browser, tmp_path):
+    bridge = TransformerBridge.boot_embedded()
+    pairs = embedded_pairs(bridge, "ioi", 4)
+    metric = pairs.metric()
+    circuit = edge_attribution(bridge, pairs.clean, pairs.corrupted, metric).greedy(24)
+    direct = edge_effects(bridge, pairs.clean, pairs.corrupted, metric, verbose=False)
+    page = tmp_path / "circuit.html"
+    circuit.draw(bridge, pairs.clean, pairs.corrupted, metric).save(page)
+    clean(browser.open(page), page)
+    head = next(name for name in circuit.nodes if "H" in name and any(s == name for s, _, _ in circuit.edges))
+    _, cache = bridge.run_with_cache(pairs.clean[:1])
+    layer, number = map(int, head[1:].split("H"))
+    pattern = cache["pattern", layer][0, number]
+    browser.click(head)
+    said = browser.evaluate("[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)")
+    effect = f"the logit difference changes by {direct[f'{head}->logits']:+.3g}"
+    assert any(text.startswith(f"{head};") and text.endswith(effect) for text in said), said
+    near = {head, *(f"{head}.{part}" for part in "qkv")}
+    wanted = {f"{s} to {r}" for s, r, _ in circuit.edges if {s, r} & near}
+    assert {text for text in said if " to " in text and ";" not in text and "Click" not in text} == wanted
+    bright = (
+        "[...document.querySelectorAll('.mark-line path')].filter((p) => p.getAttribute('opacity') === '0.85').length"
+    )
+    assert browser.evaluate(bright) == len(wanted)
+    cells = browser.evaluate(
+        "[...document.querySelectorAll('.mark-rect path')].map((c) => c.getAttribute('aria-label'))"
+        ".filter((label) => label.includes('query'))"
+    )
+    assert len(cells) == pattern.numel()
+    for text, right in zip(cells, pattern.flatten().tolist(), strict=True):
+        shown = float(text.split("weight: ")[1].split(";")[0].replace("−", "-"))
+        assert abs(shown - right) <= 5e-3 * abs(right) + 1e-9
+    browser.click("embed")
+    said = browser.evaluate("[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)")
+    assert "no head, so no pattern" in said and any(text.startswith("embed to ") for text in said)
+    x, y = browser.evaluate("""(() => {
+        const line = document.querySelector('.mark-line path[aria-label*="from"]'), middle = line.getTotalLength() / 2;
+        const at = line.getPointAtLength(middle).matrixTransform(line.getScreenCTM());
+        return [at.x, at.y];
+    })()""")
+    said = browser.hover(x, y)
+    assert "from" in said and "to" in said and "change" in said, said
