@@ -20,13 +20,17 @@ from bridge.pictures.heat_maps import attribution, composition, heads, heat_map,
 from bridge.pictures.lines import residual_norms
 from bridge.pictures.page import page
 from bridge.pictures.picture import Picture
-from bridge.pictures.token_cells import logit_lens
+from bridge.pictures.several import together
+from bridge.pictures.token_cells import chosen_lens, logit_lens
+from bridge.pictures.token_lines import attention_text, tokens
 
 __all__ = [
     "CircuitNode",
     "Picture",
     "attention",
+    "attention_text",
     "attribution",
+    "chosen_lens",
     "circuit",
     "composition",
     "heads",
@@ -36,4 +40,6 @@ __all__ = [
     "patching",
     "residual_norms",
     "routing",
+    "together",
+    "tokens",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import altair as alt
 import vl_convert
 
 from bridge.pictures.embedding import document, fragment, output
+
+#: Numbers the outputs of this process: the first holds the drawing library for all.
+_outputs = itertools.count()
 
 
 class Picture:
@@ -146,6 +151,8 @@ class Picture:
         data = getattr(self.chart, "data", None)
         return len(data.values) if isinstance(data, alt.Data) and isinstance(data.values, list) else 0
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """How a notebook shows it."""
-        return {"text/html": output(self.spec(), self._n_values()), "text/plain": repr(self)}
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """How a notebook shows it: HTML with a still picture in it, and that picture for what shows no HTML (a PDF)."""
+        png = self.png(scale=1)
+        text = output(self.spec(), self._n_values(), png, self.title, with_library=next(_outputs) == 0)
+        return {"text/html": text, "image/png": base64.b64encode(png).decode(), "text/plain": repr(self)}

@@ -1,8 +1,11 @@
 """Every picture in a real browser: it is drawn, says nothing on the console, fetches nothing, and answers the mouse."""
 
+import itertools
 import json
+import time
 
 import pytest
+import torch
 
 from bridge import TransformerBridge, pictures
 from bridge.circuits import edge_attribution, edge_effects
@@ -98,17 +101,55 @@ def test_the_lens_shows_its_words(browser, saved):
     assert sum(len(word) > 0 for word in words) >= (LAYERS + 1) * len(TOKENS)
 
 
-def test_a_notebook_output_draws_itself_twice_on_a_page(browser, tmp_path):
-    one = all_pictures()["heads"]._repr_mimebundle_()["text/html"]
-    other = all_pictures()["circuit"]._repr_mimebundle_()["text/html"]
+def test_outputs_of_a_notebook_share_one_library(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("bridge.pictures.picture._outputs", itertools.count())
+    one, other = (all_pictures()[name]._repr_mimebundle_()["text/html"] for name in ("heads", "circuit"))
     page = tmp_path / "notebook.html"
+    head = '<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><body data-jp-theme-light="false">'
+    for body in (one + other, other + one):
+        page.write_text(head + body)
+        seen = browser.open(page)
+        assert seen.console == [] and seen.errors == []
+        grounds = "[...document.querySelectorAll('svg.marks')].map((s) => getComputedStyle(s).backgroundColor)"
+        assert browser.evaluate(grounds) == ["rgb(19, 20, 22)"] * 2
+        assert browser.evaluate("document.querySelectorAll('.bridge-picture img').length") == 0
     page.write_text(
-        '<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">'
-        f'<body data-jp-theme-light="false">{one}{other}'
-    )
-    clean(browser.open(page), page)
-    grounds = "[...document.querySelectorAll('svg.marks')].map((s) => getComputedStyle(s).backgroundColor)"
-    assert browser.evaluate(grounds) == ["rgb(19, 20, 22)"] * 2
+        head.replace("<body", "<svg class='marks'></svg><body") + other
+    )  # without the library: a still picture
+    browser.send("Page.navigate", url=page.resolve().as_uri())
+    time.sleep(1)
+    seen = browser.seen()
+    assert seen.console == [] and seen.errors == []
+    assert browser.evaluate("document.querySelector('.bridge-picture img').naturalWidth") > 200
+
+
+def test_a_token_that_is_pointed_at_lights_what_it_attends_to(browser, tmp_path):
+    words = ["<bos>", " Mary", " and", " John"]
+    pattern = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0)).tril()
+    page = tmp_path / "text.html"
+    pictures.attention_text(pattern, words).save(page)
+    clean(browser.open(page, 390), page)
+
+    def lit():
+        labels = browser.evaluate("[...document.querySelectorAll('.mark-rect path')].map((c) => c.ariaLabel || '')")
+        found = [label.split("mean weight: ")[1].split(";")[0] for label in labels if "key: " in label]
+        return [float(text) for text in found]
+
+    assert lit() == pytest.approx(pattern[:, 3].mean(0).tolist(), rel=2e-2, abs=1e-3)  # of the last token
+    x, y = browser.evaluate("""(() => {
+        const found = [...document.querySelectorAll('text')].find((t) => t.textContent === '·and');
+        const box = found.getBoundingClientRect();
+        return [box.left + box.width / 2, box.top + box.height / 2];
+    })()""")
+    browser.hover(x, y)
+    time.sleep(0.5)
+    assert lit() == pytest.approx(pattern[:, 2].mean(0).tolist(), rel=2e-2, abs=1e-3)
+    browser.click("head 1")
+    assert lit() == pytest.approx(pattern[[0, 2], 2].mean(0).tolist(), rel=2e-2, abs=1e-3)
+    browser.click("head 0")
+    assert lit() == pytest.approx(pattern[2, 2].tolist(), rel=2e-2, abs=1e-3)
+    browser.click("head 1")
+    assert lit() == pytest.approx(pattern[1:, 2].mean(0).tolist(), rel=2e-2, abs=1e-3)
 
 
 def test_a_page_of_all_of_them(browser, tmp_path):

@@ -1,6 +1,10 @@
 """Files and notebooks: everything that is needed is inside, and nothing needs a browser or a network."""
 
+import base64
+import gzip
+import itertools
 import json
+import re
 import struct
 
 import pytest
@@ -62,10 +66,22 @@ def test_no_text_of_a_token_ends_the_script():
     assert text.count("</script>") == 1 and "<!--" not in text and "<b>" not in text
 
 
-def test_notebooks_are_given_the_picture_with_its_scripts(picture):
-    bundle = picture._repr_mimebundle_()
-    assert set(bundle) == {"text/html", "text/plain"}
-    assert library() in bundle["text/html"] and picture.fragment() in bundle["text/html"]
+def test_notebooks_are_given_a_still_picture_and_the_library_once(picture, monkeypatch):
+    monkeypatch.setattr("bridge.pictures.picture._outputs", itertools.count())
+    first, second = picture._repr_mimebundle_(), picture._repr_mimebundle_()
+    assert set(first) == {"text/html", "image/png", "text/plain"}
+    (packed,) = re.findall(r'class="bridge-vega">([^<]+)<', first["text/html"])
+    assert gzip.decompress(base64.b64decode(packed)).decode() == library()
+    assert 'bridge-vega">' not in second["text/html"] and len(second["text/html"]) < 60_000
+    for bundle in (first, second):  # seen where no script runs
+        (still,) = re.findall(r'<img alt="[^"]*" src="data:image/png;base64,([^"]+)"', bundle["text/html"])
+        assert base64.b64decode(still) == base64.b64decode(bundle["image/png"]) == picture.png(scale=1)
+        assert json.dumps(picture.spec(), separators=(",", ":"), ensure_ascii=False)[:50] in bundle["text/html"]
+
+
+def test_pdf(picture, tmp_path):
+    page = picture.save(tmp_path / "a.pdf").read_bytes()
+    assert page.startswith(b"%PDF-") and page == picture.pdf() != picture.pdf(dark=True)
 
 
 def test_data_are_small():
