@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import mode
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture
-from adapters.attention import Gate, Projection
+from adapters.architecture import Architecture, Block
+from adapters.attention import Attention, Gate, Projection
 from adapters.families.shapes.llama import HEADS_FIRST, NORMED_ATTENTION
 from adapters.families.shapes.mixture import FLAT_SIGMOID, SIGMOID, dense_listed, mixture_like
 from adapters.registry import only, register
@@ -29,12 +30,33 @@ def kolibri1(config: PreTrainedConfig) -> Architecture:
 
 @register("LagunaPreTrainedModel")
 def laguna(config: PreTrainedConfig) -> Architecture:
-    """A gate of each head's `z`."""
+    """A gate of each head's `z`; layers may differ in their number of heads."""
     only(config, moe_router_logit_softcapping=0.0)
     attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("g_proj"), "softplus"))
     width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
     moe = replace(FLAT_SIGMOID, factor=config.moe_routed_scaling_factor)
-    return mixture_like(config, moe, config.num_experts, width, shared, dense=dense_listed(config), attn=attn)
+    heads = config.num_attention_heads_per_layer[: config.num_hidden_layers]
+    usual = mode(heads)
+    made = mixture_like(
+        config,
+        moe,
+        config.num_experts,
+        width,
+        shared,
+        dense=dense_listed(config),
+        attn=attn,
+        config_values={"n_heads": usual},
+    )
+    layers = {i: _with_heads(made.stack.block_at(i), n) for i, n in enumerate(heads) if n != usual}
+    return replace(made, stacks=(replace(made.stack, layers={**made.stack.layers, **layers}),))
+
+
+def _with_heads(block: Block, n_heads: int) -> Block:
+    """A block whose attention has another number of query heads."""
+    first, *others = block.steps
+    assert isinstance(first.part, Attention)
+    part = replace(first.part, config_values={**first.part.config_values, "n_heads": n_heads})
+    return replace(block, steps=(replace(first, part=part), *others))
 
 
 @register("AfmoePreTrainedModel")

@@ -9,6 +9,7 @@ from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, NO_NORM, RMS_NORM, Norm
 from adapters.registry import register
+from adapters.stream_ends import tables
 
 _SAME_FIELDS = (
     "model_name", "normalization_type", "final_rms", "positional_embedding_type", "rotary_dim", "rotary_base",
@@ -43,7 +44,7 @@ def native(config: PreTrainedConfig) -> Architecture:
         Step(mlp, pre=Norm("ln2", norm), parallel_to=0 if config.parallel_attn_mlp else None),
     )
     final_norm = Norm("ln_final", RMS_NORM if config.final_rms else norm)
-    embedding = Embedding("embed", positions="pos_embed" if positions in ("standard", "shortformer") else None)
+    embedding = Embedding("embed", added=tables("pos_embed" if positions in ("standard", "shortformer") else None))
     return Architecture(
         (Stack("blocks", Block(steps[:1] if config.attn_only else steps), {}, final_norm, embedding),),
         Readout("unembed"),

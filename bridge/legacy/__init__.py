@@ -54,7 +54,7 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-class _SaysWhy(MetaPathFinder):
+class _MissingNames(MetaPathFinder):
     """Comes last, where there is no module of a name: an import of what is left out says what to use."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
@@ -66,8 +66,8 @@ class _SaysWhy(MetaPathFinder):
                 raise ModuleNotFoundError(why)
 
 
-if not any(type(finder).__name__ == "_SaysWhy" for finder in sys.meta_path):
-    sys.meta_path.append(_SaysWhy())
+if not any(type(finder).__name__ == "_MissingNames" for finder in sys.meta_path):
+    sys.meta_path.append(_MissingNames())
 
 
 def __getattr__(name: str) -> Any:
@@ -75,9 +75,9 @@ def __getattr__(name: str) -> Any:
         where, attribute = _HOME[name]
         module = importlib.import_module(f"{__name__}.{where}")
         return getattr(module, attribute) if attribute else module
-    from bridge.legacy.missing import says_what_is_missing
+    from bridge.legacy.missing import explain_missing_name
 
-    return says_what_is_missing(__name__)(name)
+    return explain_missing_name(__name__)(name)
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, no_type_check
 import torch
 from transformers import PreTrainedConfig
 
+from adapters.config_fields import ModelFields
 from bridge.hooks.names import suggestion
 
 ACT_FNS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "solu", "solu_ln")
@@ -41,7 +42,7 @@ _ELSEWHERE = {
 
 
 @no_type_check  # transformers makes a dataclass of it whose constructor takes more than its fields
-class NativeConfig(PreTrainedConfig):
+class NativeConfig(PreTrainedConfig, ModelFields):
     """What a native model is made of. All fields are given by name, and completed when the configuration is made.
 
     Args:
@@ -112,36 +113,19 @@ class NativeConfig(PreTrainedConfig):
     d_vocab: int = _NOT_SET
     n_heads: int = _NOT_SET
     d_head: int = _NOT_SET
-    n_key_value_heads: int | None = None
     d_mlp: int | None = None
     act_fn: str | None = None
     d_vocab_out: int = _NOT_SET
     eps: int | float = 1e-5
-    attn_only: bool = False
-    gated_mlp: bool = False
-    parallel_attn_mlp: bool = False
     normalization_type: str | None = "LN"
-    final_rms: bool = False
     positional_embedding_type: str = "standard"
-    rotary_dim: int | None = None
     rotary_base: int | float | None = None
-    attention_dir: str = "causal"
-    use_attn_scale: bool = True
     attn_scale: int | float | None = None
-    scale_attn_by_inverse_layer_idx: bool = False
     init_weights: bool = True
     init_mode: str = "gpt2"
     initializer_range: int | float = _NOT_SET
-    seed: int | None = None
     device: str | torch.device | None = None
     model_name: str = "native"
-    tokenizer_name: str | None = None
-    default_prepend_bos: bool = True
-    use_attn_result: bool = False
-    use_split_qkv_input: bool = False
-    use_attn_in: bool = False
-    use_hook_mlp_in: bool = False
-    tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_names(type(self), kwargs)

@@ -56,9 +56,9 @@ def grid(
         measure: what the value is, for legend and hover.
         title: over the picture.
         panels: a name for each panel.
-        panels_wide: how many panels stand beside each other.
+        panels_wide: how many panels are side by side.
         sides: the names of rows and columns of panels, for a table of them without names of rows and columns of their
-            own; None: they have these, and a narrow page may put fewer beside each other.
+            own; None: they have these, and a narrow page may put fewer side by side.
         numbers: write each value into its cell (without `panels`).
         blank: what the hover says over a cell that stays blank; None: there is no hover.
 

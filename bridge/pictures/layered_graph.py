@@ -18,7 +18,7 @@ _BETWEEN_BANDS = 0.3
 
 
 @dataclass(frozen=True)
-class Layout:
+class GraphLayout:
     """Places in columns and rows; rows are counted from the middle.
 
     Attributes:
@@ -70,7 +70,7 @@ def columns_of(edges: Sequence[tuple[str, str]]) -> dict[str, int]:
 
 def layout(
     edges: Sequence[tuple[str, str]], columns: Mapping[str, int], bands: Mapping[str, int] | None = None
-) -> Layout:
+) -> GraphLayout:
     """Rows for the nodes, and the stops of each edge.
 
     Args:
@@ -137,7 +137,7 @@ def layout(
         for column in sorted(members, reverse=bool(sweep % 2)):
             members[column].sort(key=lambda stop: sum(row[other] for other in near[stop]) / len(near[stop]))
             row |= _rows(members[column], band, middle)
-    return Layout(
+    return GraphLayout(
         nodes={stop: (c, row[stop]) for c, stops in members.items() for stop in stops if isinstance(stop, str)},
         paths=[[(c, row[stop]) for c, stop in chain[1:]] for chain in chains],
         n_columns=len(shown),

@@ -16,7 +16,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.harvest import Activations, HarvestError, MixError, WriteError, check, harvest, storage
-from bridge.harvest.local import Background
+from bridge.harvest.local import BackgroundWriter
 from tests.conftest import tiny
 from tests.harvest.common import RESID, TEXTS, Z, read, shards
 
@@ -208,7 +208,7 @@ def test_nothing_is_written_after_an_error():
     def refuse():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    background, done = Background(), []
+    background, done = BackgroundWriter(), []
     background.do(lambda: done.append(1))
     background.do(refuse)
     background.do(lambda: done.append(2))

@@ -9,7 +9,7 @@ from bridge.legacy import kinds
 from bridge.legacy.HookedTransformer import HookedTransformer as _HookedTransformer  # which makes parts by themselves
 from bridge.legacy.kinds import *  # noqa: F403
 from bridge.legacy.kinds import Part
-from bridge.legacy.missing import says_what_is_missing
+from bridge.legacy.missing import explain_missing_name
 
 __all__ = kinds.__all__
 
@@ -29,7 +29,7 @@ for _package, _names in (
         sys.modules[f"{_package.__name__}.{_name}"] = kinds
 
 
-__getattr__ = says_what_is_missing(__name__)
+__getattr__ = explain_missing_name(__name__)
 
 
 assert Part.makes_host is not None, _HookedTransformer
