@@ -13,6 +13,7 @@ import altair as alt
 import vl_convert
 
 from bridge.pictures.embedding import document, fragment, output
+from bridge.pictures.pixels import packed
 
 #: Numbers the outputs of this process: the first holds the drawing library for all.
 _outputs = itertools.count()
@@ -84,7 +85,7 @@ class Picture:
             dark: on dark ground.
             scale: how many pixels stand for one.
         """
-        return vl_convert.vegalite_to_png(self._still(dark), scale=scale)
+        return packed(vl_convert.vegalite_to_png(self._still(dark), scale=scale))
 
     def svg(self, dark: bool = False) -> str:
         """The picture in lines.
