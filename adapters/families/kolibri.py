@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import mode
 
@@ -30,7 +31,7 @@ def kolibri1(config: PreTrainedConfig) -> Architecture:
 
 @register("LagunaPreTrainedModel")
 def laguna(config: PreTrainedConfig) -> Architecture:
-    """A gate of each head's `z`; layers may differ in their number of heads."""
+    """A gate of each head's `z`; layers may differ in their heads, and in how much of these is rotated."""
     only(config, moe_router_logit_softcapping=0.0)
     attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("g_proj"), "softplus"))
     width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
@@ -47,15 +48,20 @@ def laguna(config: PreTrainedConfig) -> Architecture:
         attn=attn,
         config_values={"n_heads": usual},
     )
-    layers = {i: _with_heads(made.stack.block_at(i), n) for i, n in enumerate(heads) if n != usual}
+    own: dict[int, dict[str, object]] = {i: {"n_heads": n} for i, n in enumerate(heads) if n != usual}
+    for index, kind in enumerate(config.layer_types):
+        if kind == "sliding_attention":
+            share = config.rope_parameters[kind].get("partial_rotary_factor", 1.0)
+            own.setdefault(index, {})["rotary_dim"] = int(config.head_dim * share)
+    layers = {index: _with(made.stack.block_at(index), values) for index, values in own.items()}
     return replace(made, stacks=(replace(made.stack, layers={**made.stack.layers, **layers}),))
 
 
-def _with_heads(block: Block, n_heads: int) -> Block:
-    """A block whose attention has another number of query heads."""
+def _with(block: Block, values: Mapping[str, object]) -> Block:
+    """A block whose attention has facts of its own."""
     first, *others = block.steps
     assert isinstance(first.part, Attention)
-    part = replace(first.part, config_values={**first.part.config_values, "n_heads": n_heads})
+    part = replace(first.part, config_values={**first.part.config_values, **values})
     return replace(block, steps=(replace(first, part=part), *others))
 
 

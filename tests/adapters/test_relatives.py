@@ -179,6 +179,13 @@ def test_options_that_change_what_is_declared(model_type: str, fields: dict[str,
     is_proved_and_inferred(tiny_model(model_type, **fields))
 
 
+def test_layers_that_rotate_more_than_others() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    bridge = TransformerBridge(tiny_model("laguna", layer_types=kinds, num_attention_heads_per_layer=[4, 8]))
+    report = verify(bridge)
+    assert report.passed and not bridge.offered().inferred, str(report)
+
+
 #: Fields of configurations that say nothing of what one run without labels computes.
 _NO_OPTIONS = {
     "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "is_decoder",
