@@ -63,7 +63,9 @@ def _name(metric: Metric) -> str:
 
 def _words(bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> list[str]:
     """The tokens of the first prompt; their numbers where there is no tokenizer."""
-    return [str(token) for token in clean[0].tolist()] if bridge.tokenizer is None else bridge.to_str_tokens(clean[0])
+    if bridge.tokenizer is None:
+        return [str(token) for token in clean[0].tolist()]
+    return [bridge.to_single_str_token(token) for token in clean[0].tolist()]
 
 
 @torch.no_grad()
@@ -75,7 +77,7 @@ def _patterns(circuit: Circuit, bridge: TransformerBridge, clean: Int[Tensor, "b
     found = {}
     for name in heads:
         layer, head = map(int, name[1:].split("H"))
-        found[name] = cache["pattern", layer][0, head]
+        found[name] = cache[f"blocks.{layer}.attn.hook_pattern"][0, head]
     return found
 
 

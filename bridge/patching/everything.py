@@ -106,5 +106,9 @@ def patch_everything(
     logits, cache = model.run_with_cache(one)
     every = get_act_patch_block_every(model, other, cache, difference, verbose=verbose)
     heads = get_act_patch_attn_head_out_all_pos(model, other, cache, difference, verbose=verbose)
-    words = [str(token) for token in one[0].tolist()] if model.tokenizer is None else model.to_str_tokens(one[0])
-    return PatchedEverything(*every, heads, difference(logits), difference(model(other)), words)
+    known = model.tokenizer is not None
+    words = [model.to_single_str_token(token) if known else str(token) for token in one[0].tolist()]
+    stream, attn_out, mlp_out = every
+    return PatchedEverything(
+        stream, attn_out, mlp_out, heads, difference(logits), difference(model(other)), words
+    )  # fmt: skip

@@ -64,7 +64,7 @@ class Graph:
         """The largest score, of either sign, of an edge at a node."""
         return max((abs(v) for v, pair in zip(self.scores, self.pairs, strict=False) if node in pair), default=0.0)
 
-    def drawn(self, measure: str, negative_supports: bool) -> alt.LayerChart:
+    def drawn(self, measure: str, negative_supports: bool) -> alt.LayerChart | alt.FacetChart:
         """Lines, then boxes, then words.
 
         Args:

@@ -143,7 +143,7 @@ def _wrapped(drawn: alt.Chart, panels: Sequence[str], wide: int) -> alt.Chart:
 
 
 def _header(names: Sequence[str], angle: int | None) -> alt.Header:
-    turned = {} if angle is None else {"labelAngle": angle, "labelAlign": "left"}
+    turned: dict[str, Any] = {} if angle is None else {"labelAngle": angle, "labelAlign": "left"}
     return alt.Header(labelExpr=lookup(names, "datum.value"), title=None, **turned)
 
 

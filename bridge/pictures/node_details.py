@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import altair as alt
 from torch import Tensor
@@ -41,7 +42,7 @@ def details(
     return alt.vconcat(_sentence(graph, effects, shown, metric), alt.hconcat(*below, spacing=30), spacing=6)
 
 
-def _sentence(graph: Graph, effects: Mapping[int, float], shown: str, metric: str) -> alt.LayerChart:
+def _sentence(graph: Graph, effects: Mapping[int, float], shown: str, metric: str) -> alt.LayerChart | alt.FacetChart:
     said = []
     for i, label in enumerate(graph.names):
         effect = f"; direct effect: without what it sends to the logits, the {metric} changes by"
@@ -55,7 +56,7 @@ def _sentence(graph: Graph, effects: Mapping[int, float], shown: str, metric: st
     )
 
 
-def _bars(graph: Graph, shown: str, measure: str) -> alt.LayerChart:
+def _bars(graph: Graph, shown: str, measure: str) -> alt.LayerChart | alt.FacetChart:
     room = max(sum(node in graph.near(e) for e in range(len(graph.scores))) for node in range(len(graph.labels)))
     rows = list(range(1, min(room, MOST_EDGES) + 1))
     wide = width_of(graph.names) * 2 + 10
@@ -77,12 +78,17 @@ def _bars(graph: Graph, shown: str, measure: str) -> alt.LayerChart:
     return alt.layer(bars, names, numbers).properties(width=wide + 250, height=18 * len(rows))
 
 
-def _pattern(patterns: Mapping[int, Tensor], words: Sequence[str], shown: str) -> alt.LayerChart:
+def _pattern(patterns: Mapping[int, Tensor], words: Sequence[str], shown: str) -> alt.LayerChart | alt.FacetChart:
     n = len(words)
     rows = [{"i": i, "w": compact(table)} for i, table in patterns.items()]
     cell = max(5.0, min(18.0, 320 / n))
     places = alt.Scale(domain=list(range(n)))
-    labels = {"ticks": False, "domain": False, "labelOverlap": True, "labelExpr": lookup(words, "datum.value")}
+    labels: dict[str, Any] = {
+        "ticks": False,
+        "domain": False,
+        "labelOverlap": True,
+        "labelExpr": lookup(words, "datum.value"),
+    }
     blank = (
         alt.Chart(alt.Data(values=[{"t": "no head, so no pattern"}]))  # type: ignore[arg-type]
         .transform_filter(f"indexof({list(patterns)}, {shown}) < 0")

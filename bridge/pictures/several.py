@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import altair as alt
 
@@ -32,9 +34,9 @@ def together(pictures: Sequence[Picture], title: str) -> Picture:
     for picture in pictures:
         if [parameter["name"] for parameter in picture.spec()["params"]] != ["dark"]:
             raise ValueError(f"{picture!r} has parts that answer a click: it stands alone, or on a `page`")
-        chart = picture.chart.copy(deep=True)
+        chart: Any = copy.deepcopy(picture.chart)
         chart.config = chart.params = chart.usermeta = alt.Undefined
         charts.append(chart)
-    chart = alt.vconcat(*charts, spacing=24).resolve_scale(color="independent")
-    chart = chart.properties(title=alt.Title(title, fontSize=16), config=configuration())
-    return Picture(chart.add_params(dark_parameter()), title)
+    whole = alt.vconcat(*charts, spacing=24).resolve_scale(color="independent")
+    whole = whole.properties(title=alt.Title(title, fontSize=16), config=configuration())
+    return Picture(whole.add_params(dark_parameter()), title)

@@ -147,7 +147,7 @@ def attention_text(
     return Picture(chart.add_params(dark_parameter()), title)
 
 
-def _switches(names: Sequence[str], switched: alt.Parameter) -> alt.LayerChart:
+def _switches(names: Sequence[str], switched: alt.Parameter) -> alt.LayerChart | alt.FacetChart:
     """A box for each head, filled while it is on."""
     text = _Text([f" {name} " for name in names])
     rows = [{"name": name, **row} for name, row in zip(names, text.rows, strict=True)]
