@@ -17,6 +17,8 @@ from bridge.hooks.recomputation import refuse_older_checkpointing, refuse_unknow
 from bridge.hooks.results import checked, listen_backward, replaces_activation, version_of, wants_gradients
 from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
+__all__ = ["HookPoint"]
+
 
 class AttachesListeners(Protocol):
     """What attaches listeners to hook points, and detaches them."""
