@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
-from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
 __all__ = ["HookPoint"]
 
+T = TypeVar("T")
+
 
 class AttachesListeners(Protocol):
     """What attaches listeners to hook points, and detaches them."""
@@ -28,6 +30,9 @@ class AttachesListeners(Protocol):
 
     def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
         """Removes listeners."""
+
+    def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
+        """What a function makes of a gradient, if processes that share the model make the same of it."""
 
 
 class Attachment:
@@ -341,8 +346,11 @@ class HookPoint:
             changed = True  # the gradient has to flow through the activation as it is seen
         x = self._put(x, act, changed, call, context, view)
         for listener in backward:
-            listen_backward(listener, x if view.identity else act, self)
+            listen_backward(listener, x if view.identity else act, self, self._compared)
         return x
+
+    def _compared(self, make: Callable[[], Any], given: Tensor) -> Any:
+        return self._attaches.compared(make, given, self)
 
     # What a hook does at a site, in a run and in a program: they differ in the pass.
 
