@@ -31,6 +31,7 @@ from bridge.hooks.names import NamesFilter
 from bridge.interventions.operation import Operation
 from bridge.run.checks import check_ids
 from bridge.run.hooked import check_specs
+from bridge.run.memory import free_memory
 from bridge.run.protocol import HookSpec
 from bridge.run.tokenization import TextOptions, batch_of
 
@@ -114,7 +115,7 @@ def generate_batch(
         prompts: as tokens.
         interventions, each, options: as there.
     """
-    bridge.wiring.refuse_spread("generate_batch")
+    bridge.wiring.refuse_own_rows("generate_batch")
     check_batching()
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
@@ -138,9 +139,14 @@ def generate_batch(
         (good if request.error is None else failed).append(request)
     if not good:
         return iter([_answer(bridge, request, [], ()) for request in failed])
-    room = capacity_for(bridge.core, [len(request.prompt) for request in good], options.max_new_tokens)
+    lengths = [len(request.prompt) for request in good]
+    bridge.wiring.check_all_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
+    free = bridge.wiring.least(free_memory(bridge.core.device))
+    room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
     batch = _Batch(bridge, good, edits, captured, options, room)
-    return _answers(batch, failed)
+    answers = _answers(batch, failed)
+    # Where processes share the model, nothing else may be asked of it meanwhile: all are made before one is given.
+    return answers if bridge.wiring.group is None else iter(list(answers))
 
 
 def _edits(
