@@ -23,7 +23,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from adapters import UnsupportedModelError, verify
-from adapters.architecture import Opaque
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
