@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,19 @@ from adapters.offloaded import materialized
 from adapters.views import Call, View
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
+#: Subclasses of torch's layer that compute the same function, in another order of rounding.
+_SAME = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is torch's linear layer, or computes the same function of a weight and a bias of these names."""
+    kind = type(module)
+    return kind is nn.Linear or f"{kind.__module__}.{kind.__qualname__}" in _SAME
 
 
 def weight_in_out(module: nn.Module) -> Tensor | None:
     """The weight of a plain linear layer as ``[d_in, d_out]``, a view; None for anything else (LoRA, quantised)."""
-    if type(module) is not nn.Linear and type(module) is not Conv1D:
+    if not is_linear(module) and type(module) is not Conv1D:
         return None
     weight: Tensor = materialized(module, "weight")
     if type(weight) not in _PLAIN:
@@ -66,6 +74,9 @@ def head_results(module: nn.Module, z: Tensor) -> Tensor:
 
     Returns:
         ``[batch, pos, head, d_model]``.
+
+    Raises:
+        TypeError: of a layer that is not plain, they do not sum to its output.
     """
     n_heads, d_head = z.shape[-2:]
     weight = weight_in_out(module)
@@ -73,7 +84,27 @@ def head_results(module: nn.Module, z: Tensor) -> Tensor:
         return torch.einsum("bphd,hdm->bphm", z, weight.unflatten(0, (n_heads, d_head)))
     own = torch.eye(n_heads, dtype=z.dtype, device=z.device)
     spread = torch.einsum("bphd,hg->bphgd", z, own).flatten(-2)
-    return module.forward(spread) - module.forward(torch.zeros_like(spread))
+    rows = spread.flatten(0, -2)  # bitsandbytes' layers know no further axes
+    bias = module.forward(torch.zeros_like(rows[:1]))
+    results = (module.forward(rows) - bias).unflatten(0, spread.shape[:-1])
+    _check_sum(module, results, (module.forward(z.flatten(2).flatten(0, 1)) - bias).unflatten(0, z.shape[:2]))
+    return results
+
+
+def _check_sum(module: nn.Module, results: Tensor, together: Tensor) -> None:
+    """Refuses a layer in which heads do not add up: one that rounds its input as it comes.
+
+    Raises:
+        TypeError: it is one.
+    """
+    eps, scale = torch.finfo(results.dtype).eps, float(results.abs().sum(-2).max()) if results.numel() else 0.0
+    off = float((results.sum(-2) - together).abs().max()) if results.numel() else 0.0
+    if off > (64 if eps < 1e-5 else 4) * eps * scale:
+        raise TypeError(
+            f"the results of heads cannot be had: what a {type(module).__name__} makes of each head alone does not sum "
+            f"to its output (off by {off:.1g}), for it rounds its input as it comes (int8 activations). Load the model "
+            "without quantisation, or with that of weights alone"
+        )
 
 
 def project_per_head(module: nn.Module, part: View, x: Tensor, call: Call) -> Tensor:

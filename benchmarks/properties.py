@@ -20,12 +20,12 @@ import transformers
 
 from benchmarks.models import TITLES, quiet, shortened
 from tests.properties.cases import TASKS, usual, with_options
-from tests.properties.subject import Case, Outcome
+from tests.properties.subject import Case, Outcome, Verdict
 from tests.properties.table import PROPERTIES, outcomes
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "properties.md"
 #: What stands in a cell, the worst of all configurations of a type first.
-SIGNS = {"WRONG": "WRONG", "CRASH": "CRASH", "refused": "r", "right": "yes", "absent": "–"}
+SIGNS = {"WRONG": "WRONG", "CRASH": "CRASH", "refused": "r", "part": "part", "right": "yes", "absent": "–"}
 Found = dict[Case, dict[str, Outcome]]
 INTRODUCTION = """# What holds of every model
 
@@ -34,12 +34,12 @@ INTRODUCTION = """# What holds of every model
 What this documentation promises, tried on every text architecture of transformers {version}: a tiny random instance of
 each, as usual and with each option of its recipe the other way round (tied embeddings, biases, norms, caps, factors,
 grouped heads). Each result is compared with something outside the library: plain torch hooks on an equal Hugging Face
-model, its own outputs, products of its weights in float64. Three compare what the library itself
-offers in two ways: weights with
-activations (29, 30), and the raw lens with `W_U` (26); that these are the model's own is what `verify` proves.
+model, its own outputs, products of its weights in float64.
 
-*yes*: it holds of all configurations of the type that were tried. *r*: of one at least it is refused by an error that
-says why (the reasons are listed at the end). *–*: there is nothing to try; a model without attention has no patterns.
+*yes*: it holds of all configurations of the type that were tried. *part*: it holds wherever it could be compared,
+which was not in every layer. *r*: of one at least it is refused by an error that says why. The reasons of both are
+listed at the end. *–*: there is nothing to try; a model without attention has no patterns. A configuration that is
+refused as a whole is counted apart: of "2 of 3" models two are wrapped, and the row is about these.
 
 {summary}
 
@@ -65,26 +65,35 @@ def rows(found: Found) -> list[str]:
     made = []
     for model_type, several in by_type.items():
         there = [each for each in several if any(x.verdict != "absent" for x in each.values())]
-        cells = [worst([each[name] for each in there or several]) for name in PROPERTIES]
-        made.append(f"| {' | '.join([model_type, str(len(there)), *cells])} |")
+        wrapped = [each for each in there if not is_refused(each)]
+        cells = [worst([each[name] for each in wrapped or several]) for name in PROPERTIES]
+        models = str(len(there)) if len(wrapped) == len(there) else f"{len(wrapped)} of {len(there)}"
+        made.append(f"| {' | '.join([model_type, models, *cells])} |")
     return made
+
+
+def is_refused(outcome: dict[str, Outcome]) -> bool:
+    """Whether a model is not wrapped at all."""
+    return len({each.says for each in outcome.values()}) == 1 and all(x.verdict == "refused" for x in outcome.values())
 
 
 def worst(several: list[Outcome]) -> str:
     """The sign of the worst of some outcomes."""
-    verdicts = {each.verdict for each in several}
+    verdicts = {"part" if each.verdict == "right" and each.says else each.verdict for each in several}
     return next(sign for verdict, sign in SIGNS.items() if verdict in verdicts)
 
 
-def refusals(found: Found) -> list[str]:
-    """Each reason for which something is refused, by property, with how many types and one of them."""
+def reasons_of(found: Found, verdict: Verdict) -> list[str]:
+    """Each reason that a verdict gives, by property, with how many types and one of them."""
     reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for case, outcome in found.items():
-        said = {name: each.says for name, each in outcome.items() if each.verdict == "refused"}
-        if len(said) == len(PROPERTIES) and len(set(said.values())) == 1:
-            said = {"the model": next(iter(said.values()))}  # it is not wrapped at all
+        said = {name: each.says for name, each in outcome.items() if each.verdict == verdict and each.says}
+        if is_refused(outcome):
+            said = {"the model": next(iter(said.values()))} if said else {}
         for name, why in said.items():
-            reasons[name][_reason(why, case.model_type)].append(case.model_type)
+            reasons[name][_reason(why.partition(": ")[2] if verdict == "refused" else why, case.model_type)].append(
+                case.model_type
+            )
     lines = []
     for name in ("the model", *PROPERTIES):
         for said_of_it, types in sorted(reasons[name].items(), key=lambda item: -len(item[1])):
@@ -95,7 +104,8 @@ def refusals(found: Found) -> list[str]:
 
 def _reason(said: str, model_type: str) -> str:
     """An error's text without what is of one model only."""
-    said = re.sub(r"(blocks|encoder|decoder)\.\d+", r"\1.i", said.partition(": ")[2])
+    said = re.sub(r"(blocks|encoder|decoder)\.\d+", r"\1.i", said)
+    said = "; ".join(dict.fromkeys(said.split("; ")))
     said = said.partition(" None could be inferred either: ")[2] or said
     said = said.replace(model_type, "it").partition(". Did you mean")[0]
     return shortened(re.sub(r"\b\w+For\w+\b|\b\w+Model\w*\b", "it", said), 160)
@@ -103,10 +113,13 @@ def _reason(said: str, model_type: str) -> str:
 
 def page(found: Found) -> str:
     """The page."""
-    count = Counter(each.verdict for outcome in found.values() for each in outcome.values())
+    wrapped = [outcome for outcome in found.values() if not is_refused(outcome)]
+    count = Counter(each.verdict for outcome in wrapped for each in outcome.values())
+    part = sum(each.verdict == "right" and bool(each.says) for outcome in wrapped for each in outcome.values())
     summary = (
-        f"{len(found)} models of {len({(case.task, case.model_type) for case in found})} types, {len(PROPERTIES)} "
-        f"properties: {count['right']:,} results are right, {count['refused']:,} are refused with a reason, "
+        f"{len(found)} models of {len({(case.task, case.model_type) for case in found})} types, "
+        f"{len(found) - len(wrapped)} of them refused as a whole; {len(PROPERTIES)} properties: {count['right']:,} "
+        f"results are right ({part:,} of these in part), {count['refused']:,} are refused with a reason, "
         f"{count['WRONG']} are wrong, {count['CRASH']} end in another error."
     )
     says = [(holds.__doc__ or "").splitlines()[0] for holds in PROPERTIES.values()]
@@ -119,7 +132,8 @@ def page(found: Found) -> str:
         head = ["type", "models", *map(str, range(1, len(PROPERTIES) + 1))]
         table = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *rows(part)]
         text += f"## {TITLES[task]}\n\n" + "\n".join(table) + "\n\n"
-    return text + "## What is refused, and why\n\n" + "\n".join(refusals(found)) + "\n"
+    text += "## What is refused, and why\n\n" + "\n".join(reasons_of(found, "refused")) + "\n\n"
+    return text + "## What could not be compared\n\n" + "\n".join(reasons_of(found, "right")) + "\n"
 
 
 def main(arguments: list[str]) -> int:

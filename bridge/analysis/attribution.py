@@ -176,6 +176,7 @@ def through_norm(
         return residual_stack
     with gradients_of(residual_stack):
         if recompute_ln and layer == cache.model.cfg.n_layers:
+            cache.module_of_the_run(norm.scale_name)
             return norm.recomputed(residual_stack)
         everywhere = require(cache, [norm.scale_name])[0]
         scale = pick(everywhere, pos_slice, -2)
@@ -233,11 +234,11 @@ def logit_attributions(
     """
     model = cache.model
     refuse_no_logit_sum(model)
-    for end in ("ln_final.hook_normalized", "unembed.hook_in"):
-        if end in model.hook_dict:
-            cache.module_of_the_run(end)
+    if "unembed.hook_in" in model.hook_dict:
+        cache.module_of_the_run("unembed.hook_in")
     norm = norm_of(model, "ln_final")
     if norm is not None:
+        cache.module_of_the_run(norm.scale_name)
         norm.refuse_gate()
     with gradients_of(residual_stack):
         directions = directions_of(model, tokens)

@@ -245,9 +245,12 @@ class BasisMethods(RunMethods):
         points: list[HookPoint] = []
         for what in freeze:
             ending = _HELD.get(what)
-            points += self.select_hooks(what if ending is None else lambda name, end=ending: name.endswith(end))
-        with torch.no_grad():
-            _, cache = self.run_with_cache(input, names_filter=[hook.name for hook in points], **forward_kwargs)
+            named = [hook for name, hook in self.hook_dict.items() if ending and name.endswith(ending)]
+            points += named if ending else self.select_hooks(what)
+        cache: ActivationCache | dict[str, Tensor] = {}
+        if points:
+            with torch.no_grad():
+                _, cache = self.run_with_cache(input, names_filter=[hook.name for hook in points], **forward_kwargs)
         with self.hooks(fwd_hooks=[(hook, _held(cache[hook.name])) for hook in points]):
             yield cache
 

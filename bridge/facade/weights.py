@@ -151,6 +151,11 @@ class WeightMethods(WrappedModel):
         return self._stack("mlp", "b_in")
 
     @property
+    def b_gate(self) -> Float[Tensor, "n_layers d_mlp"]:
+        """Gated MLPs' gate biases, where their gates have some."""
+        return self._stack("mlp", "b_gate")
+
+    @property
     def b_out(self) -> Float[Tensor, "n_layers d_model"]:
         """The MLPs' output biases."""
         return self._stack("mlp", "b_out")

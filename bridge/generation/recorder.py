@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from bridge.hooks.context import CURRENT, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, Scope
 from bridge.wiring.wiring import Wiring
+
+_logger = logging.getLogger(__name__)
 
 
 class StepRecorder:
@@ -89,8 +92,9 @@ class StepRecorder:
             axis = axes.index(self.pos)
             if act.shape[axis] < total and ".attn." not in hook.name:  # no window of keys
                 raise ValueError(
-                    f"{hook.name} has {act.shape[axis]} positions in a step of {self.new}: the model itself continues "
-                    "these rows wrongly (transformers' RWKV does so with several rows); generate them one by one"
+                    f"{hook.name} has {act.shape[axis]} positions in a step of {self.new} after {self.seen} tokens: "
+                    "its steps make no sequence. Generate the rows one by one (transformers' RWKV mixes the rows of a "
+                    "batch), or use run_with_cache on the finished sequence"
                 )
             start = self.seen if act.shape[axis] >= total else act.shape[axis] - self.new
             act = act.narrow(axis, start, self.new).clone()
@@ -178,4 +182,6 @@ class StepRecorder:
         missing = "; ".join(f"{name} {why}" for name, why in made.items() if isinstance(why, str))
         if explicit and missing:
             raise RuntimeError(f"{missing}: use run_with_cache on the finished sequence")
+        if missing:
+            _logger.warning("left out of the cache of a generation: %s", missing)
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}

@@ -16,11 +16,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from adapters.offloaded import whole
 from adapters.views.basis import InBasis
 from bridge.bases.placing import modules_of
 from bridge.bridge import TransformerBridge
 from bridge.harvest.errors import HarvestError
 from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.written import adapters_at_work
 from bridge.interventions import Operation
 
 
@@ -62,7 +64,7 @@ def add_tensor(total: Hash, tensor: Tensor) -> None:
 
 
 def of_module(module: nn.Module) -> str:
-    """The hash of a module's parameters and buffers, with their names.
+    """The hash of a module's parameters and buffers, with their names. Those that are spread are put together.
 
     Args:
         module: the module.
@@ -70,23 +72,26 @@ def of_module(module: nn.Module) -> str:
     total = xxhash.xxh3_128()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         total.update(name.encode())
-        add_tensor(total, tensor)
+        add_tensor(total, whole(tensor))
     return total.hexdigest()
 
 
 def of_model(bridge: TransformerBridge) -> dict[str, str]:
-    """What tells a model from another: its class, configuration and weights, and where its adapter puts the points.
+    """What tells a model from another: its class, configuration and weights, which adapters of PEFT are at work, and
+    where its own puts the points.
 
     Args:
         bridge: the bridge.
     """
     config = bridge.core.config.to_dict()
-    for varying in ("_name_or_path", "transformers_version", "architectures"):
+    for varying in ("_name_or_path", "transformers_version", "architectures", "distributed_config"):
         config.pop(varying, None)
     placed = bridge.bases
+    adapters = adapters_at_work(bridge.original_model)
     declared = [hook.point for hook in bridge.hook_dict.values() if hook not in placed]
     return {
         **({"bases": digest(*(_of_basis(hook) for hook in placed))} if placed else {}),
+        **({"adapters at work": digest(repr(adapters))} if adapters else {}),
         "class": type(bridge.core).__name__,
         "config": digest(json.dumps(config, sort_keys=True, default=str)),
         "weights": of_module(bridge.original_model),
@@ -188,8 +193,8 @@ def _add(total: Hash, value: object, seen: tuple[int, ...]) -> None:
         add_tensor(total, torch.from_numpy(np.ascontiguousarray(value)))
     elif isinstance(value, types.FunctionType):
         _add_function(total, value, seen)
-    elif (whole := _whole(value)) is not None:
-        total.update(whole)
+    elif (plain := _whole(value)) is not None:
+        total.update(plain)
     else:
         own, parts = _taken_apart(value)
         total.update(own)

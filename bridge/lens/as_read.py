@@ -41,8 +41,8 @@ def as_read(bridge: Readable, decode: Decode, hooked: bool) -> Decode:
             )
         if [written_to(module) for module in modules] != weights_then:
             raise ValueError(
-                "the weights behind the blocks were changed since this reading was made (processed, trained or written "
-                "to): read again"
+                "the weights behind the blocks were changed since this reading was made (processed, trained, written "
+                "to, or adapters switched): read again"
             )
         here = CURRENT.get()
         with in_context(RunContext(here.shared, generation=here.generation, inherited=here.shared)):

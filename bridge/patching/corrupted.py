@@ -14,9 +14,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from adapters.inputs.arguments import gives_cache
 from bridge.bridge import TransformerBridge
-
-#: How far logits of the same computation in another batch may be from each other, of the largest of them.
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+from bridge.hooks.rounding import close
+from bridge.run.layer_range import StopRun
 
 
 class CorruptedRun:
@@ -96,6 +95,35 @@ class CorruptedRun:
             right = stream
         return True
 
+    @cached_property
+    def ends_early(self) -> bool:
+        """Whether the last block at the last position alone gives these logits again; tried when asked."""
+        last, layer = self.length - 1, self.model.cfg.n_layers - 1
+        if not self._streams_known or self._past is None or len(self._past.layers) != layer + 1:
+            return False
+        found = self.last_block(self.streams[layer], 0, last)
+        return found.shape[1] == 1 and close(self.logits_of(found), self.logits[:, last:])
+
+    def last_block(
+        self, rows: Float[Tensor, "rows pos d_model"], start: int, begin: int
+    ) -> Float[Tensor, "rows later d_model"]:
+        """The stream after the last block at some positions alone: of those before, it makes keys and values, no more.
+
+        Args:
+            rows: the stream before the block.
+            start: the position of their first column.
+            begin: the first column that is wanted.
+        """
+        layer, repeats = self.model.cfg.n_layers - 1, len(rows) // self.batch
+        options = self.options(layer, layer + 1, repeats, start)
+        if begin:
+            before = {name: mask[:, : start + begin] for name, mask in options.items() if name == "attention_mask"}
+            keys = _KeysAlone(self._prefix(range(layer, layer + 1), repeats, start))
+            self.model(rows[:, :begin], start_at_layer=layer, stop_at_layer=layer + 1, past_key_values=keys, **before)
+            cache = options["past_key_values"] = self._prefix(range(0), repeats, start + begin)
+            cache.layers[layer] = keys.layers[layer]
+        return self.model(rows[:, begin:], start_at_layer=layer, stop_at_layer=layer + 1, **options)
+
     def logits_of(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
         """What follows the blocks, at these positions.
 
@@ -137,15 +165,19 @@ class CorruptedRun:
         return cache
 
 
-def close(found: Tensor, right: Tensor) -> bool:
-    """Whether two results are the same but for the rounding of another batch.
+class _KeysAlone(DynamicCache):
+    """A cache that ends a run as soon as it has a layer's keys and values.
 
     Args:
-        found: the one.
-        right: the other.
+        cache: where they go.
     """
-    tolerance = ROUNDING.get(right.dtype, 10 * torch.finfo(right.dtype).eps) * right.abs().max().item()
-    return found.shape == right.shape and torch.allclose(found, right, rtol=0, atol=tolerance)
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self.__dict__.update(cache.__dict__)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        super().update(key_states, value_states, *args, **kwargs)
+        raise StopRun(key_states)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from bridge.patching.setters import (
     PatchSetter,
+    layer_feature_patch_setter,
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
     layer_head_vector_patch_setter,
+    layer_pos_feature_patch_setter,
     layer_pos_head_vector_patch_setter,
     layer_pos_patch_setter,
 )
@@ -38,6 +40,8 @@ REGIONS: dict[PatchSetter, Region] = {
     layer_pos_patch_setter: Region((0,), 0, False),
     layer_pos_head_vector_patch_setter: Region((0, 1), 0, False),
     layer_head_vector_patch_setter: Region((1,), 0, False),
+    layer_pos_feature_patch_setter: Region((0, 1), 0, False),
+    layer_feature_patch_setter: Region((1,), 0, False),
     layer_head_pattern_patch_setter: Region((0,), 1, True),
     layer_head_pos_pattern_patch_setter: Region((0, 1), 1, True),
     layer_head_dest_src_pos_pattern_patch_setter: Region((0, 1, 2), 1, True),
@@ -61,6 +65,8 @@ def region_of(setter: PatchSetter, axes: str) -> Region | None:
     names = axes.split()
     if region is None or names[0] != "batch":
         return None
+    if setter in (layer_feature_patch_setter, layer_pos_feature_patch_setter) and len(names) == 4:
+        region = region._replace(axes=(*region.axes, 2))  # features of each head
     fits = names[2:] == ["pos", "key_pos"] if region.pattern else names[1] == "pos"
     return region if fits and max(region.axes) < len(names) - 1 else None
 
@@ -85,8 +91,8 @@ def differences(
     return (clean.to(corrupted.device) != corrupted).any(0)
 
 
-def first_change(region: Region, place: Sequence[int], differs: Bool[Tensor, "..."]) -> int | None:
-    """The first position at which a patch changes anything; None where it changes nothing.
+def changed_positions(region: Region, place: Sequence[int], differs: Bool[Tensor, "..."]) -> list[int]:
+    """The positions at which a patch changes anything.
 
     Args:
         region: what the setter writes.
@@ -99,11 +105,11 @@ def first_change(region: Region, place: Sequence[int], differs: Bool[Tensor, "..
     Example:
         >>> import torch
         >>> from bridge.patching import layer_head_vector_patch_setter
-        >>> from bridge.patching.regions import first_change, region_of
+        >>> from bridge.patching.regions import changed_positions, region_of
         >>> differs = torch.tensor([[False, False], [False, True], [True, True]])[..., None]  # pos head d_head
         >>> region = region_of(layer_head_vector_patch_setter, "batch pos n_heads d_head")
-        >>> first_change(region, [0, 1], differs), first_change(region, [0, 0], differs)
-        (1, 2)
+        >>> changed_positions(region, [0, 1], differs), changed_positions(region, [0, 0], differs)
+        ([1, 2], [2])
     """
     index: list[int | slice] = [slice(None)] * differs.ndim
     for axis, at in zip(region.axes, place[1:], strict=True):
@@ -111,9 +117,9 @@ def first_change(region: Region, place: Sequence[int], differs: Bool[Tensor, "..
     found = differs[tuple(index)]
     if region.pos in region.axes:
         at = place[1 + region.axes.index(region.pos)]
-        return at % differs.shape[region.pos] if bool(found.any()) else None
+        return [at % differs.shape[region.pos]] if bool(found.any()) else []
     by_position = found.flatten(1).any(1) if found.ndim > 1 else found
-    return int(by_position.int().argmax()) if bool(by_position.any()) else None
+    return by_position.nonzero().flatten().tolist()
 
 
 def from_position(

@@ -32,7 +32,8 @@ class Program(nn.Module):
     """A run of a model with captured activations and interventions. Made by `TransformerBridge.program`.
 
     It is around module objects of its own that share the model's parameters: the model does not see it, and a change of
-    the parameters is seen by both. Its mode (`train`, `eval`) is its own; it begins with the model's.
+    the parameters is seen by both. Its mode (`train`, `eval`), and which adapters of PEFT are at work, are its own; it
+    begins with the model's. (Make another program for other adapters.)
 
     Args:
         bridge: the bridge.

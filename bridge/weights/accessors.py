@@ -39,6 +39,12 @@ def stacked_weight(tree: NameTree, cfg: ModelConfig, part: str, name: str) -> Fl
     tensors = [weight for weight in found if isinstance(weight, Tensor)]
     if len(tensors) < len(found):
         raise AttributeError(f"{cfg.model_name} has several {name} in each block: see tl_named_parameters()")
+    shapes = sorted({tuple(weight.shape) for weight in tensors})
+    if len(shapes) > 1:
+        raise AttributeError(
+            f"{name} of {cfg.model_name} has other shapes in other layers, {', '.join(map(str, shapes))}: take them "
+            f"one by one, bridge.blocks[0].{part}.{name}"
+        )
     return torch.stack(tensors)
 
 

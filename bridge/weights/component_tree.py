@@ -84,7 +84,8 @@ class NameTree:
         grouped = name[: name.rfind(".") + 1] + "_" + name[name.rfind(".") + 1 :]
         if grouped in weights.getters:
             # As HookedTransformer shows grouped keys and values: repeated for each query head.
-            return weights[grouped].repeat_interleave(weights.cfg.n_heads // weights.cfg.n_kv_heads, dim=0)
+            each, heads = weights[grouped], weights[name[: name.rfind(".")] + ".W_O"]
+            return each.repeat_interleave(len(heads) // len(each), dim=0)
         return self.names.find(name)
 
 

@@ -145,31 +145,38 @@ def test_generation(bridge: TransformerBridge, case: Case, name: str, tokens: Te
 def test_sweeps(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
     clean, corrupted = tokens[:1], tokens[1:]
     _, cache = bridge.run_with_cache(clean, names_filter=name)
-    if cache[name].ndim > 3:
-        pytest.skip("features of each head: the setters of heads go through those")
+    heads = list(cache[name].shape[2:-1])  # of features of each head
 
     def metric(logits: Tensor) -> Tensor:
         return logits[0, -1, 5] - logits[0, -1, 9]
 
     short = name.split("hook_")[1]
-    options = {"verbose": False, "index_axis_names": ("layer", "feature")}
+    n, at = cache[name].shape[-1], bridge.hook_dict[name].point.depth
+    axes = ["layer", *(["head"] if heads else []), "feature"]
+    options = {"verbose": False, "index_axis_names": axes}
     found = generic_activation_patch(bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options)
-    at = bridge.hook_dict[name].point.depth
-    assert found.shape == (bridge.cfg.n_layers, cache[name].shape[-1])
+    assert found.shape == (bridge.cfg.n_layers, *heads, n)
     assert found[[i for i in range(bridge.cfg.n_layers) if i != at]].isnan().all()
-    for feature in (0, 1, cache[name].shape[-1] - 1):
-
-        def patch(features: Tensor, hook: object, feature: int = feature) -> Tensor:
-            features[..., feature] = cache[name][..., feature]
-            return features
-
-        right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(name, patch)]))
-        assert torch.allclose(found[at, feature], right, atol=1e-4)
-    options["index_axis_names"] = ("layer", "pos", "feature")
+    options["index_axis_names"] = ["layer", "pos", *axes[1:]]
     by_pos = generic_activation_patch(
         bridge, corrupted, cache, metric, layer_pos_feature_patch_setter, short, **options
     )
-    assert by_pos.shape == (bridge.cfg.n_layers, 6, cache[name].shape[-1])
+    assert by_pos.shape == (bridge.cfg.n_layers, 6, *heads, n)
+    for feature in (0, 1, n - 1):
+        place = [size - 1 for size in heads] + [feature]
+        for where, mine in (((..., *place), found[(at, *place)]), ((0, 4, *place), by_pos[(at, 4, *place)])):
+
+            def patch(features: Tensor, hook: object, where: tuple[object, ...] = where) -> Tensor:
+                features[where] = cache[name][where]
+                return features
+
+            right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(name, patch)]))
+            assert torch.allclose(mine, right, atol=1e-4)
+    assert found[at].std() > 1e-4
+    if heads:
+        options["index_axis_names"] = ["layer", "feature"]
+        with pytest.raises(ValueError, match=r"this patch setter needs \[layer, head, feature\]"):
+            generic_activation_patch(bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options)
 
 
 def difference(logits: Tensor) -> Tensor:
@@ -210,20 +217,22 @@ def test_attribution(bridge: TransformerBridge, case: Case, name: str, tokens: T
 @torch.no_grad()
 def test_logit_attribution(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
     _, cache = bridge.run_with_cache(tokens, names_filter=[name, "ln_final.hook_scale"])
-    if case.point.endswith(("hook_z", "hook_post")):
-        with pytest.raises(ValueError, match="goes through the rest of its part first"):
-            feature_logit_attrs(cache, name, 5, 9)
-        return
     features = cache[name]
     n = features.shape[-1]
     written = case.basis.decode(torch.eye(n)) - case.basis.decode(torch.zeros(1, n))
+    if case.point.endswith("hook_z"):
+        written = torch.einsum("nd,hdm->hnm", written, bridge.W_O[1])
+    elif case.point.endswith("hook_post"):
+        written = written @ bridge.W_out[1]
     if "LlamaForCausalLM" not in str(type(bridge.original_model)):
         written = written - written.mean(-1, keepdim=True)
     toward = bridge.ln_final.w * (bridge.W_U[:, 5] - bridge.W_U[:, 9])
-    right = features * (written @ toward) / cache["ln_final.hook_scale"]
+    right = features * (written @ toward)
+    right = right / cache["ln_final.hook_scale"].view(*tokens.shape, *[1] * (features.ndim - 2))
     found = feature_logit_attrs(cache, name, 5, 9)
-    assert torch.allclose(found.movedim(0, -1), right, rtol=1e-4, atol=1e-5) and right.abs().max() > 1e-3
-    assert isinstance(pictures.attribution(found[:, :1], [str(i) for i in range(n)], ["a"] * 6), pictures.Picture)
+    assert torch.allclose(found.movedim((-2, -1), (0, 1)), right, rtol=1e-4, atol=1e-5) and right.abs().max() > 1e-3
+    shown = found.flatten(0, -3)[:, :1]
+    assert isinstance(pictures.attribution(shown, [str(i) for i in range(len(shown))], ["a"] * 6), pictures.Picture)
 
 
 @torch.no_grad()
@@ -247,10 +256,6 @@ def test_circuits(bridge: TransformerBridge, case: Case, name: str, tokens: Tens
     _, cache = bridge.run_with_cache(tokens.flip(0), names_filter=name)
     patched = bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, lambda features: cache[name]))
     assert other.ablated == pytest.approx(float(difference(patched)), abs=1e-4)
-    if case.point.endswith(("hook_z", "hook_post")):
-        with pytest.raises(ValueError, match="is inside a part"):
-            attribution_graph(bridge, tokens[:1], [name])
-        return
     graph = attribution_graph(bridge, tokens[:1], [name])
     assert isinstance(pictures.circuit(graph.largest(5)), pictures.Picture)
 

@@ -135,7 +135,7 @@ def test_every_place_a_write_can_be_cut(tmp_path):
 @pytest.mark.parametrize("only_once", [False, True])
 def test_a_full_disk(tmp_path, monkeypatch, only_once):
     harvest("embedded", TEXTS, out=tmp_path / "whole", **KW)
-    plain, written, refused = storage.Whole.write, 0, []
+    plain, written, refused = storage.AtomicFile.write, 0, []
 
     def write(self, data):
         nonlocal written
@@ -146,7 +146,7 @@ def test_a_full_disk(tmp_path, monkeypatch, only_once):
                 raise OSError(errno.ENOSPC, "No space left on device")
         return plain(self, data)
 
-    monkeypatch.setattr(storage.Whole, "write", write)
+    monkeypatch.setattr(storage.AtomicFile, "write", write)
     with pytest.raises(WriteError, match=r"No space left.*every shard that was whole stands") as caught:
         harvest("embedded", TEXTS, out=tmp_path / "full", **KW)
     assert caught.value.errno == errno.ENOSPC

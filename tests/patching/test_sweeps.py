@@ -134,29 +134,35 @@ def test_layers_below_a_patch_do_not_run(pair):
     bridge = TransformerBridge(tiny("llama"))
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
-    attentions = [block.self_attn for block in bridge.original_model.model.layers]
-    counts = [0] * len(attentions)  # tokens
+    counts = {"self_attn": [0] * 3, "mlp": [0] * 3}  # tokens
 
-    def count(attention, number):
-        forward = attention.forward
+    def count(module, kind, number):
+        forward = module.forward
 
         def counting(hidden_states, *args, **kwargs):
-            counts[number] += hidden_states.shape[0] * hidden_states.shape[1]
+            counts[kind][number] += hidden_states.shape[0] * hidden_states.shape[1]
             return forward(hidden_states, *args, **kwargs)
 
-        attention.forward = counting
+        module.forward = counting
 
-    for number, attention in enumerate(attentions):
-        count(attention, number)
+    for number, block in enumerate(bridge.original_model.model.layers):
+        for kind in counts:
+            count(getattr(block, kind), kind, number)
     ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
     # Two prompts of 5 tokens. Positions 1 and 2 differ at first, later also those behind; at position 0 nothing does.
     # One run takes the stream, and one tries to go on from it with the last three; no run has all positions.
     overhead = 2 * (5 + 3)
+    # Another tries the last block at the last position, where the metric looks, with keys and values of the others.
+    tried = {"self_attn": 2 * 5, "mlp": 2}
     patched = [2 * 4 * 2, 2 * 4 * (2 + 4), 2 * 4 * (2 + 4 + 4)]  # prompts, positions that run, patches so far
-    assert counts == [overhead + tokens for tokens in patched]
-    counts[:] = [0] * 3
+    assert counts["self_attn"] == [overhead + tokens for tokens in (*patched[:2], patched[2] + tried["self_attn"])]
+    assert counts["mlp"] == [overhead + tokens for tokens in (*patched[:2], 2 * (2 + 4) + 2 * 4 * 4 + tried["mlp"])]
+    for kind in counts:
+        counts[kind][:] = [0] * 3
     ready.get_act_patch_attn_head_out_all_pos(bridge, corrupted, cache, metric, verbose=False)
-    assert counts == [overhead + 2 * 4 * heads for heads in (4, 8, 12)]
+    heads = (4, 8, 12)
+    assert counts["self_attn"] == [overhead + 2 * 4 * n + more for n, more in zip(heads, (0, 0, 10), strict=True)]
+    assert counts["mlp"] == [overhead + tokens for tokens in (2 * 4 * 4, 2 * 4 * 8, 2 * 8 + 2 * 4 * 4 + 2)]
 
 
 def test_whole_runs_where_something_listens_or_is_random(bridge, pair):
@@ -359,9 +365,7 @@ def test_errors(bridge, pair):
         patch(axes=None)
     with pytest.raises(ValueError, match="give either"):
         patch(index_df=Frame([(0, 0)], ["layer", "pos"]))
-    with pytest.raises(
-        ValueError, match=r"the index is \[0, 0\]; this patch setter needs \[layer, pos, head or feature\]"
-    ):
+    with pytest.raises(ValueError, match=r"the index is \[0, 0\]; this patch setter needs \[layer, pos, head\]"):
         patch(setter=ready.layer_pos_head_vector_patch_setter, name="z")
     with pytest.raises(ValueError, match=r"a tensor of shape \[2, 61\]; it must be a single number"):
         patch(metric=lambda logits: logits[:, -1])
@@ -430,3 +434,40 @@ def test_features_that_depend_on_other_positions(point):
         right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(hook.name, patch)]))
         assert float(found[1, pos, 3]) == pytest.approx(float(right), abs=1e-4)
     assert found[1].std() > 1e-2
+
+
+MIXES = {
+    "encode": (lambda x: (x - 0.5 * x.mean(0, keepdim=True)).relu(), lambda f: f),
+    "decode": (lambda x: x, lambda f: f - 0.5 * f.mean(0, keepdim=True)),
+    "top k of the batch": (lambda x: x * (x >= x.flatten().topk(40).values[-1]), lambda f: f),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("together", ["auto", 3])
+@pytest.mark.parametrize("kind", MIXES)
+def test_a_basis_that_mixes_rows_is_run_patch_by_patch(kind, together):
+    """In a batch of patches it would give each the others' numbers."""
+    bridge = TransformerBridge.boot_embedded()
+    clean, corrupted = torch.tensor([[1, 20, 31, 42, 53, 64], [1, 20, 31, 42, 99, 64]])[:, None]
+    W = torch.randn(128, 8, generator=torch.Generator().manual_seed(0)) / 11
+    encode, decode = MIXES[kind]
+    hook = bridge.add_basis(
+        "blocks.1.hook_resid_post", "own", encode=lambda x: encode(x @ W), decode=lambda f: decode(f) @ W.T
+    )
+    _, cache = bridge.run_with_cache(clean, names_filter=hook.name)
+    metric = lambda logits: logits[0, -1, 7]
+    setter, axes = ready.layer_feature_patch_setter, ("layer", "feature")
+    arguments = (bridge, corrupted, cache, metric, setter, "resid_post.own", axes)
+    found = generic_activation_patch(*arguments, patches_per_run=together, verbose=False)
+    for feature in range(8):
+
+        def patch(features, hook, feature=feature):
+            features[..., feature] = cache[hook.name][..., feature]
+            return features
+
+        right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(hook.name, patch)]))
+        assert float(found[1, feature]) == pytest.approx(float(right), abs=1e-4)
+    assert found[1].std() > 1e-3
+    with pytest.raises(ValueError, match=r"the basis of blocks\.1\.hook_resid_post\.own mixes the rows of a batch"):
+        generic_activation_patch(*arguments, compiled=True, verbose=False)

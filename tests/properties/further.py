@@ -57,25 +57,39 @@ def generation_keeps_what_a_run_shows(subject: Subject) -> None:
         name = f"{subject.main}.{layer}.hook_resid_pre"
         if name in cache:
             subject.same(cache[name], stream, name, near=1e-3)
+        else:
+            subject.not_seen.append(f"the cache has no {name}")
 
 
 def harvest_writes_what_a_run_shows(subject: Subject) -> None:
-    """The rows of a harvest are what enters a block of the plain model."""
+    """The rows of a harvest are what enters a block of the plain model: documents of any length, shards of any size."""
     subject.needs_tokens()
     stack = next(iter(subject.stacks))
     last = len(subject.stacks[stack]) - 1
     name = f"{stack}.{last}.hook_resid_pre"
     if not subject.named(name):
         raise Absent("its blocks have no hook points")
-    documents = [row.tolist() for row in subject.tokens]
+    subject.needs_blocks()
+    documents = [subject.tokens[0], subject.tokens[1, :6], subject.tokens[2, :8], subject.tokens[0, :7]]
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        with subject.itself():
+            theirs = [_entering(subject, stack, last, document[None]) for document in documents]
         harvest(
-            subject.bridge, documents, hook_points=[name], out=folder, pack=False, prepend_bos=False,
-            dtype="float32", context_size=len(documents[0]), batch_size=len(documents),
+            subject.bridge, [document.tolist() for document in documents], hook_points=[name], out=folder, pack=False,
+            prepend_bos=False, dtype="float32", context_size=len(documents[0]), batch_size=1, tokens_per_shard=12,
         )  # fmt: skip
         rows = Activations(folder)
         ours = torch.stack([torch.as_tensor(rows[i][name]) for i in range(len(rows))])
-    subject.same(ours, subject.stream(last, stack).flatten(0, 1), name)
+    subject.same(ours, torch.cat(theirs), name)
+
+
+def _entering(subject: Subject, stack: str, layer: int, document: Tensor) -> Tensor:
+    """What enters a block of the plain model in a run over one document: ``[pos, d_model]``."""
+    found: list[Tensor] = []
+    more = {name: x[:1] for name, x in subject.more.items()}
+    with subject.edited(layer, lambda x: found.append(x.detach().clone()), stack):
+        subject.run(document, **more)
+    return found[-1].reshape(-1, found[-1].shape[-1])
 
 
 def processing_leaves_log_probabilities(subject: Subject) -> None:

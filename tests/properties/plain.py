@@ -5,7 +5,7 @@ Only the names of the blocks are the declaration's. What enters and leaves them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -131,3 +131,24 @@ def outputs_inside(model: nn.Module, path: str, run: Callable[[], Tensor]) -> di
                     stack.enter_context(editing(model, place, keep))
         run()
     return {place: xs[0] for place, xs in found.items() if len(xs) == 1}
+
+
+def read_behind(model: nn.Module, blocks: Sequence[str], run: Callable[[], Tensor]) -> list[Tensor]:
+    """What layers with a matrix are given that run behind the last of some blocks, in order.
+
+    Args:
+        model: the model.
+        blocks: the paths of its blocks.
+        run: runs it.
+    """
+    paths = {path.partition("@")[0] for path in blocks}
+    inside = tuple(f"{path}." for path in paths)
+    read: list[Tensor] = []
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in model.named_modules():
+            if name in paths:
+                stack.callback(module.register_forward_hook(lambda *ran: read.clear()).remove)
+            elif not name.startswith(inside) and getattr(getattr(module, "weight", None), "ndim", 0) == 2:
+                stack.enter_context(editing(model, Place(name, "input"), lambda x: read.append(x.detach().clone())))
+        run()
+    return read

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from adapters.inputs.made import arguments_of
-from tests.properties.plain import outputs_inside
-from tests.properties.subject import Absent, Subject, Wrong, logits_of
+from adapters.paths import base_path, join
+from tests.properties.plain import Place, editing, outputs_inside, read_behind
+from tests.properties.subject import NEAR, Absent, Subject, Wrong, arranged, logits_of
 from tests.properties.sums import uncapped
 
 
@@ -24,16 +28,23 @@ def lens_is_the_model(subject: Subject) -> None:
             subject.same(reading.logits(layer), theirs, f"layer {layer}")
 
 
-def raw_lens_is_the_unembedding(subject: Subject) -> None:
-    """The raw lens is ``W_U`` and ``b_U`` of a stream that no norm has seen; `final norm` says that these are right."""
+def raw_lens_skips_the_norm(subject: Subject) -> None:
+    """The raw lens of the last stream is what the plain model says when nothing behind the blocks changes it."""
     subject.needs_tokens()
+    architecture = subject.bridge.architecture
+    norm = architecture.stacks[-1].final_norm
     with torch.no_grad():
         reading = subject.bridge.lens(subject.tokens, kind="raw")
-        stream = subject.stream(len(subject.paths)).double()
-        if stream.shape[-1] != len(subject.bridge.W_U):
-            raise Absent("the unembedding reads another width")
-        theirs = stream @ subject.bridge.W_U.double() + subject.bridge.b_U.double()
-    subject.same(reading.logits(-1).double(), theirs, "the end")
+        stream = subject.stream(len(subject.paths))
+        if architecture.readout.unknown or any(head.unembeds for head in architecture.heads):
+            place = Place(architecture.readout.path, "input")
+        elif norm is not None and not norm.path:
+            raise Absent("the final norm is no module: no plain hook skips it")
+        else:
+            place = Place(join(base_path(subject.hf), norm.path), "output") if norm else None
+        with nullcontext() if place is None else editing(subject.hf, place, lambda x: stream.reshape(x.shape)):
+            theirs = subject.run()
+    subject.same(reading.logits(-1).double(), uncapped(subject, theirs), "the end")
 
 
 def last_stream_through_the_norm(subject: Subject) -> None:
@@ -46,15 +57,11 @@ def last_stream_through_the_norm(subject: Subject) -> None:
             ours = (stream @ subject.bridge.W_U + subject.bridge.b_U).double()
             subject.same(ours, uncapped(subject), "logits")
             return
-        # Another layer reads it: one that no block has.
-        given = outputs_inside(subject.hf, "", subject.run)
-    inside = tuple(f"{path.partition('@')[0]}." for path in subject.paths)
-    read = [x for place, x in given.items() if place.side == "input" and not f"{place.path}.".startswith(inside)]
-    fits = [x for x in read if x.shape == stream.shape]
-    if not fits:
+        # Another layer reads it, the first behind the blocks that is given all positions.
+        read = [x for x in read_behind(subject.hf, subject.paths, subject.run) if x.numel() == stream.numel()]
+    if not read:
         raise Absent("no layer behind the blocks is given a stream")
-    nearest = min(fits, key=lambda x: float((x - stream).abs().max()))
-    subject.same(stream, nearest, "what is read")
+    subject.same(stream, read[0], "what is read")
 
 
 def accumulated_streams_are_the_models(subject: Subject) -> None:
@@ -62,13 +69,6 @@ def accumulated_streams_are_the_models(subject: Subject) -> None:
     stack = subject.cache.accumulated_resid()
     for layer in range(len(subject.paths) + 1):
         subject.same(stack[layer], subject.stream(layer), f"layer {layer}", near=None)
-
-
-def _as_product(
-    subject: Subject, x: Tensor, weight: Tensor, bias: Tensor | None, equation: str, theirs: Tensor, what: str
-) -> None:
-    ours = torch.einsum(equation, x.double(), weight.double())
-    subject.same(ours if bias is None else ours + bias.double(), theirs.double(), what)
 
 
 def _weight(part: object, name: str) -> Tensor | None:
@@ -90,42 +90,77 @@ def _part(subject: Subject, block: str, part: str) -> object:
     return getattr(getattr(subject.bridge, stack)[int(layer)], part)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, equation: str) -> Tensor:
+    made = torch.einsum(equation, x.double(), weight.double())
+    return made if bias is None else made + bias.double()
+
+
+def _is_read(
+    subject: Subject, plain: Mapping[Place, Tensor], weight: Tensor, bias: Tensor | None, equation: str, out: Tensor,
+    what: str,
+) -> None:  # fmt: skip
+    """An activation is the product of a weight with what a module of the plain model is given."""
+    read = [
+        arranged(x, torch.empty(*out.shape[:2], len(weight))) for place, x in plain.items()
+        if place.side == "input" and x.shape[-1] == len(weight) and x.numel() == len(weight) * out.shape[:2].numel()
+    ]  # fmt: skip
+    if not read:
+        subject.not_seen.append(f"{what}: no module of the plain model is given {len(weight)} numbers")
+        return
+    subject.compared += 1
+    made = [_product(x, weight, bias, equation) for x in read]
+    apart = min(float((each - out).abs().max()) for each in made)
+    if not apart <= NEAR * float(out.abs().max()):
+        raise Wrong(f"{what}: differs by {apart:.1e} from the product with what any module is given")
+
+
+@torch.no_grad()
 def weights_explain_attention(subject: Subject) -> None:
-    """Queries, keys and values are what attention reads times ``W_Q``...; what it puts out is z times ``W_O``."""
-    for block, part in ((block, part) for block, _ in subject.layers for part in ("attn", "cross_attn")):
+    """Queries, keys and values are what the plain model's attention reads times ``W_Q``...; it puts out z ``W_O``."""
+    for block, path, part in ((*layer, part) for layer in subject.layers for part in ("attn", "cross_attn")):
         prefix = f"{block}.{part}"
-        for x in ("q", "k", "v"):
-            if not subject.named(f"{prefix}.hook_{x}") or not subject.named(f"{prefix}.{x}.hook_in"):
+        points = [f"{prefix}.hook_{x}" for x in ("q", "k", "v")]
+        if not any(map(subject.named, (*points, f"{prefix}.hook_z"))):
+            continue
+        held, plain = _part(subject, block, part), outputs_inside(subject.hf, path, subject.run)
+        for point in filter(subject.named, points):
+            name = point[-1].upper()
+            weight, out = _weight(held, f"W_{name}"), _kept(subject, point)[0]
+            if weight is None:
+                subject.not_seen.append(f"{prefix}.W_{name} is not offered")
                 continue
-            held = _part(subject, block, part)
-            weight = getattr(held, f"W_{x.upper()}")
-            read, out = _kept(subject, f"{prefix}.{x}.hook_in", f"{prefix}.hook_{x}")
             if len(weight) % out.shape[2]:
-                raise Wrong(f"{prefix}.W_{x.upper()} has {len(weight)} heads, the activation {out.shape[2]}")
+                raise Wrong(f"{prefix}.W_{name} has {len(weight)} heads, the activation {out.shape[2]}")
             out = out.repeat_interleave(len(weight) // out.shape[2], 2)
-            bias = _weight(held, f"b_{x.upper()}")
-            _as_product(subject, read, weight, bias, "bpd,hde->bphe", out, f"{prefix}.hook_{x}")
+            weight = weight.permute(1, 0, 2)
+            _is_read(subject, plain, weight, _weight(held, f"b_{name}"), "bpd,dhe->bphe", out, point)
         if subject.named(f"{prefix}.hook_z") and subject.named(f"{prefix}.hook_out"):
-            held = _part(subject, block, part)
             z, out = _kept(subject, f"{prefix}.hook_z", f"{prefix}.hook_out")
-            _as_product(subject, z, held.W_O, _weight(held, "b_O"), "bphe,hed->bpd", out, f"{prefix}.hook_out")
+            made = _product(z, held.W_O, _weight(held, "b_O"), "bphe,hed->bpd")
+            subject.same(made, out.double(), f"{prefix}.hook_out")
 
 
+@torch.no_grad()
 def weights_explain_mlps(subject: Subject) -> None:
     """Before its activation function an MLP has what it reads times ``W_in``; it puts out ``hook_post @ W_out``."""
-    for block, _ in subject.layers:
+    for block, path in subject.layers:
         prefix = f"{block}.mlp"
         if not subject.named(f"{prefix}.hook_post"):
             continue
-        held = _part(subject, block, "mlp")
+        held, plain = _part(subject, block, "mlp"), outputs_inside(subject.hf, path, subject.run)
         if subject.named(f"{prefix}.hook_out"):
             post, out = _kept(subject, f"{prefix}.hook_post", f"{prefix}.hook_out")
-            _as_product(subject, post, held.W_out, _weight(held, "b_out"), "bpm,md->bpd", out, f"{prefix}.hook_out")
-        if subject.named(f"{prefix}.in.hook_in"):
-            gated = subject.named(f"{prefix}.hook_pre_linear")
-            pre = f"{prefix}.hook_pre_linear" if gated else f"{prefix}.hook_pre"
-            read, before = _kept(subject, f"{prefix}.in.hook_in", pre)
-            _as_product(subject, read, held.W_in, _weight(held, "b_in"), "bpd,dm->bpm", before, pre)
+            made = _product(post, held.W_out, _weight(held, "b_out"), "bpm,md->bpd")
+            subject.same(made, out.double(), f"{prefix}.hook_out")
+        points = {"in": "hook_pre_linear", "gate": "hook_pre"}
+        for name, point in (points if subject.named(f"{prefix}.hook_pre_linear") else {"in": "hook_pre"}).items():
+            if subject.named(f"{prefix}.{point}"):
+                out, weight = _kept(subject, f"{prefix}.{point}")[0], _weight(held, f"W_{name}")
+                if weight is None:
+                    subject.not_seen.append(f"{prefix}.W_{name} is not offered")
+                    continue
+                bias = _weight(held, f"b_{name}")
+                _is_read(subject, plain, weight, bias, "bpd,dm->bpm", out, f"{prefix}.{point}")
 
 
 def weights_explain_the_ends(subject: Subject) -> None:
@@ -153,7 +188,10 @@ def patterns_are_the_models(subject: Subject) -> None:
         raise Absent("the model itself: its eager form computes something else")
     for stack, key in (("blocks", "attentions"), ("encoder", "encoder_attentions"), ("decoder", "decoder_attentions")):
         attentions = getattr(output, key, None)
-        if stack not in subject.stacks or attentions is None:
+        if stack not in subject.stacks:
+            continue
+        if attentions is None:
+            subject.not_seen.append(f"the model returns no patterns of {stack}")
             continue
         points = [i for i in range(len(subject.stacks[stack])) if subject.named(f"{stack}.{i}.attn.hook_pattern")]
         if len(attentions) == len(subject.stacks[stack]):
@@ -161,6 +199,7 @@ def patterns_are_the_models(subject: Subject) -> None:
         first = next((x for x in attentions if isinstance(x, Tensor)), None)
         another = first is not None and subject.main == stack and first.shape[-2] != subject.stream(0).shape[1]
         if len(attentions) != len(points) or another:  # those of another tower (BLIP returns its images')
+            subject.not_seen.append(f"the model returns {len(attentions)} patterns of {len(points)} layers in {stack}")
             continue
         for i, theirs in zip(points, attentions, strict=True):
             if isinstance(theirs, Tensor):
@@ -172,7 +211,7 @@ def patterns_are_the_models(subject: Subject) -> None:
 
 PROPERTIES = {
     "lens": lens_is_the_model,
-    "raw lens": raw_lens_is_the_unembedding,
+    "raw lens": raw_lens_skips_the_norm,
     "accumulated": accumulated_streams_are_the_models,
     "final norm": last_stream_through_the_norm,
     "W attention": weights_explain_attention,

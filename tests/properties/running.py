@@ -47,11 +47,15 @@ def streams_are_the_models(subject: Subject) -> None:
             point = f"{name}.{layer}.hook_resid_pre"
             if point in subject.cache:
                 subject.same(subject.cache[point], subject.stream(layer, name), point, near=None)
+            else:
+                subject.not_seen.append(f"there is no {point}")
         last = f"{name}.{len(paths) - 1}"
         for end in (f"{last}.hook_normalized_resid_post", f"{last}.hook_resid_post"):
             if end in subject.cache:
                 subject.same(subject.cache[end], subject.stream(len(paths), name), end, near=None)
                 break
+        else:
+            subject.not_seen.append(f"there is no {last}.hook_resid_post")
 
 
 def _padded(subject: Subject, side: str) -> None:

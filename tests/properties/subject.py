@@ -53,7 +53,7 @@ class Outcome:
     Attributes:
         verdict: ``right``; ``refused``: by an error of ours that says why; ``absent``: nothing to try; ``WRONG``;
             ``CRASH``: an error that nobody meant.
-        says: what differs, or the error's text.
+        says: what differs, or the error's text; of what is right, what could not be compared.
     """
 
     verdict: Verdict
@@ -91,11 +91,13 @@ class Subject:
         case: which model.
         declare: changes the adapter's declaration, to see that a property notices; None: nothing does.
         compared: how many results were compared.
+        not_seen: what a property could not compare, with the reason.
     """
 
     case: Case
     declare: Callable[[Architecture], Architecture] | None = None
     compared: int = 0
+    not_seen: list[str] = field(default_factory=list)
     _seen: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -255,11 +257,11 @@ class Subject:
         paths = self.stacks[self.main if stack is None else stack]
         place = Place(paths[layer], "input") if layer < len(paths) else Place(paths[-1], "output")
 
-        def arranged(x: Tensor) -> Tensor | None:
+        def fitting(x: Tensor) -> Tensor | None:
             new = edit(x)
-            return new if new is None or new.shape == x.shape else _arranged(new, x)
+            return new if new is None or new.shape == x.shape else arranged(new, x)
 
-        with editing(self.hf, place, arranged):
+        with editing(self.hf, place, fitting):
             yield
 
     @cached_property
@@ -285,8 +287,9 @@ class Subject:
             Wrong: they are not.
         """
         self.compared += 1
+        ours, theirs = ours.detach(), theirs.detach()
         if ours.numel() == theirs.numel() and ours.shape != theirs.shape and 1 not in ours.shape[:2]:
-            theirs = _arranged(theirs, ours)
+            theirs = arranged(theirs, ours)
         if ours.shape != theirs.shape:
             raise Wrong(f"{what}: shape {list(ours.shape)}, not {list(theirs.shape)}")
         if torch.equal(ours, theirs):
@@ -303,7 +306,7 @@ class Subject:
             raise Wrong(f"{what}: differs by {worst:.1e}, relatively")
 
 
-def _arranged(theirs: Tensor, like: Tensor) -> Tensor:
+def arranged(theirs: Tensor, like: Tensor) -> Tensor:
     """A stream whose positions come first, or whose rows are flattened, as batch and positions."""
     if theirs.ndim == like.ndim >= 2 and theirs.shape[:2] == (like.shape[1], like.shape[0]):
         return theirs.transpose(0, 1)
@@ -346,4 +349,5 @@ def outcome(subject: Subject, holds: Callable[[Subject], None]) -> Outcome:
             return Outcome("refused", said)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome("CRASH", f"{said} ({Path(frame.filename).name}:{frame.lineno})")
-    return Outcome("right") if subject.compared > before else Outcome("absent", "nothing to compare")
+    left, subject.not_seen = "; ".join(subject.not_seen), []
+    return Outcome("right", left) if subject.compared > before else Outcome("absent", left or "nothing to compare")

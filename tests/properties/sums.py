@@ -19,9 +19,10 @@ _CAPS = (
 )
 
 
-def uncapped(subject: Subject) -> Tensor:
-    """The plain model's logits before a soft cap, in float64."""
-    logits, config = subject.logits.double(), subject.hf.config.get_text_config()
+def uncapped(subject: Subject, logits: Tensor | None = None) -> Tensor:
+    """The plain model's logits, or those of another run of it, before a soft cap, in float64."""
+    logits = (subject.logits if logits is None else logits).double()
+    config = subject.hf.config.get_text_config()
     for name in _CAPS:
         if cap := getattr(config, name, None):
             logits = torch.atanh(logits / cap) * cap

@@ -12,9 +12,10 @@ from torch import Tensor
 import bridge.analysis.residual
 from adapters import Architecture
 from adapters.views import Affine
-from bridge import TransformerBridge
+from bridge import ActivationCache, TransformerBridge
 from bridge.analysis.decomposition import Term
 from bridge.harvest import Activations
+from tests.properties import reading
 from tests.properties.subject import Case, Outcome, Subject, outcome
 from tests.properties.table import PROPERTIES
 
@@ -95,6 +96,51 @@ def test_a_term_of_another_size_is_noticed(broken) -> None:
 def test_rows_in_another_order_are_noticed(broken) -> None:
     broken(Activations, "__getitem__", lambda own: lambda self, index: own(self, len(self) - 1 - index))
     assert found("llama", "harvest").verdict == "WRONG"
+
+
+def test_a_shard_that_is_taken_for_another_is_noticed(broken) -> None:
+    """Rows were once counted as if each shard had as many as the first."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        def rows_of(self: Activations, rows: Any) -> Any:
+            at = int(rows)
+            return own(self, at if at < 11 else 11 + (at - 11 + 1) % (len(self) - 11))
+
+        return rows_of
+
+    broken(Activations, "__getitem__", wrap)
+    assert found("llama", "harvest").verdict == "WRONG"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_norm_that_is_not_applied_is_noticed(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    monkeypatch.setattr(ActivationCache, "apply_ln_to_stack", lambda self, stack, *args, **more: stack)
+    assert found(model_type, "final norm").verdict == "WRONG"
+
+
+@pytest.mark.parametrize("model_type", ["modernbert"])
+def test_a_norm_before_another_layer_that_is_not_applied_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    case = Case(model_type, "masked")
+    assert outcome(Subject(case), PROPERTIES["final norm"]).verdict == "right"
+    monkeypatch.setattr(ActivationCache, "apply_ln_to_stack", lambda self, stack, *args, **more: stack)
+    assert outcome(Subject(case), PROPERTIES["final norm"]).verdict == "WRONG"
+
+
+@pytest.mark.parametrize(("name", "weight"), [("W mlp", "W_in"), ("W mlp", "W_gate"), ("W attention", "W_K")])
+def test_another_weight_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str, weight: str) -> None:
+    own = reading._weight
+    monkeypatch.setattr(reading, "_weight", lambda part, x: own(part, x).flip(-1) if x == weight else own(part, x))
+    assert found("llama", name).verdict == "WRONG"
+
+
+def test_a_lens_with_its_norm_is_not_the_raw_one(broken) -> None:
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, tokens, kind="normed", **more: own(self, tokens, **more)
+
+    broken(TransformerBridge, "lens", wrap)
+    assert found("llama", "raw lens").verdict == "WRONG"
 
 
 def test_an_accident_is_no_refusal(broken) -> None:
