@@ -50,11 +50,11 @@ class StandaloneHooks:
 
     def add(self, point: bridge_point.HookPoint, listener: Listener, prepend: bool = False) -> None:
         """Attaches a listener."""
-        point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
+        point.add_listener(listener, prepend)
 
     def remove(self, point: bridge_point.HookPoint, gone: tuple[Listener, ...]) -> None:
         """Removes listeners."""
-        point.set_listeners(tuple(listener for listener in point.listeners if listener not in gone))
+        point.keep_listeners(listener for listener in point.listeners if listener not in gone)
 
     def compared(self, make: Callable[[], T], given: Tensor, point: bridge_point.HookPoint) -> T:
         """What a function makes of a gradient: it belongs to no model that others would share."""

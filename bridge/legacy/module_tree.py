@@ -141,7 +141,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             if here.get(name) is not point:
                 del points[name]
                 assert isinstance(point, HookPoint)
-                point.set_listeners(point.leave())
+                point.keep_listeners(point.leave())
         for name in (name for name, point in here.items() if points.get(name, point) is not point):
             raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
         for name in [name for name in here if name not in points]:

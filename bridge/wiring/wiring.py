@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -296,25 +296,24 @@ class Wiring:
                 check_clash(point, listener, partial(self._in_block, declared.stack, declared.depth))
             if not point.listeners:
                 self._connect(point)
-            point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
+            point.add_listener(listener, prepend)
             if listener.kind != "read":
                 self._count_editor(listener, 1)
                 self._listeners_changed(point)
                 if declared.linked or declared.separate_consumers:
                     self._connect_followers(point, listener)
 
-    def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
+    def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
         """Removes listeners, and the torch hook if nobody is left. Those that are not there are ignored."""
         with self.lock:
-            before = point.listeners
-            gone = tuple([listener for listener in gone if listener in before])
-            if not gone:
+            there = set(gone).intersection(point.listeners)
+            if not there:
                 return
-            left = tuple([listener for listener in before if listener not in gone])
-            point.set_listeners(left)
-            for listener in gone:
+            point.keep_listeners([listener for listener in point.listeners if listener not in there])
+            for listener in there:
                 if listener.kind != "read":
                     self._count_editor(listener, -1)
+            left = point.listeners
             if self._following:
                 self._disconnect_followers(point, left)
             if left:
@@ -361,8 +360,14 @@ class Wiring:
         with self.lock:
             scope.users -= 1
             if not scope.users:
+                gone = defaultdict[HookPoint, list[Listener]](list)
                 for member in scope.members:
-                    member.remove()
+                    if isinstance(member, Attachment):
+                        gone[member.hook].append(member.listener)
+                    else:
+                        member.remove()
+                for point, listeners in gone.items():
+                    self.remove(point, listeners)
                 if not scope.recomputed:
                     scope.members.clear()  # each holds the scope: the user's functions would live until a collection
 
@@ -375,7 +380,7 @@ class Wiring:
                 for point in points:
                     if not point.listeners:
                         self._connect(point)
-                    point.set_listeners((*point.listeners, listener))
+                    point.add_listener(listener)
                     attached.append(point)
             except BaseException:
                 self.stop_listening(attached, listener)
@@ -411,9 +416,8 @@ class Wiring:
         """Removes what `listen` attached."""
         with self.lock:
             for point in points:
-                left = tuple([other for other in point.listeners if other is not listener])
-                point.set_listeners(left)
-                if not left:
+                point.keep_listeners([other for other in point.listeners if other is not listener])
+                if not point.listeners:
                     self._disconnect(point)
 
     def finder(self, path: str) -> Finder:
