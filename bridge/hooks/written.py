@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 #: For each parameter of a module, which one it is and how often it was written to; which adapters of PEFT are at work.
@@ -27,9 +28,10 @@ def written_to(module: nn.Module) -> Written:
     """
     # A plain layer is asked alone: to go through modules takes longer than all else here.
     own = module.parameters() if module._modules else module._parameters.values()
-    written: list[tuple[object, ...]] = [
-        (id(x), 0 if x.is_inference() else x._version) for x in own if x is not None and not x.is_meta
-    ]
+    with torch._C.DisableTorchFunctionSubclass():  # a quantised weight may know no such question
+        written: list[tuple[object, ...]] = [
+            (id(x), 0 if x.is_inference() else x._version) for x in own if x is not None and not x.is_meta
+        ]
     return (*written, *adapters_at_work(module)) if module._modules else tuple(written)
 
 
