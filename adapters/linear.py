@@ -97,6 +97,7 @@ def _check_sum(module: nn.Module, results: Tensor, together: Tensor) -> None:
     Raises:
         TypeError: it is one.
     """
+    results, together = results.detach(), together.detach()
     eps, scale = torch.finfo(results.dtype).eps, float(results.abs().sum(-2).max()) if results.numel() else 0.0
     off = float((results.sum(-2) - together).abs().max()) if results.numel() else 0.0
     if off > (64 if eps < 1e-5 else 4) * eps * scale:
