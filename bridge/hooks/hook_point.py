@@ -61,6 +61,16 @@ class Handle(Attachment):
     """
 
     @property
+    def id(self) -> int:
+        """A number that no other hook has while this one is there."""
+        return id(self._listener)
+
+    @property
+    def function(self) -> HookFunction:
+        """The user's function."""
+        return self._listener.fn
+
+    @property
     def is_permanent(self) -> bool:
         """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
         return self._listener.permanent

@@ -20,7 +20,7 @@ from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
 from bridge.legacy.loaded import LoadedAsBefore, Made, as_type
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
-from bridge.legacy.missing import why_not
+from bridge.legacy.table import why_not
 from bridge.legacy.own_format import own_format, take_own
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache

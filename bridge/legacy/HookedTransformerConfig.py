@@ -238,6 +238,13 @@ class HookedTransformerConfig:
         return "HookedTransformerConfig:\n" + pprint.pformat(self.to_dict())
 
 
+@dataclass(repr=False)
+class TransformerBridgeConfig(HookedTransformerConfig):
+    """What TransformerLens 4's `boot_native` takes: the same fields, and an activation function where none is given."""
+
+    act_fn: str | None = "relu"
+
+
 #: What is read from the model at the time of asking.
 _READ = ("device", "dtype", "n_params")
 

@@ -1,0 +1,16 @@
+"""``transformer_lens.components``'s names: the parts of a model, which stand for the Hugging Face model's own."""
+
+from __future__ import annotations
+
+from bridge.legacy import kinds
+from bridge.legacy.HookedTransformer import HookedTransformer as _HookedTransformer  # which makes parts by themselves
+from bridge.legacy.kinds import *  # noqa: F403
+from bridge.legacy.kinds import Part
+from bridge.legacy.missing import says_what_is_missing
+
+__all__ = kinds.__all__
+__path__: list[str] = []  # the modules of the table are below it
+
+__getattr__ = says_what_is_missing(__name__)
+
+assert Part.makes_host is not None, _HookedTransformer
