@@ -80,6 +80,12 @@ class Handle(Attachment):
         """The level that it was added at."""
         return self._listener.level
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and self._listener is other._listener
+
+    def __hash__(self) -> int:
+        return self.id
+
     def __enter__(self) -> Handle:
         return self
 

@@ -240,9 +240,14 @@ class HookedTransformerConfig:
 
 @dataclass(repr=False)
 class TransformerBridgeConfig(HookedTransformerConfig):
-    """What TransformerLens 4's `boot_native` takes: the same fields, and an activation function where none is given."""
+    """What TransformerLens 4's `boot_native` takes: the same fields, with defaults of its own.
+
+    Args:
+        architecture: a name of the user's, which decides nothing.
+    """
 
     act_fn: str | None = "relu"
+    architecture: str | None = None
 
 
 #: What is read from the model at the time of asking.

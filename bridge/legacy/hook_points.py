@@ -206,8 +206,6 @@ Activations = dict[str, Tensor]
 class ListsHooks:
     """What has hook points, and lists the functions that were added to them."""
 
-    hook_dict: dict[str, Any]
-
     def list_hooks(
         self,
         name_filter: NamesFilter = None,
@@ -223,7 +221,7 @@ class ListsHooks:
         """
         chosen = {name_filter} if isinstance(name_filter, str) else name_filter
         found: dict[Any, str] = {}
-        for name, hook in self.hook_dict.items():
+        for name, hook in getattr(self, "hook_dict").items():  # noqa: B009  # of a subclass, a field or a property
             if chosen is None or (chosen(name) if callable(chosen) else name in chosen):
                 found.setdefault(hook, name)  # which may have aliases
         handles = {name: hook.handles(dir, including_permanent) for hook, name in found.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
@@ -167,6 +167,25 @@ def as_type(dtype: torch.dtype | str) -> torch.dtype:
     if dtype not in DTYPE_FROM_STRING:
         raise ValueError(f"dtype is {dtype!r}; it must be a torch.dtype or one of {', '.join(DTYPE_FROM_STRING)}")
     return DTYPE_FROM_STRING[dtype]
+
+
+def copied_tokenizer(tokenizer: Any, padding_side: str = "right") -> Any:
+    """A copy of a tokenizer, which pads and starts texts with EOS where it has no token for it.
+
+    Raises:
+        TypeError: it is no Hugging Face tokenizer.
+        ValueError: a side that is neither.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"{type(tokenizer).__name__} is no Hugging Face tokenizer")
+    if padding_side not in ("left", "right"):
+        raise ValueError(f'default_padding_side is {padding_side!r}; it must be "left" or "right"')
+    copied = copy.deepcopy(tokenizer)
+    copied.padding_side = padding_side
+    for name in ("pad_token", "bos_token"):
+        if getattr(copied, name) is None and copied.eos_token is not None:
+            setattr(copied, name, copied.eos_token)
+    return copied
 
 
 def _copied(model: nn.Module, processing: bool, dtype: torch.dtype, device: torch.device | None) -> nn.Module:

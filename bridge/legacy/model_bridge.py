@@ -6,21 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bridge.bridge import TransformerBridge as _TransformerBridge
 from bridge.facade.base import WrappedModel
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
-from bridge.hooks.listener import HookFunction
 from bridge.hooks.names import NamesFilter
 from bridge.legacy import table
 from bridge.legacy.components import (
-    MLP,
     AbstractAttention,
     CanBeUsedAsMLP,
     Embed,
-    LayerNorm,
     LayerNormPre,
     MoE,
     Norm,
@@ -33,6 +29,7 @@ from bridge.legacy.components import (
 )
 from bridge.legacy.hook_points import HookFunction as HookFunction
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.legacy.loaded import copied_tokenizer
 from bridge.legacy.missing import says_what_is_missing
 from bridge.legacy.placing import PartsAsBefore
 from bridge.native import NativeConfig
@@ -42,7 +39,12 @@ from bridge.weights.factored_matrix import FactoredMatrix
 
 __path__: list[str] = []  # the modules of the table are below it
 #: Its names of the classes of parts.
-GeneralizedComponent, BlockBridge, AttentionBridge, MLPBridge = Part, TransformerBlock, AbstractAttention, CanBeUsedAsMLP
+GeneralizedComponent, BlockBridge, AttentionBridge, MLPBridge = (
+    Part,
+    TransformerBlock,
+    AbstractAttention,
+    CanBeUsedAsMLP,
+)
 MoEBridge, EmbeddingBridge, PosEmbedBridge, UnembeddingBridge = MoE, Embed, PosEmbed, Unembed
 NormalizationBridge, LayerNormPreBridge, RMSNormPreBridge, RMSNormalizationBridge = (
     Norm, LayerNormPre, RMSNormPre, RMSNorm,
@@ -67,6 +69,9 @@ class TransformerBridge(PartsAsBefore):
     state_dict = WrappedModel.state_dict
     load_state_dict = WrappedModel.load_state_dict
     named_parameters = WrappedModel.named_parameters
+
+    def __init__(self, hf_model: nn.Module, tokenizer: Any = None, **arguments: Any) -> None:
+        super().__init__(hf_model, None if tokenizer is None else copied_tokenizer(tokenizer), **arguments)
 
     @classmethod
     def boot_native(
@@ -116,6 +121,27 @@ class TransformerBridge(PartsAsBefore):
     ) -> list[Handle]:
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise."""
         return self.add_hook(name, hook, dir, is_permanent=True, hook_fn=hook_fn)
+
+    def get_caching_hooks(self, names_filter: NamesFilter = None, *arguments: Any, **more: Any) -> Any:
+        """As for `bridge.TransformerBridge.get_caching_hooks`; what is asked for by an alias is kept under it, too."""
+        cache, *hooks = super().get_caching_hooks(names_filter, *arguments, **more)
+        asked = (
+            [names_filter] if isinstance(names_filter, str) else [] if callable(names_filter) else names_filter or []
+        )
+        also = {self.names.aliases[name]: name for name in asked if name in self.names.aliases}
+
+        def kept(fn: HookFunction, ending: str) -> HookFunction:
+            def keep(act: Tensor, hook: AnyHookPoint) -> None:
+                fn(act, hook=hook)
+                if hook.name in also:
+                    cache[also[hook.name] + ending] = cache[hook.name + ending]
+
+            return keep
+
+        forward, backward = (
+            [(name, kept(fn, end)) for name, fn in h] for h, end in zip(hooks, ("", "_grad"), strict=True)
+        )
+        return cache, forward, backward
 
     def run_with_hooks(  # type: ignore[override]
         self,

@@ -22,7 +22,7 @@ from bridge.weights.component_tree import Component, Tree
 #: What HookedTransformer's attention keeps beside its parameters: read from the model, and fixed by it.
 BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _ENDS = {"output": "hook_out", "input": "hook_in"}
-_IN_TRACES = ("input", "inputs", "output")
+_IN_TRACES = ("input", "inputs", "output", "outputs")
 
 
 class HoldsParts(Protocol):

@@ -17,7 +17,7 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Listener
-from bridge.hooks.names import suggestion
+from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.results import checked
 from bridge.legacy.calling import CallsParts, InPlace
 from bridge.legacy.held import HoldsParameters, names_of
@@ -25,6 +25,7 @@ from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.kinds import kind_of
 from bridge.legacy.parts import Blocks, Part
+from bridge.run.hooked import points_that_run
 from bridge.weights.component_tree import Tree
 from weight_processing.saving import untie
 
@@ -44,6 +45,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
     makes_points = HookPoint
+    refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
     #: The parts by name, and the names of the weights that stand directly in each.
     parts: dict[str, Any]
     own_weights: dict[str, list[str]]
@@ -99,6 +101,10 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
             self.parts[path] = made = Blocks(self, path)
             return made
         return kind_of(path, inside, self.cfg).of(self, path)
+
+    def points_of_run(self, names: NamesFilter | AnyHookPoint, forward_kwargs: dict[str, Any]) -> list[AnyHookPoint]:
+        """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
+        return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
     def process_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As for `TransformerBridge.process_weights`; parts whose norm is folded change their class."""
