@@ -14,6 +14,7 @@ from transformers import set_seed
 
 from adapters.config import ModelConfig
 from bridge.hooks.names import suggestion
+from bridge.legacy.missing import says_what_is_missing
 from bridge.legacy.utilities.devices import get_device
 from bridge.native.config import ACT_FNS, NativeConfig
 
@@ -308,3 +309,6 @@ class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[m
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "acts"}
+
+
+__getattr__ = says_what_is_missing(__name__)

@@ -257,6 +257,11 @@ class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
         super().__init__()
         self.context_level = 0
 
+    def __getattr__(self, name: str) -> Any:
+        if why := why_not("HookedRootModule", name):
+            raise AttributeError(why)
+        return super().__getattr__(name)
+
     def setup(self) -> None:
         """Names all modules and collects the hook points."""
         self.mod_dict, self.hook_dict = {}, {}
@@ -282,9 +287,14 @@ class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
             return [names]
         return Names({**self.hook_dict}).select(names, bool)
 
-    def remove_all_hook_fns(self, *args: Any, **kwargs: Any) -> None:
+    def remove_all_hook_fns(
+        self,
+        direction: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
         """`reset_hooks` that leaves contexts as they are."""
-        self.reset_hooks(False, *args, **kwargs)
+        self.reset_hooks(False, direction, including_permanent, level)
 
     @contextmanager
     def hooks(
@@ -311,9 +321,15 @@ class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*args, **kwargs)
 
-    def cache_all(self, cache: Activations | None, *args: Any, **kwargs: Any) -> None:
+    def cache_all(
+        self,
+        cache: Activations | None,
+        incl_bwd: bool = False,
+        device: Device = None,
+        remove_batch_dim: bool = False,
+    ) -> None:
         """The old name of `add_caching_hooks` without a filter."""
-        self.cache_some(cache, None, *args, **kwargs)
+        self.cache_some(cache, None, incl_bwd, device, remove_batch_dim)
 
     def cache_some(
         self, cache: Activations | None, names: NamesFilter, incl_bwd: bool = False, device: Device = None,

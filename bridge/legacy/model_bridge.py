@@ -28,6 +28,7 @@ from bridge.legacy.components import (
     Unembed,
 )
 from bridge.legacy.hook_points import HookFunction as HookFunction
+from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loaded import copied_tokenizer
 from bridge.legacy.missing import says_what_is_missing
@@ -69,6 +70,7 @@ class TransformerBridge(PartsAsBefore):
     state_dict = WrappedModel.state_dict
     load_state_dict = WrappedModel.load_state_dict
     named_parameters = WrappedModel.named_parameters
+    init_weights = HookedTransformer.init_weights
 
     def __init__(self, hf_model: nn.Module, tokenizer: Any = None, **arguments: Any) -> None:
         super().__init__(hf_model, None if tokenizer is None else copied_tokenizer(tokenizer), **arguments)
@@ -225,6 +227,31 @@ class TransformerBridge(PartsAsBefore):
         if why := table.why_not("TransformerBridge", name):
             raise AttributeError(why)
         return super().__getattr__(name)
+
+
+def build_bridge_from_module(
+    model: nn.Module, architecture: str = "", *, tokenizer: Any = None, model_name: str | None = None, **facts: Any
+) -> TransformerBridge:
+    """A bridge around a model that is there.
+
+    Args:
+        model: the model, which stays as it is.
+        architecture: the name of its class, which is read from the model.
+        tokenizer: its tokenizer.
+        model_name: for `cfg`.
+        facts: what TransformerLens has to be told of the model, and what is read from it here.
+
+    Raises:
+        TypeError: a type or a device, or a hook of an adapter: the model is never changed.
+    """
+    for name in facts.keys() - {"hf_config", "tl_config"}:
+        raise TypeError(
+            f"{name} is not taken: the model stays as it is, and its adapter is declared (docs/adapters.md)"
+        )
+    made = TransformerBridge(model, tokenizer)
+    if model_name is not None:
+        made.cfg.model_name = model_name
+    return made
 
 
 def _without_batch(fn: HookFunction) -> HookFunction:

@@ -23,7 +23,7 @@ MISSING, API, DIFFERS = _TABLE["missing"], _TABLE["api"], _TABLE["differs"]
 def why_not(where: str, name: str) -> str | None:
     """What to use in place of a name that is left out on purpose of a module or a class."""
     inside = where.removeprefix(ROOM).removeprefix(".") or "package"
-    inside = MODULES.get(inside, inside)
+    inside = inside if inside in API else MODULES.get(inside, inside)
     instead = API.get(inside, {}).get(name) or MISSING.get(inside, {}).get(name)
     if instead is None and inside in ("utilities", "utilities.devices", "utilities.activation_functions", "slices"):
         instead = MISSING["utils"].get(name)

@@ -9,6 +9,7 @@ HERE = pathlib.Path(__file__).parent
 #: What each file needs, as it is imported.
 NEEDS = {
     "test_auto_circuit": "auto_circuit",
+    "test_circuit_tracer": "circuit_tracer",
     "test_circuitsvis": "circuitsvis",
     "test_sae_lens": "sae_lens",
     "test_sae_lens_bases": "sae_lens",

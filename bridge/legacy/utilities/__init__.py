@@ -9,5 +9,6 @@ __all__ = ["activation_functions", "devices"]
 
 
 def __getattr__(name: str) -> Any:
-    # `utils` imports from here.
-    return getattr(importlib.import_module("bridge.legacy.utils"), name)
+    modules = [importlib.import_module(f"bridge.legacy.{where}") for where in ("utilities.devices", "utils")]
+    found = next((module for module in modules if name in vars(module)), modules[-1])  # which says what is missing
+    return getattr(found, name)
