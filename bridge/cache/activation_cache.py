@@ -40,6 +40,7 @@ def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str
     """The state of the weights that activations would be multiplied with, by hook point."""
     points = model.hook_dict
     names = [name for name in (*values, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS)) and name in points]
+    names = [name for name in names if points[name].point.axes != "..."]  # which is in a module of the user's
     return {name: written_to(module_at(model.original_model, points[name].point.site.path)) for name in names}
 
 

@@ -221,11 +221,11 @@ class HookedTransformerConfig:
                 )
         if self.positional_embedding_type == "alibi":
             raise ValueError("positional_embedding_type='alibi' is for loaded models")
-        if self.d_vocab < 1:
+        if self.d_vocab < 0:
             raise ValueError(f"d_vocab is {self.d_vocab}: it is needed, or a tokenizer that says it")
         shared = {f.name for f in fields(NativeConfig)} & self.__dict__.keys() - {"tie_word_embeddings", *_ROTARY}
         given = {name: getattr(self, name) for name in shared}
-        given["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab  # which may be set late
+        given["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out >= 0 else self.d_vocab  # which may be set late
         given["d_mlp"] = None if self.attn_only else self.d_mlp
         given["act_fn"] = None if self.attn_only else self.act_fn
         if self.init_mode == "muP":

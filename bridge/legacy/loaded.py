@@ -80,11 +80,11 @@ class LoadedAsBefore(TransformerBridge):
         config = HookedTransformerConfig.unwrap(given)
         if tokenizer is None and config.tokenizer_name is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
-        if config.d_vocab < 1:
+        if config.d_vocab < 0:
             if tokenizer is None:
                 raise TokenError("Must provide a tokenizer if d_vocab is not provided")
             config.d_vocab = max(tokenizer.get_vocab().values()) + 1
-            config.d_vocab_out = config.d_vocab if config.d_vocab_out < 1 else config.d_vocab_out
+            config.d_vocab_out = config.d_vocab if config.d_vocab_out < 0 else config.d_vocab_out
         return cls._model_of(config, move_to_device), tokenizer
 
     @classmethod

@@ -92,8 +92,7 @@ class TransformerBridge(PartsAsBefore):
     @property
     def hook_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """All hook points by name, and by each of their aliases."""
-        points = self.wiring.points
-        return {**points, **{alias: points[name] for alias, name in self.names.aliases.items()}}
+        return self._hook_registry
 
     def hook_points(self) -> list[AnyHookPoint]:
         """All hook points, in the order of the computation."""
@@ -108,7 +107,8 @@ class TransformerBridge(PartsAsBefore):
 
     @property
     def _hook_registry(self) -> dict[str, Any]:
-        return self.hook_dict
+        points = self.wiring.points
+        return {**points, **{alias: points[name] for alias, name in self.names.aliases.items()}}
 
     def _collect_hook_aliases_from_registry(self) -> dict[str, str]:
         return self.hook_aliases

@@ -46,6 +46,8 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
 
     makes_points = HookPoint
     refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
+    #: Hook points that HookedTransformer lacks, while a user's own have their names.
+    gave_way: dict[str, AnyHookPoint]
     #: The parts by name, and the names of the weights that stand directly in each.
     parts: dict[str, Any]
     own_weights: dict[str, list[str]]
@@ -61,7 +63,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
             self.cfg.__dict__["acts"] = self.set_ungroup_grouped_query_attention
         if "original_model" in self._modules:  # the tree holds the parts; what they stand for is not in it twice
             mine["original_model"] = self._modules.pop("original_model")
-        mine["calls"], mine["spliced"] = {}, {}
+        mine["calls"], mine["spliced"], mine["gave_way"] = {}, {}, {}
         self._grow()
         self.setup()
 
@@ -148,7 +150,12 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
                 del points[name]
                 assert isinstance(point, HookPoint)
                 point.set_listeners(point.leave())
-        for name in (name for name, point in here.items() if points.get(name, point) is not point):
+                if name in self.gave_way:
+                    points[name] = self.gave_way.pop(name)
+        taken = [name for name, point in here.items() if points.get(name, point) is not point]
+        for name in (name for name in taken if points[name].point.group == "extra"):  # HookedTransformer has none there
+            self.gave_way[name] = points.pop(name)
+        for name in (name for name in taken if name not in self.gave_way):
             raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
         for name in [name for name in here if name not in points]:
             self._place(name, here[name])
@@ -368,7 +375,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("parts", "own_weights", "parameter_names", "calls", "spliced"):
+        for name in ("parts", "own_weights", "parameter_names", "calls", "spliced", "gave_way"):
             state.pop(name)
         theirs = {(name, key): module for name, key, module in self._theirs()}
         in_place = {at for at in theirs if at[0] or join(*at) in self.parts or join(*at) in self.hook_dict}

@@ -23,7 +23,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "init_mode": INIT_MODES,
 }
 _LEAST = {
-    "n_layers": 0, "d_model": 1, "n_ctx": 1, "d_vocab": 1, "d_vocab_out": 1, "n_heads": 1, "d_head": 1,
+    "n_layers": 0, "d_model": 1, "n_ctx": 1, "d_vocab": 0, "d_vocab_out": 0, "n_heads": 1, "d_head": 1,
     "n_key_value_heads": 1, "d_mlp": 1, "rotary_dim": 2,
 }  # fmt: skip
 _FLAGS = (
