@@ -172,6 +172,16 @@ class TransformerBridge(PartsAsBefore):
         """As for `bridge.TransformerBridge.generate_stream`."""
         return super().generate_stream(input, max_new_tokens=max_new_tokens, **self._as_before(arguments))
 
+    def hf_generate(  # type: ignore[override]
+        self, input: Input = "", max_new_tokens: int = 10, *, return_type: str | None = "input", **arguments: Any
+    ) -> Any:
+        """As for `bridge.TransformerBridge.hf_generate`; text is made of text, unless a dictionary is asked for."""
+        detailed = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions")
+        if any(arguments.get(name) for name in (*detailed, "output_hidden_states")):
+            return_type, arguments["return_dict_in_generate"] = None, True
+        arguments = self._as_before(arguments)
+        return super().hf_generate(input, max_new_tokens=max_new_tokens, return_type=return_type, **arguments)
+
     def _as_before(self, arguments: _ARGUMENTS) -> _ARGUMENTS:
         if arguments.get("temperature") == 0:
             arguments |= {"temperature": None, "do_sample": False}
