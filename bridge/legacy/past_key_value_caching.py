@@ -148,6 +148,7 @@ class HookedTransformerKeyValueCache:
         lent.layers = [copy.copy(layer) for layer in lent.layers]
         return lent
 
+
 #: TransformerLens 4's names of them.
 TransformerLensKeyValueCache, TransformerLensKeyValueCacheEntry = (
     HookedTransformerKeyValueCache, HookedTransformerKeyValueCacheEntry,
