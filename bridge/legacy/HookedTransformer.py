@@ -48,7 +48,8 @@ Side = Literal["left", "right"]
 #: Fields of a configuration that say nothing of the weights, and that the model's keeps.
 _KEPT = {
     "init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed",
-    "ungroup_grouped_query_attention",
+    "ungroup_grouped_query_attention", "use_NTK_by_parts_rope", "NTK_by_parts_low_freq_factor",
+    "NTK_by_parts_high_freq_factor", "NTK_by_parts_factor", "NTK_original_ctx_len",
 }  # fmt: skip
 
 

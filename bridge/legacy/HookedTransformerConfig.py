@@ -20,11 +20,8 @@ from bridge.native.config import ACT_FNS, NativeConfig
 
 #: Fields for which a model made from scratch has no place, and the value that they may have.
 ONLY_LOADED: dict[str, Any] = {
-    "use_qk_norm": False, "use_local_attn": False, "post_embedding_ln": False, "rotary_base_local": None,
-    "rotary_adjacent_pairs": False, "load_in_4bit": False, "num_experts": None, "experts_per_token": None,
-    "relative_attention_max_distance": None, "relative_attention_num_buckets": None,
-    "use_normalization_before_and_after": False, "attn_scores_soft_cap": -1.0, "output_logits_soft_cap": -1.0,
-    "use_NTK_by_parts_rope": False, "n_devices": 1,
+    "post_embedding_ln": False, "rotary_base_local": None, "rotary_adjacent_pairs": False, "load_in_4bit": False,
+    "relative_attention_max_distance": None, "relative_attention_num_buckets": None, "n_devices": 1,
 }  # fmt: skip
 _KNOWN_ACT_FNS = (*ACT_FNS, "xielu")
 _ROTARY = ("rotary_dim", "rotary_base")
@@ -225,7 +222,11 @@ class HookedTransformerConfig:
             raise ValueError(f"d_vocab is {self.d_vocab}: it is needed, or a tokenizer that says it")
         shared = {f.name for f in fields(NativeConfig)} & self.__dict__.keys() - {"tie_word_embeddings", *_ROTARY}
         given = {name: getattr(self, name) for name in shared}
-        given["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out >= 0 else self.d_vocab  # which may be set late
+        given["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab  # which may be set late
+        if not self.use_local_attn:
+            given["window_size"] = given["attn_types"] = None
+        if self.num_experts is not None:
+            given["gated_mlp"] = True  # as HookedTransformer's experts are, whatever it says
         given["d_mlp"] = None if self.attn_only else self.d_mlp
         given["act_fn"] = None if self.attn_only else self.act_fn
         if self.init_mode == "muP":
