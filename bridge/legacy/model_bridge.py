@@ -175,10 +175,8 @@ class TransformerBridge(PartsAsBefore):
     def hf_generate(  # type: ignore[override]
         self, input: Input = "", max_new_tokens: int = 10, *, return_type: str | None = "input", **arguments: Any
     ) -> Any:
-        """As for `bridge.TransformerBridge.hf_generate`; text is made of text, unless a dictionary is asked for."""
-        detailed = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions")
-        if any(arguments.get(name) for name in (*detailed, "output_hidden_states")):
-            return_type, arguments["return_dict_in_generate"] = None, True
+        """As for `bridge.TransformerBridge.hf_generate`; text is made of text. With ``return_type=None`` it is what the
+        model's own `generate` returns."""
         arguments = self._as_before(arguments)
         return super().hf_generate(input, max_new_tokens=max_new_tokens, return_type=return_type, **arguments)
 
@@ -252,12 +250,12 @@ def build_bridge_from_module(
         facts: what TransformerLens has to be told of the model, and what is read from it here.
 
     Raises:
-        TypeError: a type or a device, or a hook of an adapter: the model is never changed.
+        TypeError: a hook of an adapter, or an argument that nobody knows.
     """
-    for name in facts.keys() - {"hf_config", "tl_config"}:
-        raise TypeError(
-            f"{name} is not taken: the model stays as it is, and its adapter is declared (docs/adapters.md)"
-        )
+    if facts.pop("post_adapter_hook", None) is not None:
+        raise TypeError("post_adapter_hook is not taken: adapters are declared (docs/adapters.md), and change no model")
+    for name in facts.keys() - {"hf_config", "tl_config", "device", "dtype"}:
+        raise TypeError(f"{name!r} is no argument of build_bridge_from_module")
     made = TransformerBridge(model, tokenizer)
     if model_name is not None:
         made.cfg.model_name = model_name

@@ -175,7 +175,8 @@ class Part(HoldsParameters):
 
     def remove_hooks(self, hook_name: str | None = None) -> None:
         """Removes the functions that were added at ``"output"`` or ``"input"``; None: at both."""
-        for name in ("input", "output") if hook_name is None else (hook_name,):
+        there = [name for name, end in _ENDS.items() if end in self.host.tree.children[self.name]]
+        for name in there if hook_name is None else (hook_name,):
             self._end(name).remove_hooks("both")
 
     def _end(self, name: str) -> AnyHookPoint:
