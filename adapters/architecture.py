@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 
 from adapters.attention import Attention
-from adapters.block import Block, Mix, NamedStep, Opaque, Part, Step, feeds_forward
+from adapters.block import Block, Mix, NamedStep, Part, Step, feeds_forward
 from adapters.norms import Norm, NormKind
 from adapters.paths import join, members_of, module_at
 from adapters.stream_ends import Embedding, Head, Readout
 from adapters.views import PositionsFirst, SeveralStreams, View
 
 __all__ = (
-    "Architecture", "Block", "Embedding", "Head", "Mix", "NamedStep", "Opaque", "Part", "Readout", "Stack", "Step",
+    "Architecture", "Block", "Embedding", "Head", "Mix", "NamedStep", "Part", "Readout", "Stack", "Step",
     "feeds_forward", "language_part",
 )  # fmt: skip
 
@@ -45,6 +45,8 @@ class Stack:
             pos, n_streams, d_model]``, or side by side, ``[batch, pos, (n_streams d_model)]``; `PositionsFirst`, where
             they, and the embeddings before them, are given ``[pos, batch, ...]`` (XLNet). None: as it is.
         collapse: the module that makes one of several streams behind the last block.
+        changed_in_place: modules whose ``input`` or ``output`` the model writes over afterwards, so that a copy is
+            shown: of the blocks (``*.mlp``), and of what runs before them (``wte``).
     """
 
     path: str
@@ -58,6 +60,7 @@ class Stack:
     block_inputs: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     stream_view: View | None = None
     collapse: str | None = None
+    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
 
     def place_of(self, index: int) -> str:
         """The path of a block."""
@@ -72,6 +75,16 @@ class Stack:
         if self.members:
             return [module_at(base, self.place_of(index)) for index in range(len(self.members))]
         return members_of(base.get_submodule(self.path))
+
+    @property
+    def changed_before(self) -> set[tuple[str, Literal["input", "output"]]]:
+        """What the model writes over of the modules that run before the blocks."""
+        return {(path, kind) for path, kind in self.changed_in_place if path.partition(".")[0] != "*"}
+
+    @property
+    def changed_inside(self) -> set[tuple[str, Literal["input", "output"]]]:
+        """What it writes over of the modules in each block, relative to that."""
+        return {(path[2:], kind) for path, kind in self.changed_in_place if path.partition(".")[0] == "*"}
 
     @property
     def shares_modules(self) -> bool:
@@ -132,19 +145,15 @@ class Architecture:
     Attributes:
         stacks: the lists of blocks; of an encoder-decoder model, ``encoder`` and ``decoder``.
         readout: how logits are made of what the last final norm puts out.
-        changed_in_place: as in `Block`, of the modules that run before the blocks.
         heads: see `Head`; in the order of the computation.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
-        refuse: is given the model, and raises `UnsupportedModelError` where its modules are not those declared.
         config_values: fields of `ModelConfig` that the configuration does not say by itself.
     """
 
     stacks: tuple[Stack, ...]
     readout: Readout = field(default_factory=Readout)
-    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
     heads: tuple[Head, ...] = ()
     no_layer_runs: str = ""
-    refuse: Callable[[nn.Module], None] | None = None
     config_values: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -248,5 +257,6 @@ def language_part(text: Architecture, path: str) -> Architecture:
         path=join(path, stack.path),
         embedding=stack.embedding.below(path),
         final_norm=final and (final if final.kind.function else replace(final, path=join(path, final.path))),
+        changed_in_place=tuple((at if at[:1] == "*" else join(path, at), kind) for at, kind in stack.changed_in_place),
     )
     return replace(text, stacks=(inside,))

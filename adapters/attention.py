@@ -92,7 +92,7 @@ class Projection:
     Attributes:
         path: the module, relative to the part's.
         view: how its output shows the heads (the neurons); None: all of it, ``(head d_head)``.
-        norm: a norm of what it makes, relative to the part's module; hook points stand before it.
+        norm: a norm of what it makes, relative to the part's module; hook points come before it.
         bias: a parameter that is added behind it, relative to the part's module: hook points show the sum (DeBERTa).
         width: how wide a head's queries (keys, values), or how many neurons, it makes, where that is not `d_head`
             (`d_mlp`) of `ModelConfig`.
@@ -228,7 +228,7 @@ class Attention:
     @property
     def shows_rotated(self) -> bool:
         """`hook_rot_q` and `hook_rot_k` show what enters the product: rotated, or keys with columns that all heads
-        share beside those that are made from a latent.
+        share as well as those that are made from a latent.
         """
         return self.rotary is not None or self.q.width != self.k.width
 

@@ -13,28 +13,14 @@ from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
 from adapters.norms import Norm
-from adapters.views import Chain, constant_of, transformed
+from adapters.views import Affine, Chain, constant_of, transformed
 
-
-@dataclass(frozen=True)
-class Opaque:
-    """A part of which only what enters and leaves it is declared.
-
-    Attributes:
-        path: the module, relative to the block.
-        plays: what it would be: hook points have the names of that.
-    """
-
-    path: str
-    plays: Literal["attn", "mlp"]
-
-
-Part = Attention | MLP | MoE | Mixer | Opaque
+Part = Attention | MLP | MoE | Mixer
 
 
 def feeds_forward(part: Part) -> bool:
     """Whether a part has the names of an MLP."""
-    return isinstance(part, MLP | MoE) or (isinstance(part, Opaque) and part.plays == "mlp")
+    return isinstance(part, MLP | MoE) or (isinstance(part, Mixer) and part.plays == "mlp")
 
 
 MixElement = Literal["read", "write", "keep", ""]
@@ -86,16 +72,15 @@ class Mix:
 
 @dataclass(frozen=True)
 class Step:
-    """One residual step: ``residual_transform(stream) + output_transform(post(part(pre(stream))))``, and then
+    """One residual step: ``residual_transform(stream) + result_chain(part(pre(stream)))``, and then
     `stream_norm` of that.
 
     Attributes:
         part: what is inside.
         pre: the norm that it reads the stream through (None: it reads the stream as it is).
-        post: the norm that its result goes through before it is added. Where that result is put out by no module, the
-            step's `out` is the path of this norm, too.
-        output_transform: what its result goes through behind `post`, before it is added: a constant (`times`), or
-            parameters of the block, such as a bias that is added behind the part (GPT-NeoX Japanese).
+        result_chain: what its result goes through before it is added, in order: a norm first (`post`; where no module
+            puts that result out, the step's `out` is the path of this norm, too); a constant (`times`); parameters of
+            the block, such as a bias that is added behind the part (GPT-NeoX Japanese).
         residual_transform: what the stream goes through before the result is added to it; of parallel steps, the first
             says it.
         residual_sum_module: the module that puts out the sum, where there is one (None: the block computes it itself).
@@ -111,15 +96,14 @@ class Step:
             and no module stands around it all. "" where that is not known.
 
     Raises:
-        ValueError: the result is multiplied with zero: nothing would be added. Or there are norms before the part and
-            on the stream, which would have one name. Or a step says `residual_transform` that is not the first to read
-            its stream.
+        ValueError: the result is multiplied with zero: nothing would be added. Or a norm is not the first link of its
+            chain. Or there are norms before the part and on the stream, which would have one name. Or a step says
+            `residual_transform` that is not the first to read its stream.
     """
 
     part: Part
     pre: Norm | None = None
-    post: Norm | None = None
-    output_transform: Chain = ()
+    result_chain: tuple[Norm | Affine, ...] = ()
     stream_norm: Norm | None = None
     parallel_to: int | None = None
     residual_transform: Chain = ()
@@ -130,14 +114,26 @@ class Step:
     entry: str | None = None
 
     def __post_init__(self) -> None:
+        if any(isinstance(link, Norm) for link in self.result_chain[1:]):
+            raise ValueError(f"result_chain of the step of {self.part} has a norm that is not its first link")
         if self.output_transform and constant_of(self.output_transform) == 0:
-            raise ValueError(f"output_transform of the step of {self.part} multiplies with 0: nothing would be added")
+            raise ValueError(f"result_chain of the step of {self.part} multiplies with 0: nothing would be added")
         if self.pre and self.stream_norm:
             raise ValueError(f"the step of {self.part} has both pre and stream_norm: one step has one of them")
         if self.parallel and self.residual_transform:
             raise ValueError(
                 f"the step of {self.part} is parallel and has residual_transform: the first of parallel steps says it"
             )
+
+    @property
+    def post(self) -> Norm | None:
+        """The norm that its result goes through before it is added."""
+        return next((link for link in self.result_chain if isinstance(link, Norm)), None)
+
+    @property
+    def output_transform(self) -> Chain:
+        """What its result goes through behind `post`: constants, and parameters of the block."""
+        return tuple(link for link in self.result_chain if isinstance(link, Affine))
 
     @property
     def parallel(self) -> bool:
@@ -209,15 +205,12 @@ class Block:
         ends: where the block is no module, its modules that the stream enters first and leaves last (XLM); its path is
             then that of what holds them.
         norm: a norm on the stream itself before the first step, ``ln0`` (MiniMax).
-        changed_in_place: modules, relative to the block, and whether it is their ``input`` or ``output`` that the model
-            writes over afterwards: what stands there is shown as a copy.
 
     Raises:
         ValueError: a step is called parallel to one that is not before it.
     """
 
     steps: tuple[Step, ...]
-    changed_in_place: tuple[tuple[str, Literal["input", "output"]], ...] = ()
     ends: tuple[str, str] | None = None
     norm: Norm | None = None
 
@@ -313,10 +306,8 @@ class Block:
         for step in group:
             if isinstance(step.part, Attention):
                 name, norm = ("cross_attn", "ln2") if step.part.cross else ("attn", "ln1")
-            elif isinstance(step.part, Mixer):
-                name, norm = "mixer", "ln1"
-            elif isinstance(step.part, Opaque) and step.part.plays == "attn":
-                name, norm = "attn", "ln1"
+            elif isinstance(step.part, Mixer) and step.part.plays != "mlp":
+                name, norm = step.part.plays, "ln1"
             else:
                 name, norm = "mlp", "ln3" if crossed else "ln2"
             name = _free(name, taken)

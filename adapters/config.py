@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, feeds_forward
 from adapters.attention import Attention
+from adapters.config_fields import LoadedModelFields
 from adapters.feed_forward import MLP
 from adapters.imports.versions import rotation_of
 from adapters.mixers.part import Mixer
@@ -24,7 +25,7 @@ ReadsRecord = Callable[["ModelConfig", dict[str, str]], dict[str, str]]
 
 
 @dataclass(repr=False)
-class ModelConfig:
+class ModelConfig(LoadedModelFields):
     """The properties of a model that interpretability code asks for.
 
     Widths, counts and epsilons are read from the model's own modules and configuration. `device`, `dtype`,
@@ -42,7 +43,6 @@ class ModelConfig:
     original_architecture: str
     n_layers: int
     n_heads: int
-    n_key_value_heads: int | None
     d_model: int
     d_head: int
     d_mlp: int | None
@@ -53,50 +53,12 @@ class ModelConfig:
     normalization_type: str | None
     eps: float | None
     positional_embedding_type: str
-    attention_dir: str = "causal"
-    attn_only: bool = False
-    parallel_attn_mlp: bool = False
-    gated_mlp: bool = False
-    final_rms: bool = False
-    rotary_dim: int | None = None
     rotary_base: float | None = None
-    rotary_base_local: float | None = None
-    rotary_adjacent_pairs: bool = False
-    use_attn_scale: bool = True
     attn_scale: float | None = None
-    scale_attn_by_inverse_layer_idx: bool = False
-    use_qk_norm: bool = False
-    use_local_attn: bool = False
-    window_size: int | None = None
-    attn_types: list[str] | None = None
-    attn_scores_soft_cap: float = -1.0
-    output_logits_soft_cap: float = -1.0
-    use_normalization_before_and_after: bool = False
-    post_embedding_ln: bool = False
-    num_experts: int | None = None
-    experts_per_token: int | None = None
     d_expert: int | None = None
     d_shared_expert: int | None = None
-    tie_word_embeddings: bool = False
-    relative_attention_num_buckets: int | None = None
-    relative_attention_max_distance: int | None = None
-    decoder_start_token_id: int | None = None
-    tokenizer_name: str | None = None
-    default_prepend_bos: bool = True
-    tokenizer_prepends_bos: bool | None = None
     tokenizer_appends_eos: bool | None = None
-    use_attn_result: bool = False
-    use_split_qkv_input: bool = False
-    use_attn_in: bool = False
-    use_hook_mlp_in: bool = False
-    ungroup_grouped_query_attention: bool = False
     positions_from_mask: bool = True
-    n_devices: int = 1
-    seed: int | None = None
-    from_checkpoint: bool = False
-    checkpoint_index: int | None = None
-    checkpoint_label_type: str | None = None
-    checkpoint_value: int | None = None
     processed: dict[str, str] = field(default_factory=dict, compare=False)
     extra: dict[str, object] = field(default_factory=dict)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
@@ -353,7 +315,7 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
         "normalization_type": kind.name if kind else None,
         "eps": eps,
         "d_mlp": None,
-        "attn_only": not feed_forward and not any(isinstance(part, Mixer) for part in parts),
+        "attn_only": not feed_forward and not any(isinstance(part, Mixer) and part.mixes for part in parts),
         "parallel_attn_mlp": any(block.has_parallel_mlp for block in architecture.stack.every_block),
         "gated_mlp": any(isinstance(part, MLP) and part.gate is not None for part in feed_forward),
         "use_qk_norm": any(part.qk_norms for part in attentions),

@@ -24,7 +24,7 @@ from adapters.linear import weight_in_out
 from adapters.offloaded import materialized
 from adapters.paths import has_module, missing_module_message
 
-#: The projections of an expert, by HookedTransformer's names: before the activation function, beside it, after it.
+#: The projections of an expert, by HookedTransformer's names: before the activation function, parallel to it, after it.
 ExpertPart = Literal["W_gate", "W_in", "W_out"]
 #: The paths of an expert's layers from its own module: gate, up, down.
 Layers = tuple[str, str, str]
@@ -141,12 +141,12 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def has_gate(experts: nn.Module) -> bool:
-    """Whether the experts have a gate beside what they multiply with it."""
+    """Whether the experts have a gate."""
     return are_modules(experts) or getattr(experts, "has_gate", True) is not False
 
 
 def first_projection(experts: nn.Module) -> str:
-    """The name of the parameter that holds what stands before the activation function, and beside it."""
+    """The name of the parameter that holds the input of the activation function, and of what is parallel to it."""
     return "gate_up_proj" if has_gate(experts) else "up_proj"
 
 

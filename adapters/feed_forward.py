@@ -22,10 +22,10 @@ class MLP:
 
     Attributes:
         path: the module, relative to the block ("" where its layers stand in the block itself).
-        up: the projection before the activation function (of a gated MLP: the linear one beside the gate).
+        up: the projection before the activation function (of a gated MLP: the linear one parallel to the gate).
         down: the projection after it, relative to `path`.
         gate: for a gated MLP, the projection that goes through the activation function.
-        ln: a norm between the activation function, times what is beside it, and `down` (SoLU, BitNet), relative to
+        ln: a norm between what the activation function and the gate make and `down` (SoLU, BitNet), relative to
             `path`.
         flat: the norm before it, `up` and `down` work on ``(batch pos)`` rows.
         given: the argument of the block that its activated neurons are multiplied with (the inputs per layer of
@@ -64,7 +64,7 @@ class MoE:
         chosen_by: what the router compares the experts by: their ``probabilities``, a softmax over all; ``corrected
             probabilities``, by groups, or with a term of each expert's own, so that the chosen ones are not those of
             the largest weights; their ``logits``, with a softmax over the chosen ones afterwards; ``scores``, each made
-            from its logit alone (a sigmoid), perhaps corrected so, too; or ``in turn``, each beside those that come
+            from its logit alone (a sigmoid), perhaps corrected so, too; or ``in turn``, each among those that come
             close to it (see `adapters.experts.sparsemixer_topk`).
         margin: of those that are chosen in turn: how close the others have to come.
         factor: what the sum of the chosen experts is multiplied with.

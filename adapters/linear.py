@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,19 @@ from adapters.offloaded import materialized
 from adapters.views import Call, View
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
+#: Subclasses of torch's layer that compute the same function, in another order of rounding.
+_SAME = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is torch's linear layer, or computes the same function of a weight and a bias of these names."""
+    kind = type(module)
+    return kind is nn.Linear or f"{kind.__module__}.{kind.__qualname__}" in _SAME
 
 
 def weight_in_out(module: nn.Module) -> Tensor | None:
     """The weight of a plain linear layer as ``[d_in, d_out]``, a view; None for anything else (LoRA, quantised)."""
-    if type(module) is not nn.Linear and type(module) is not Conv1D:
+    if not is_linear(module) and type(module) is not Conv1D:
         return None
     weight: Tensor = materialized(module, "weight")
     if type(weight) not in _PLAIN:

@@ -16,7 +16,7 @@ from adapters.inputs.made import Given
 from adapters.layout import Layout, SpreadModelError, layout_of
 from adapters.paths import base_path, core_path, join
 from adapters.points import Point
-from adapters.registry import UnsupportedModelError, declaration_for, is_declared
+from adapters.registry import UnsupportedModelError, check_modules, declaration_for, is_declared
 
 #: Whether what plays which part is inferred: where a class has no adapter, never, always.
 Automatic = bool | Literal["always"]
@@ -76,7 +76,7 @@ def map_model(
         declared: its declaration; None: that of its class.
         automatic: where its class has no adapter, infer what one would declare from a run on a few tokens; ``always``:
             where it has one, too.
-        inputs: what the model needs for that beside tokens (images, sound), by the names of its own arguments; None:
+        inputs: what the model needs for that besides tokens (images, sound), by the names of its own arguments; None:
             made up.
 
     Raises:
@@ -103,8 +103,7 @@ def map_model(
             raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.".strip()) from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)
     architecture = declaration_for(core) if declared is None else declared
-    if architecture.refuse is not None:
-        architecture.refuse(model)
+    check_modules(core)
     declared_map = _mapped(model, core, architecture, None)
     if layout is None:
         return declared_map

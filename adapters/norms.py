@@ -1,4 +1,4 @@
-"""The two hook points of a norm, `hook_scale` and `hook_normalized`, computed beside the model's own norm module.
+"""The two hook points of a norm, `hook_scale` and `hook_normalized`, computed outside the model's own norm module.
 
 They follow HookedTransformer: the scale divides; `hook_normalized` of a layer norm is its output (after weight and
 bias), that of an RMS norm is the value before the weight.
@@ -27,24 +27,33 @@ class NormKind:
         offset: what is added to the weight (1 for Gemma, whose weight is stored as its difference from one). None: it
             is a function that the model calls, without a module, a weight or a bias; `eps` says its epsilon.
         eps: its epsilon, where its module does not keep it (None: the module does).
-        inner, gate: the module inside that is the norm, and the one whose sigmoid, of what it makes of the norm's
-            output, that is multiplied with (A.X K2): what is read is the product.
+        gated: the module inside that is the norm, and the one whose sigmoid, of what it makes of the norm's output,
+            that is multiplied with (A.X K2): what is read is the product. None: there is no gate.
 
     Raises:
-        ValueError: a layer norm has a gate, or a norm inside has none behind it; or a function has no epsilon.
+        ValueError: a layer norm has a gate; or a function has no epsilon.
     """
 
     computes: Literal["layer", "rms", "nothing", "unknown"]
     offset: float | None = 0.0
     eps: float | None = None
-    inner: str = ""
-    gate: str = ""
+    gated: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if bool(self.inner) != bool(self.gate) or (self.gate and self.centered):
-            raise ValueError(f"inner={self.inner!r} and gate={self.gate!r}: an RMS norm may have both, others neither")
+        if self.gated and self.centered:
+            raise ValueError(f"gated={self.gated!r}: an RMS norm may have a gate, a layer norm has none")
         if self.function and self.eps is None:
             raise ValueError("offset=None and eps=None: no module says the epsilon of a norm that is a function")
+
+    @property
+    def inner(self) -> str:
+        """The module inside that is the norm; "": it is the module itself."""
+        return self.gated[0] if self.gated else ""
+
+    @property
+    def gate(self) -> str:
+        """The module inside that makes the gate; "" without one."""
+        return self.gated[1] if self.gated else ""
 
     @property
     def centered(self) -> bool:
@@ -77,7 +86,7 @@ class NormKind:
             return _NO_PARAMETERS
         return module.get_submodule(self.inner) if self.inner else module
 
-    def gated(self, module: nn.Module, made: Tensor) -> Tensor:
+    def times_gate(self, module: nn.Module, made: Tensor) -> Tensor:
         """What the norm's module makes of what the norm itself made. The gate is called, so that hooks on it hold."""
         if not self.gate:
             return made
@@ -143,7 +152,7 @@ class _NormView(Derived):
 
     @property
     def deferrable(self) -> bool:  # type: ignore[override]
-        """A norm that is computed beside another module's call needs that call's sources now."""
+        """A norm that is computed outside another module's call needs that call's sources now."""
         return not self.shared
 
     def norm(self, call: Call) -> tuple[nn.Module, Tensor]:
@@ -195,7 +204,7 @@ class NormNormalized(_NormView):
             return new
         module = self.norm(call)[0]
         weight = self.kind.weight(module)
-        return self.kind.gated(module, new if weight is None else (new * weight).to(x.dtype))
+        return self.kind.times_gate(module, new if weight is None else (new * weight).to(x.dtype))
 
 
 @dataclass(frozen=True, repr=False)
@@ -234,7 +243,7 @@ def apply_weight_and_bias(kind: NormKind, module: nn.Module, normalized: Tensor,
         normalized = normalized * weight
     if bias is not None:
         normalized = normalized + bias
-    return kind.gated(module, normalized.to(dtype))
+    return kind.times_gate(module, normalized.to(dtype))
 
 
 class SharedNormInput(Derived):

@@ -63,7 +63,7 @@ def token_embedding(model: nn.Module) -> nn.Module | None:
 
 
 def members_of(modules: nn.Module) -> list[nn.Module]:
-    """The modules in a list of modules; one that stands at two places is there twice, as `children` does not say."""
+    """The modules in a list of modules; one that is at two places is there twice, as `children` does not say."""
     return [module for module in modules._modules.values() if module is not None]
 
 

@@ -21,6 +21,8 @@ from adapters.imports.versions import older_than_declared
 Declare = Callable[[PreTrainedConfig], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
+#: What looks at a model, for the declarations whose models can have other modules than are declared.
+_CHECKS: dict[Declare, Callable[[nn.Module], None]] = {}
 #: The file of `adapters/families` that each class name is declared in.
 _FAMILY = {name: family for family, names in CLASSES.items() for name in names}
 _loaded = False
@@ -37,7 +39,7 @@ class UndeclaredOptionError(UnsupportedModelError):
     """The adapter of this model's class says nothing of an option that its configuration takes: it may be inferred."""
 
 
-def register(*class_names: str) -> Callable[[Declare], Declare]:
+def register(*class_names: str, check: Callable[[nn.Module], None] | None = None) -> Callable[[Declare], Declare]:
     """Registers an adapter for all models that have a class of one of these names among their bases.
 
     Another package registers its own through an entry point in the group ``transformer_bridge.adapters`` that names a
@@ -46,6 +48,7 @@ def register(*class_names: str) -> Callable[[Declare], Declare]:
     Args:
         class_names: usually the family's ``...PreTrainedModel`` class, so that every head and every subclass of a
             user's is included.
+        check: is given the model, and raises `UnsupportedModelError` where its modules are not those declared.
 
     Returns:
         A decorator for the function that declares the architecture from a Hugging Face configuration.
@@ -58,6 +61,8 @@ def register(*class_names: str) -> Callable[[Declare], Declare]:
 
     def add(declare: Declare) -> Declare:
         _REGISTRY.update(dict.fromkeys(class_names, declare))
+        if check is not None:
+            _CHECKS[declare] = check
         return declare
 
     return add
@@ -187,6 +192,21 @@ def declaration_for(model: nn.Module) -> Architecture:
         f"there is no adapter for {name}.{hint} Adapters exist for: {', '.join(supported())}. "
         "docs/adapters.md shows how to write one."
     )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Looks whether a model's modules are those that its adapter declares, where its configuration does not say so.
+
+    Args:
+        model: a Hugging Face model.
+
+    Raises:
+        UnsupportedModelError: they are not.
+    """
+    for _, declare in _declaring(type(model)):
+        if check := _CHECKS.get(declare):
+            check(model)
+        return
 
 
 def declaration_of(config: PreTrainedConfig) -> Architecture:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,16 @@ from torch import Tensor, nn
 from adapters.norms import Norm
 from adapters.paths import join
 from adapters.views import Affine, Chain
+
+#: What a table of embeddings is of.
+TableOf = Literal["positions", "types", "more"]
+Tables = tuple[tuple[TableOf, str], ...]
+
+
+def tables(positions: str | None = None, types: str | None = None, more: tuple[str, ...] = ()) -> Tables:
+    """The tables that are added to the token embedding; None: there is none."""
+    named: tuple[tuple[TableOf, str | None], ...] = (("positions", positions), ("types", types))
+    return (*((what, path) for what, path in named if path is not None), *(("more", path) for path in more))
 
 
 @dataclass(frozen=True)
@@ -22,11 +33,11 @@ class Embedding:
         tokens: the table of tokens; "" where the stream begins with images or sound (ViT, Whisper's encoder).
         transform: what its rows go through, a constant first; `hook_embed` shows them before parameters of the base
             model.
-        positions, types: the tables of positions, and of the two sentences, that are added.
-        more: further tables that are added, of which each runs once (TAPAS).
+        added: the tables that are added, each with what it is of: ``positions``, ``types`` (the two sentences), or
+            ``more`` (TAPAS), of which each runs once. See `tables`.
         norm: a norm; of the sum where there is a `module`, else of the token embedding alone.
         project: a linear layer that brings the embeddings to the stream's width. Where it is the `module`, it reads
-            their sum, or the norm of it (RemBERT, ALBERT). Else it reads the token embedding, alone or beside others,
+            their sum, or the norm of it (RemBERT, ALBERT). Else it reads the token embedding, alone or among others,
             and its output is a term of the sum (RoCBert).
         module: the module that puts out the first stream (BERT). The hook points then have the names of
             HookedTransformer's encoder, and `hook_full_embed` is its output.
@@ -35,13 +46,26 @@ class Embedding:
 
     tokens: str = ""
     transform: Chain = ()
-    positions: str | None = None
-    types: str | None = None
-    more: tuple[str, ...] = ()
+    added: Tables = ()
     norm: Norm | None = None
     project: str | None = None
     module: str | None = None
     unknown: str = ""
+
+    @property
+    def positions(self) -> str | None:
+        """The table of positions."""
+        return next((path for what, path in self.added if what == "positions"), None)
+
+    @property
+    def types(self) -> str | None:
+        """The table of the two sentences."""
+        return next((path for what, path in self.added if what == "types"), None)
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """The further tables."""
+        return tuple(path for what, path in self.added if what == "more")
 
     @property
     def factor(self) -> float:
@@ -77,9 +101,7 @@ class Embedding:
         return replace(
             self,
             tokens=self.tokens and join(path, self.tokens),
-            positions=inside(self.positions),
-            types=inside(self.types),
-            more=tuple(join(path, at) for at in self.more),
+            added=tuple((what, join(path, at)) for what, at in self.added),
             norm=self.norm and replace(self.norm, path=join(path, self.norm.path)),
             project=inside(self.project),
             module=inside(self.module),
@@ -154,7 +176,7 @@ class Readout:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands behind the last block beside the unembedding, or between the two. A model may lack it.
+    """What comes after the last block besides the unembedding, or between the two. A model may lack it.
 
     Paths are relative to the base model, or, if they begin with a dot, to the model itself.
 
@@ -162,9 +184,9 @@ class Head:
         name: the canonical name.
         path: the module.
         linear: its linear layer.
-        hook: the name of the hook point on its output, one row for each text (None: it has none).
+        hook: the name of the hook point on its output, one row for each text; None: the unembedding reads
+            what it makes.
         norm: its norm.
-        unembeds: the unembedding reads what it makes.
     """
 
     name: str
@@ -172,4 +194,8 @@ class Head:
     linear: str
     hook: str | None = None
     norm: Norm | None = None
-    unembeds: bool = False
+
+    @property
+    def unembeds(self) -> bool:
+        """The unembedding reads what it makes."""
+        return self.hook is None

@@ -298,7 +298,10 @@ class _Getters(Weights):
         self.getters[f"{name}.W_in"] = up
         self.getters[f"{name}.b_in"] = self.bias(join(module, mlp.up.path), lambda: (up().shape[-1],), mlp.up.view)
         if mlp.gate:
-            self.getters[f"{name}.W_gate"] = matrix(mlp.gate)
+            self.getters[f"{name}.W_gate"] = gate = matrix(mlp.gate)
+            holder = join(module, mlp.gate.path)
+            if getattr(self.module(holder), "bias", None) is not None:  # HookedTransformer has no name for it
+                self.getters[f"{name}.b_gate"] = self.bias(holder, lambda: (gate().shape[-1],), mlp.gate.view)
         self.getters[f"{name}.W_out"] = times(factor, lambda: self.matrix(down))
         self.getters[f"{name}.b_out"] = times(factor, self.bias(down, lambda: (self.cfg.d_model,)))
         if mlp.ln:

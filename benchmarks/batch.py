@@ -16,7 +16,7 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
-from bridge.generation.room import room_for
+from bridge.generation.capacity import capacity_for
 from bridge.interventions import Add
 
 POINT = "blocks.2.hook_resid_post"
@@ -53,7 +53,7 @@ def ways(bridge: TransformerBridge, prompts: list[list[int]], new: int) -> dict[
 
     def own() -> None:
         config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        pages = room_for(core, [len(prompt) for prompt in prompts], new).config(len(prompts))
+        pages = capacity_for(core, [len(prompt) for prompt in prompts], new).config(len(prompts))
         core.generate_batch(prompts, generation_config=config, continuous_batching_config=pages, warmup=False)
 
     def of_ours(**more: object) -> Callable[[], object]:

@@ -21,7 +21,7 @@ class TransformerBridge(BasisMethods, LensMethods, TraceMethods, ProgramMethods,
         automatic: where the model's class has no adapter, infer one from a run on a few tokens, prove it on the model,
             and say so in the log (`bridge`); `offered` says what it has. False: refuse. ``"always"``: infer one where
             the class has an adapter, too.
-        inputs: what the model needs for that run beside tokens, images or sound, by the names of its own arguments, as
+        inputs: what the model needs for that run besides tokens, images or sound, by the names of its own arguments, as
             its processor returns them. None: made up, of the sizes that its configuration says.
 
     Attributes:

@@ -35,7 +35,7 @@ MAY_USE = {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.taps", "bridge.wiring", "bridge.run",
         "bridge.trace", "bridge.export",
     },
-    "bridge.native": {"bridge.hooks"},
+    "bridge.native": {"adapters", "bridge.hooks"},
     "bridge.embedded": set(),
     "bridge.loading": {"adapters", "bridge.native", "bridge.hooks"},
     "bridge.bases": {"adapters", "bridge.hooks"},
@@ -82,11 +82,15 @@ INSIDE_FUNCTIONS = {
 #: Mutable things at module level, with the reason.
 MUTABLE = {
     ("adapters/registry.py", "_REGISTRY"): "the registry of families",
+    ("adapters/registry.py", "_CHECKS"): "the same: what looks at a model of theirs",
     ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
-    ("bridge/taps/stand_ins.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
-    ("bridge/trace/turns.py", "_IDLE"): "each thread's greenlet that waits for the next trace; it holds nothing then",
+    ("bridge/taps/patched_functions.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
+    (
+        "bridge/trace/coroutine.py",
+        "_IDLE",
+    ): "each thread's greenlet that waits for the next trace; it holds nothing then",
     ("bridge/loading/patches.py", "_LOCK"): "held while transformers' registries hold what one load alone is to see",
 }
 

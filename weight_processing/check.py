@@ -94,7 +94,7 @@ class InFloat32(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Check:
+class LogProbCheck:
     """Compares the log probabilities of random tokens (of a model without an output layer: what it returns).
 
     In float32 they may change by 1e-4, and for large values by as much more. In half precision a model is as far from

@@ -50,7 +50,7 @@ class OutputKeys:
     eps: float
 
 
-class IntoNorm(ConversionOps):
+class BiasIntoNorm(ConversionOps):
     """Writes biases behind a layer norm's readers as a bias of the norm, which any such model can hold.
 
     The normalised value ``n`` sums to zero: with a norm bias of ones, and a row ``c`` added to each row of ``W``,
@@ -145,7 +145,7 @@ def _output_into_values(found: dict[str, Tensor], keys: OutputKeys) -> None:
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix in a type, with the sum of each row kept: rounding an element goes over to the next one.
 
-    A constant that is small beside the elements would be rounded away from most of them otherwise.
+    A constant that is small compared with the elements would be rounded away from most of them otherwise.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return x.to(dtype)
@@ -158,14 +158,14 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return new.T
 
 
-class InFile(WeightConverter):
+class FileConversion(WeightConverter):
     """A conversion between memory and file for exactly these keys; it is only ever made use of when saving.
 
     Args:
         operation: what is done.
     """
 
-    def __init__(self, operation: IntoNorm) -> None:
+    def __init__(self, operation: BiasIntoNorm) -> None:
         super().__init__(operation.keys, operation.keys[:1], [operation])
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
@@ -175,6 +175,6 @@ class InFile(WeightConverter):
         self._was_used = True
         return self.target_patterns[0], source_key
 
-    def reverse_transform(self) -> InFile:
+    def reverse_transform(self) -> FileConversion:
         """Saving asks for the reverse of loading."""
-        return InFile(self.operations[0])  # type: ignore[arg-type]
+        return FileConversion(self.operations[0])  # type: ignore[arg-type]

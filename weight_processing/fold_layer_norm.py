@@ -20,7 +20,7 @@ def fold_layer_norm(
     sums to zero over ``d_model``, so that a constant in each column of the matrix is never seen: it is taken out, and
     each column sums to zero.
 
-    It does not hold if anything between the norm and the matrix is not linear, or reads the norm's output beside this
+    It does not hold if anything between the norm and the matrix is not linear, or reads the norm's output besides this
     matrix and is left as it is; and for an RMS norm, whose value does not sum to zero, nothing may be taken out.
 
     Args:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from adapters import Architecture, norms
 from adapters.attention import AddedOutput, Gate, SinkGate
 from adapters.views import Affine, parameters_of
-from weight_processing.parts import Norm, Parts, norm_parameters
+from weight_processing.parts import Norm, ProcessedParts, norm_parameters
 from weight_processing.saving import SavedBiases
 from weight_processing.steps import written
 
@@ -63,7 +63,7 @@ class Limits:
         parts: its parts.
     """
 
-    def __init__(self, core: PreTrainedModel, parts: Parts) -> None:
+    def __init__(self, core: PreTrainedModel, parts: ProcessedParts) -> None:
         self.core = core
         self.parts, self.cfg = parts, parts.cfg
         self.a = parts.architecture
@@ -114,7 +114,7 @@ class Limits:
         if any(part.gate for block in self.a.stack.every_block for part in block.attentions):
             return "a gate behind its attention reads the norm, too, and HookedTransformer has no matrix for it"
         if any(norm.kind.gate for block in self.a.stack.every_block for norm in block.norms):
-            return "a gate stands behind one of its norms, and reads what that makes with its weight"
+            return "a gate is behind one of its norms, and reads what that makes with its weight"
         if any(norm.kind.opaque for block in self.a.stack.every_block for norm in block.norms):
             return "one of its norms is none that is known"
         if not self.parts.weights.has("." + self.a.readout.path):
@@ -194,7 +194,7 @@ class Limits:
         return ""
 
 
-def is_as_left(parts: Parts, step: str) -> bool:
+def is_as_left(parts: ProcessedParts, step: str) -> bool:
     """Whether the parameters look as a transform leaves them: by all the norms and biases, by samples of matrices."""
     if step == "fold_ln":
         seen = [norm.readers[0].weight()[..., :_SAMPLE] for norm in parts.norms if norm.kind.centered]

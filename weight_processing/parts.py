@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adapters import MLP, Attention, MoE, Weights
 from adapters.architecture import NamedStep
-from adapters.linear import weight_in_out
+from adapters.linear import is_linear, weight_in_out
 from adapters.norms import NormKind
 from adapters.paths import join
 from adapters.views import Call, Heads
@@ -22,7 +22,7 @@ Get = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class Reader:
+class NormReader:
     """A matrix that reads a norm.
 
     Attributes:
@@ -51,11 +51,11 @@ class Norm:
     name: str
     path: str
     kind: NormKind
-    readers: tuple[Reader, ...]
+    readers: tuple[NormReader, ...]
     gated: bool = False
 
 
-class Parts:
+class ProcessedParts:
     """The parts of a model that are processed.
 
     Args:
@@ -64,7 +64,7 @@ class Parts:
     Attributes:
         norms: the norms before attention, MLP and unembedding.
         writers: for each canonical name, a matrix or bias that writes to the residual stream, ``[*rows d_model]``.
-        piece: how many elements are worked on at a time: few beside the model, and few enough for processor caches.
+        piece: how many elements are worked on at a time: few of the model's, and few enough for processor caches.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -132,21 +132,21 @@ class Parts:
             part, at = named.step.part, f"{name}.{named.name}"
             if isinstance(part, MLP) and part.ln:
                 down = join(path, part.path, part.down)
-                out = Reader(f"{at}.W_out", self.get(f"{at}.W_out"), self.get(f"{at}.b_out"), down)
+                out = NormReader(f"{at}.W_out", self.get(f"{at}.W_out"), self.get(f"{at}.b_out"), down)
                 yield Norm(f"{at}.ln", join(path, part.path, part.ln.path), part.ln.kind, (out,))
         final = self.architecture.stack.final_norm
         if final and self.final_kind and "unembed.W_U" in self.weights.getters:
             unembed = "." + self.architecture.readout.path
-            reader = Reader("unembed.W_U", self.get("unembed.W_U"), self.get("unembed.b_U"), unembed)
+            reader = NormReader("unembed.W_U", self.get("unembed.W_U"), self.get("unembed.b_U"), unembed)
             yield Norm("ln_final", final.path, self.final_kind, (reader,))
 
-    def _readers(self, name: str, path: str, named: NamedStep) -> Iterator[Reader]:
+    def _readers(self, name: str, path: str, named: NamedStep) -> Iterator[NormReader]:
         """The matrices of a step that read its norm."""
         part, at = named.step.part, f"{name}.{named.name}"
         if isinstance(part, Attention):
             for letter, projection in (("Q", part.q), ("K", part.k), ("V", part.v)):
                 weight, bias = self.find(at, f"W_{letter}"), self.find(at, f"b_{letter}")
-                yield Reader(weight, self.get(weight), self.get(bias), join(path, part.path, projection.path))
+                yield NormReader(weight, self.get(weight), self.get(bias), join(path, part.path, projection.path))
         elif isinstance(part, MLP):
             yield from self._feed_forward_readers(at, join(path, part.path), part)
         elif isinstance(part, MoE):
@@ -157,16 +157,16 @@ class Parts:
             if part.shared_gate:
                 names.append(f"{at}.shared_expert_gate.weight")
             for weight in names:
-                yield Reader(weight, _transposed(self.get(weight)), None, "")
+                yield NormReader(weight, _transposed(self.get(weight)), None, "")
             if part.shared:
                 inside = join(path, part.path, part.shared.path)
                 yield from self._feed_forward_readers(f"{at}.shared_expert", inside, part.shared)
 
-    def _feed_forward_readers(self, name: str, path: str, mlp: MLP) -> Iterator[Reader]:
+    def _feed_forward_readers(self, name: str, path: str, mlp: MLP) -> Iterator[NormReader]:
         up = join(path, mlp.up.path)
-        yield Reader(f"{name}.W_in", self.get(f"{name}.W_in"), self.get(f"{name}.b_in"), up)
+        yield NormReader(f"{name}.W_in", self.get(f"{name}.W_in"), self.get(f"{name}.b_in"), up)
         if mlp.gate:
-            yield Reader(f"{name}.W_gate", self.get(f"{name}.W_gate"), None, join(path, mlp.gate.path))
+            yield NormReader(f"{name}.W_gate", self.get(f"{name}.W_gate"), None, join(path, mlp.gate.path))
 
     def _writers(self) -> Iterator[tuple[str, Get]]:
         getters = self.weights.getters
@@ -289,7 +289,7 @@ def ensure_bias(module: nn.Module) -> None:
     """
     if getattr(module, "bias", None) is not None:
         return
-    if type(module) is not nn.Linear:
+    if not is_linear(module):
         raise TypeError(f"a {type(module).__name__} cannot be given a bias, only a Linear")
     weight = module.weight
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from adapters import Architecture, Weights
 from adapters.config import ModelConfig
 from adapters.layout import layout_of
-from weight_processing.check import Check, ProcessingError
+from weight_processing.check import LogProbCheck, ProcessingError
 from weight_processing.interrupted import is_interrupted, marking_interrupted
 from weight_processing.limits import Limits, is_as_left, no_processing
-from weight_processing.parts import Parts
+from weight_processing.parts import ProcessedParts
 from weight_processing.saving import SavedBiases, untie
 from weight_processing.steps import STEPS
 
@@ -25,7 +25,7 @@ RECORD = "transformer_bridge_processed"
 DONE = "done"
 
 
-class ByDefault(NamedTuple):
+class Default(NamedTuple):
     """A default, told apart from the same value given by the caller."""
 
     value: bool
@@ -37,8 +37,8 @@ class ByDefault(NamedTuple):
         return f"{self.value}, where the model allows it" if self.value else "False"
 
 
-ON, OFF = ByDefault(True), ByDefault(False)
-Choice = bool | ByDefault
+ON, OFF = Default(True), Default(False)
+Choice = bool | Default
 #: Opens a context in which the user's hooks do not see the model run.
 WithoutHooks = Callable[[], AbstractContextManager[object]]
 
@@ -82,7 +82,7 @@ def process(
         ValueError: `check` is none of the three.
     """
     for name, value in given.items():
-        if not isinstance(value, bool | ByDefault):
+        if not isinstance(value, bool | Default):
             raise TypeError(f"{name} is {value!r}; it must be True or False")
     if check not in (True, False, "each"):
         raise ValueError(f"check is {check!r}; it must be True, False or 'each'")
@@ -110,10 +110,10 @@ def read_record(model: Processable) -> None:
     Args:
         model: whose `cfg` it is.
     """
-    model.cfg.watch(Record(model))
+    model.cfg.watch(ProcessingRecord(model))
 
 
-class Record:
+class ProcessingRecord:
     """What was done to a model's weights, of which its configuration has a note, as long as it is true of them.
 
     Others may process the model too, and load or train its parameters. A saved model's biases may stand in its norms
@@ -148,7 +148,7 @@ class Record:
     def _are_as_left(self, cfg: ModelConfig, done: tuple[str, ...]) -> bool | None:
         if no_processing(self._core, self._architecture):
             return None
-        parts = Parts(Weights(self._architecture, self._core, cfg))
+        parts = ProcessedParts(Weights(self._architecture, self._core, cfg))
         try:
             return all(is_as_left(parts, name) for name in done)
         except TypeError:  # what `Weights.matrix` says of LoRA and quantised layers
@@ -164,7 +164,7 @@ def restore(model: Processable, without_hooks: WithoutHooks = nullcontext) -> No
     record = getattr(model.core.config, RECORD, None)
     if record and not model.cfg.processed and not no_processing(model.core, model.architecture):
         # What is done twice is done once, but the factors of a head are free to change sign.
-        factors, parts = "refactor_factored_attn_matrices", Parts(model.weights)
+        factors, parts = "refactor_factored_attn_matrices", ProcessedParts(model.weights)
         again = {name: record.get(name) == DONE for name in STEPS}
         again[factors] = again[factors] and not is_as_left(parts, factors)
         process(model, again, without_hooks=without_hooks)
@@ -186,7 +186,7 @@ def is_processed(model: nn.Module) -> bool:
     return bool(getattr(model.config, RECORD, None))
 
 
-def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[Parts | None, dict[str, str]]:
+def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[ProcessedParts | None, dict[str, str]]:
     """The model's parts, and why transforms are left out.
 
     Raises:
@@ -200,7 +200,7 @@ def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[
     parts, why = None, no_processing(model.core, model.architecture)
     reasons = dict.fromkeys(asked, why) if why else {}
     if not why:
-        parts = Parts(model.weights)
+        parts = ProcessedParts(model.weights)
         limits = Limits(model.core, parts)
         undone = [name for name in asked if model.cfg.processed.get(name) != DONE]
         reasons = {name: reason for name in undone if (reason := limits.reason(name))}
@@ -216,14 +216,14 @@ def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[
 def _do(
     model: Processable,
     todo: list[str],
-    parts: Parts,
+    parts: ProcessedParts,
     check: bool | Literal["each"],
     report: dict[str, str],
     without_hooks: WithoutHooks,
 ) -> None:
     core, cfg = model.core, model.cfg
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(cfg.device.type, enabled=False):
-        before = Check(core, cfg, without_hooks) if check else None
+        before = LogProbCheck(core, cfg, without_hooks) if check else None
         with marking_interrupted(core):
             if {"fold_ln", "center_writing_weights", "center_unembed"} & set(todo):
                 untie(core, model.architecture)

@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from adapters import Architecture
 from adapters.paths import base_path, has_module, join
-from weight_processing.file_conversion import InFile, IntoNorm, OutputKeys, ReaderKeys
-from weight_processing.parts import Norm, Parts
+from weight_processing.file_conversion import BiasIntoNorm, FileConversion, OutputKeys, ReaderKeys
+from weight_processing.parts import Norm, ProcessedParts
 
 
 class SavedBiases:
@@ -30,12 +30,12 @@ class SavedBiases:
     def __init__(self, core: PreTrainedModel) -> None:
         self.core = core
         self.base = base_path(core)
-        self.norms: dict[str, IntoNorm] = {}
+        self.norms: dict[str, BiasIntoNorm] = {}
         self.outputs: dict[str, OutputKeys] = {}
         for conversion in getattr(core, "_weight_conversions", None) or ():
-            if isinstance(conversion, InFile):
+            if isinstance(conversion, FileConversion):
                 operation = conversion.operations[0]
-                assert isinstance(operation, IntoNorm)
+                assert isinstance(operation, BiasIntoNorm)
                 if operation.norm:
                     self.norms[operation.norm] = operation
                 if operation.output:
@@ -58,13 +58,13 @@ class SavedBiases:
             full = self._full(path)
             transposed = type(self.core.get_submodule(full)) is Conv1D
             readers.append(ReaderKeys(full, path in bare or full in before, transposed))
-        self.norms[self._full(norm.path)] = IntoNorm(self._full(norm.path), norm.kind.added, tuple(readers))
+        self.norms[self._full(norm.path)] = BiasIntoNorm(self._full(norm.path), norm.kind.added, tuple(readers))
 
     def has_output(self, output: str) -> bool:
         """Whether an output projection was given its bias."""
         return self._full(output) in self.outputs
 
-    def add_output(self, parts: Parts, path: str, b_V: Tensor) -> None:
+    def add_output(self, parts: ProcessedParts, path: str, b_V: Tensor) -> None:
         """Notes that a block's output projection is given a bias that comes from these value biases.
 
         Args:
@@ -89,9 +89,9 @@ class SavedBiases:
             for keys in inside:
                 del outputs[keys.path]
             operations.append(
-                IntoNorm(operation.norm, operation.offset, operation.readers, inside[0] if inside else None)
+                BiasIntoNorm(operation.norm, operation.offset, operation.readers, inside[0] if inside else None)
             )
-        operations += [IntoNorm(output=keys) for keys in outputs.values()]
+        operations += [BiasIntoNorm(output=keys) for keys in outputs.values()]
         if not operations:
             return
         known = getattr(self.core, "_weight_conversions", None)
@@ -100,8 +100,8 @@ class SavedBiases:
             known = [
                 c for c in get_model_conversion_mapping(self.core, add_legacy=False) if type(c) is not PrefixChange
             ]
-        kept = [conversion for conversion in known if not isinstance(conversion, InFile)]
-        self.core.__dict__["_weight_conversions"] = [*kept, *map(InFile, operations)]
+        kept = [conversion for conversion in known if not isinstance(conversion, FileConversion)]
+        self.core.__dict__["_weight_conversions"] = [*kept, *map(FileConversion, operations)]
 
 
 def untie(core: PreTrainedModel, architecture: Architecture) -> None:

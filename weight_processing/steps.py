@@ -16,16 +16,16 @@ from weight_processing import (
     refactor_query_key,
     refactor_value_output,
 )
-from weight_processing.parts import Norm, Parts, Reader, ensure_bias, norm_parameters, precise
+from weight_processing.parts import Norm, NormReader, ProcessedParts, ensure_bias, norm_parameters, precise
 from weight_processing.saving import SavedBiases
 
 
-def _pieces(parts: Parts, x: Tensor, dim: int) -> Iterator[Tensor]:
+def _pieces(parts: ProcessedParts, x: Tensor, dim: int) -> Iterator[Tensor]:
     """Views of a matrix, cut along an axis."""
     return iter(x.split(max(1, parts.piece * x.shape[dim] // x.numel()), dim))
 
 
-def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Tensor | None) -> None:
+def _fold_into(parts: ProcessedParts, reader: NormReader, norm: Norm, w: Tensor | None, b: Tensor | None) -> None:
     weight = reader.weight()
     cut = 0 if weight.ndim == 3 else -1
     if b is not None:
@@ -40,7 +40,7 @@ def _fold_into(parts: Parts, reader: Reader, norm: Norm, w: Tensor | None, b: Te
             bias.copy_(precise(bias) + more)
 
 
-def do_fold_ln(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_fold_ln(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds every norm into all its readers, and leaves it with ones and zeros."""
     for norm in parts.norms:
         w, b = parts.affine(norm)
@@ -57,14 +57,14 @@ def do_fold_ln(parts: Parts, saved_biases: SavedBiases) -> None:
             bias.zero_()
 
 
-def do_center_writing_weights(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_center_writing_weights(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Centres all that writes to the residual stream."""
     for get in parts.writers.values():
         for piece in _pieces(parts, get(), 0) if get().ndim > 1 else [get()]:
             piece.copy_(center_writing_weights(precise(piece)))
 
 
-def do_center_unembed(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_center_unembed(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Centres the unembedding and its bias."""
     W_U = parts.get("unembed.W_U")()
     pieces = list(_pieces(parts, W_U, 1))  # the stored matrix has the vocabulary first: these lie together in memory
@@ -79,7 +79,7 @@ def do_center_unembed(parts: Parts, saved_biases: SavedBiases) -> None:
         bias.copy_(center_unembed(precise(bias)))
 
 
-def do_fold_value_biases(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_fold_value_biases(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds the value biases of every block into its output bias."""
     for name, path in parts.blocks:
         at = f"{name}.attn"
@@ -99,7 +99,7 @@ def do_fold_value_biases(parts: Parts, saved_biases: SavedBiases) -> None:
         b_V.zero_()
 
 
-def do_refactor(parts: Parts, saved_biases: SavedBiases) -> None:
+def do_refactor(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds the value biases, and chooses other factors for every head."""
     do_fold_value_biases(parts, saved_biases)
     for name, path in parts.blocks:
@@ -117,7 +117,7 @@ def do_refactor(parts: Parts, saved_biases: SavedBiases) -> None:
 
 
 #: In the order in which they are done.
-STEPS: dict[str, Callable[[Parts, SavedBiases], None]] = {
+STEPS: dict[str, Callable[[ProcessedParts, SavedBiases], None]] = {
     "fold_ln": do_fold_ln,
     "center_writing_weights": do_center_writing_weights,
     "center_unembed": do_center_unembed,
@@ -130,7 +130,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def written(parts: Parts, step: str) -> dict[str, Callable[[], Tensor]]:
+def written(parts: ProcessedParts, step: str) -> dict[str, Callable[[], Tensor]]:
     """The parameters that a transform needs to write to, by canonical name."""
     if step == "fold_ln":
         found: dict[str, Callable[[], Tensor]] = {}

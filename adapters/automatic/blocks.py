@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from adapters.automatic.norms import norm_kind
 from adapters.config import config_of
 from adapters.inputs.arguments import accepted_arguments
-from adapters.observe.calls import ModuleCall, Recording, Seen
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording
 from adapters.observe.errors import NotFound
 from adapters.paths import core_path, join, members_of
 
@@ -41,7 +41,7 @@ class FoundStack:
 
     path: str
     blocks: tuple[ModuleCall, ...]
-    outputs: tuple[Seen, ...]
+    outputs: tuple[BorderTensor, ...]
     indices: tuple[int, ...]
     length: int
     members: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class FoundStack:
     n_streams: int | None = None
 
     @property
-    def stream(self) -> Seen:
+    def stream(self) -> BorderTensor:
         """What enters the first."""
         entered = self.blocks[0].entered
         assert entered is not None
@@ -129,7 +129,7 @@ def _shared(path: str, paths: list[str], recording: Recording) -> FoundStack | N
 
 
 def _parallel(model: nn.Module, recording: Recording) -> FoundStack | None:
-    """Blocks that are no modules: lists beside each other, of which each has one member in every block (XLM)."""
+    """Blocks that are no modules: lists side by side, of which each has one member in every block (XLM)."""
     for path, module in model.named_modules():
         lists = [
             [calls[0] if len(calls := recording.of(join(path, name, str(i)))) == 1 else None for i in range(len(child))]
@@ -183,7 +183,7 @@ def number_norms(stacks: list[FoundStack], recording: Recording) -> None:
 def _chained(
     path: str, blocks: tuple[ModuleCall, ...], recording: Recording, ran: list[int], length: int
 ) -> tuple[FoundStack | None, str]:
-    outputs: list[Seen] = []
+    outputs: list[BorderTensor] = []
     rescaled: dict[int, float] = {}
     for index, block in enumerate(blocks):
         assert block.entered is not None

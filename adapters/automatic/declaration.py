@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Embedding, Head, Opaque, Part, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Embedding, Head, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import (
@@ -45,7 +45,7 @@ from adapters.observe.errors import NotFound
 from adapters.observe.modes import evaluating, outside_of_modes
 from adapters.observe.probe_copy import model_or_probe_copy
 from adapters.observe.recording import record
-from adapters.paths import base_path, core_path
+from adapters.paths import base_path, core_path, join
 from adapters.views import PositionsFirst, SeveralStreams
 
 
@@ -102,6 +102,8 @@ class _Inference:
         self.config = config_of(model).get_text_config()
         self.not_offered: dict[str, str] = {}
         self.facts = Facts(model, recording)
+        #: What the model writes over in the blocks of the list that is being looked at.
+        self.changed: dict[tuple[str, Literal["input", "output"]], None] = {}
         #: What its first blocks read in place of tokens.
         self.main = takes(model.get_submodule(self.core)).main
 
@@ -119,7 +121,11 @@ class _Inference:
             decoder, last_norm = self._decoder(other, found)
             declared.append(decoder)
         values = self.facts.values(found, unembed)
-        declared[0] = replace(declared[0], embedding=embedding.declared(self.relative))
+        declared[0] = replace(
+            declared[0],
+            embedding=embedding.declared(self.relative),
+            changed_in_place=(*declared[0].changed_in_place, *self._changed_before(found.blocks[0].start)),
+        )
         heads: tuple[Head, ...] = ()
         readout = Readout()
         if unembed is not None:
@@ -127,7 +133,6 @@ class _Inference:
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
             readout=readout,
-            changed_in_place=self._changed_before(found.blocks[0].start),
             heads=heads,
             no_layer_runs=why_no_layers(found, bool(others), self.main),
             config_values=values,
@@ -191,6 +196,7 @@ class _Inference:
     def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
         """A list of blocks, and its final norm with its path from the model."""
         self.facts.table = None
+        self.changed.clear()
         for call in found.blocks:
             number_calls(call, self.recording)
         blocks = [self._block(found, index, name) for index in range(found.length)]
@@ -215,6 +221,7 @@ class _Inference:
             block_inputs=self._block_inputs(found, factor),
             stream_view=PositionsFirst() if found.positions_first else several,
             collapse=(path := collapse_path(self.recording, found)) and self.relative(path),
+            changed_in_place=tuple((join("*", at), which) for at, which in self.changed),
         )
         return stack, final
 
@@ -294,8 +301,7 @@ class _Inference:
                     Step(
                         declared,
                         pre=_inside(part.pre, call),
-                        post=_inside(part.post, call),
-                        output_transform=term.transform,
+                        result_chain=(*_post(part.post, call), *term.transform),
                         stream_norm=on_stream,
                         parallel_to=parallel_to,
                         residual_transform=total.carry if nth == 0 else (),
@@ -306,7 +312,8 @@ class _Inference:
                 )
                 notes.append(note)
         ends = stack.ends[place] if stack.ends else None
-        block = Block(tuple(steps), _changed(call, inside), ends, norm=_norm(found.norm, norms, call))
+        self.changed |= dict.fromkeys(_changed(call, inside))
+        block = Block(tuple(steps), ends, norm=_norm(found.norm, norms, call))
         for named, note in zip(block.named, notes, strict=True):
             for what, why in note.items():
                 if what == "entry":
@@ -335,13 +342,13 @@ class _Inference:
             if attends and mixes is not False:
                 return self._attention(part, norms, block.path)
             if mixes:
-                return self._opaque(part, block, Mixer, note, "")
+                return self._mixer(part, block, note)
             if experts := experts_of(part, self.recording):
                 return self._mixture(part, block.path, experts)
             return self._mlp(part, norms, block)
         except NotFound as why:
-            plays = "attn" if attends and mixes is not False else "mlp"
-            return self._opaque(part, block, Opaque, note, str(why), plays)
+            note["inside"] = str(why)
+            return self._mixer(part, block, note, "attn" if attends and mixes is not False else "mlp")
 
     def _mixes(self, part: FoundPart) -> bool | None:
         """Whether a part mixes positions; None where it cannot be told."""
@@ -372,27 +379,22 @@ class _Inference:
         self.facts.add("act_fn", act_fn_name(found.act_fn))
         return declared
 
-    def _opaque(
+    def _mixer(
         self,
         part: FoundPart,
         block: ModuleCall,
-        kind: type[Mixer] | type[Opaque],
         note: dict[str, str],
-        why: str,
-        plays: str = "",
-    ) -> Part:
+        plays: Literal["mixer", "attn", "mlp"] = "mixer",
+    ) -> Mixer:
         """A part of which only what enters and leaves it is said."""
         owner = part.owner or part.producer
         path = relative(owner.path, block.path)
-        if why:
-            note["inside"] = why
-        if kind is Mixer:
-            functions = functions_of(owner.module)
-            modules = modules_of(owner, self.recording)
-            if not (functions or modules) and any(True for _ in owner.module.parameters()):
-                note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
-            return Mixer(path, modules, functions)
-        return Opaque(path, "attn" if plays == "attn" else "mlp")
+        if plays != "mixer":
+            return Mixer(path, plays)
+        functions, modules = functions_of(owner.module), modules_of(owner, self.recording)
+        if not (functions or modules) and any(True for _ in owner.module.parameters()):
+            note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
+        return Mixer(path, modules=modules, functions=functions)
 
 
 class _Ends(TypedDict):
@@ -407,7 +409,7 @@ def _ends(part: FoundPart, declared: Part, block: ModuleCall) -> _Ends:
     out, seen = part.out
     own = relative(out.path, block.path) == declared.path
     ends = _Ends(out=None if own else relative(out.path, block.path), out_element=seen.key or 0, entry=None)
-    if isinstance(declared, Mixer | Opaque):
+    if isinstance(declared, Mixer):
         ends["entry"] = "" if "entry" in part.missing else None
         if part.reader and not part.owner:
             ends["entry"] = relative(part.reader.path, block.path)
@@ -422,6 +424,10 @@ def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str
 
 def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:
     return None if norm is None else Norm(relative(norm.path, block.path), norms[norm])
+
+
+def _post(norm: Norm | None, block: ModuleCall) -> tuple[Norm, ...]:
+    return () if norm is None else (Norm(relative(norm.path, block.path), norm.kind),)
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:

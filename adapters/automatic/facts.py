@@ -63,8 +63,8 @@ class Facts:
         scale = measured.scale(found)
         alibi = None if scale is not None or declared.rotary else measured.alibi_scale(found)
         biased = measured.scale(found, biased=True) if scale is None and alibi is None else None
-        beside = measured.scale_beside(found) if not (scale or alibi or declared.rotary) else None
-        said = scale or alibi or biased or beside
+        scaled_elsewhere = measured.scale_elsewhere(found) if not (scale or alibi or declared.rotary) else None
+        said = scale or alibi or biased or scaled_elsewhere
         self.add("attn_scale", said)
         own["attn_scale"] = said
         self.add("attention_dir", "causal" if found.is_causal else "bidirectional")
@@ -97,7 +97,7 @@ class Facts:
             most = getattr(config_of(self.model).get_text_config(), "relative_attention_max_distance", None)
             self.add("relative_attention_max_distance", most)
             declared = replace(declared, position_bias=table.path)
-        elif beside is not None and not declared.cross:
+        elif scaled_elsewhere is not None and not declared.cross:
             declared = replace(declared, score_bias_modules=measured.adding(found))
         return replace(declared, config_values=own)
 
@@ -118,7 +118,7 @@ class Facts:
             dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
             said = self._rotary_values()
             values |= said
-            # Where queries are scaled beside, a run of few tokens may not show that slow columns turn.
+            # Where queries are scaled elsewhere, a run of few tokens may not show that slow columns turn.
             if dims and (self.exact_rotation or "rotary_dim" not in said):
                 values["rotary_dim"] = max(dims)
         if (start := getattr(config_of(self.model), "decoder_start_token_id", None)) is not None:

@@ -17,7 +17,7 @@ from adapters.config import first
 from adapters.feed_forward import MLP
 from adapters.norms import Norm
 from adapters.observe.activations import product
-from adapters.observe.calls import ModuleCall, Seen
+from adapters.observe.calls import BorderTensor, ModuleCall
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
 from adapters.observe.tolerance import tolerance
@@ -70,7 +70,7 @@ class FoundMLP:
             self.names += ("clamped_swiglu",)
         if not part.producer.is_linear or part.producer.entered is None:
             raise NotFound(f"{part.producer.path}, which puts out its result, is no linear layer")
-        self.post: Seen = part.producer.entered
+        self.post: BorderTensor = part.producer.entered
         behind = [norm for norm in norms if norm in part.inside and norm.left[0].mark == self.post.mark]
         self.norms, self.norm = norms, behind[-1] if behind else None
         if self.norm is not None and self.norm.entered is not None:

@@ -116,7 +116,7 @@ def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
     return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
 
 
-def scale_beside(attention: FoundAttention) -> float | None:
+def scale_elsewhere(attention: FoundAttention) -> float | None:
     """What the product is divided by, where queries alone, keys alone or places alone add to it.
 
     The gradient of a score with respect to its query is the key, divided, and what is the same in every row.

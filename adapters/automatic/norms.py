@@ -78,7 +78,7 @@ def function_norm(x: Tensor, y: Tensor) -> NormKind | None:
 
 
 def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]) -> dict[ModuleCall, NormKind]:
-    """The norms, of which those that a gate stands behind are the modules around both.
+    """The norms, of which those that a gate is behind are the modules around both.
 
     Args:
         calls: all of a block.
@@ -98,7 +98,7 @@ def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]
                     continue
                 if bool(((made.value * gate.left[0].value.sigmoid() - left).abs() <= close).all()):
                     inner, behind = (relative(each.path, call.path) for each in (norm, gate))
-                    found[call] = replace(norms[norm], inner=inner, gate=behind)
+                    found[call] = replace(norms[norm], gated=(inner, behind))
                     found.pop(norm, None)
                     break
     return found

@@ -13,7 +13,7 @@ from adapters.automatic.stream import Sum, Term, Value
 from adapters.inputs.arguments import argument_names
 from adapters.mixers.part import axes_of
 from adapters.norms import OPAQUE_NORM, Norm, NormKind
-from adapters.observe.calls import ModuleCall, Recording, Seen, Softmax, elements_of
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
 from adapters.observe.tolerance import tolerance
@@ -42,7 +42,7 @@ class FoundPart:
     """
 
     owner: ModuleCall | None
-    out: tuple[ModuleCall, Seen]
+    out: tuple[ModuleCall, BorderTensor]
     producer: ModuleCall
     pre: Norm | None
     post: Norm | None
@@ -114,7 +114,7 @@ class Parts:
         self._find_reading(part, total)
         return part
 
-    def _outermost(self, value: Value, end: int) -> tuple[ModuleCall, Seen]:
+    def _outermost(self, value: Value, end: int) -> tuple[ModuleCall, BorderTensor]:
         """The last module to put out a value before it is added: what it puts out in training too, dropout included."""
         made = [each for each in value.made if each[0].end <= end]
         once = [each for each in made if len(self.recording.of(each[0].path)) == 1]

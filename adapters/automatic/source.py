@@ -21,7 +21,7 @@ _KINDS = {
 #: Where the names in a declaration come from.
 _MODULES = {
     "adapters.architecture": (
-        "Architecture", "Block", "Embedding", "Head", "Mix", "Opaque", "Readout", "Stack", "Step",
+        "Architecture", "Block", "Embedding", "Head", "Mix", "Readout", "Stack", "Step",
     ),
     "adapters.attention": ("AddedOutput", "Attention", "Gate", "Projection", "SinkGate"),
     "adapters.feed_forward": ("MLP", "MoE"),

@@ -13,7 +13,7 @@ from adapters.architecture import Mix
 from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import rounded
 from adapters.block import MixElement
-from adapters.observe.calls import Mark, ModuleCall, Recording, Seen
+from adapters.observe.calls import BorderTensor, Mark, ModuleCall, Recording
 from adapters.observe.tolerance import FITTED, tolerance
 from adapters.views import Affine, Chain, times, transformed
 
@@ -32,7 +32,7 @@ class Value:
 
     x: Tensor
     mark: Mark
-    made: list[tuple[ModuleCall, Seen]] = field(default_factory=list)
+    made: list[tuple[ModuleCall, BorderTensor]] = field(default_factory=list)
     read: list[ModuleCall] = field(default_factory=list)
     seen: int = 0
 
@@ -101,14 +101,14 @@ def values_in(block: ModuleCall, recording: Recording, shape: Sequence[int]) -> 
     numel, width = block.entered.value.numel(), shape[-1]
     found: dict[Mark, Value] = {}
 
-    def at(seen: Seen, time: int) -> Value | None:
+    def at(seen: BorderTensor, time: int) -> Value | None:
         if seen.value.numel() != numel or seen.value.shape[-1] != width:
             return None
         return found.setdefault(seen.mark, Value(seen.value.double().flatten(), seen.mark, seen=time))
 
     entry = at(block.entered, block.start)
     assert entry is not None
-    events: list[tuple[int, ModuleCall, Seen]] = []
+    events: list[tuple[int, ModuleCall, BorderTensor]] = []
     for call in recording.between(block.start, block.end):
         if call.entered:
             events.append((call.start, call, call.entered))
@@ -132,14 +132,16 @@ class Sums:
         norms: the calls in it that are norms.
     """
 
-    def __init__(self, block: ModuleCall, output: Seen, recording: Recording, norms: Sequence[ModuleCall]) -> None:
+    def __init__(
+        self, block: ModuleCall, output: BorderTensor, recording: Recording, norms: Sequence[ModuleCall]
+    ) -> None:
         assert block.entered is not None
         self.block, self.norms = block, norms
         self.values = values_in(block, recording, block.entered.value.shape)
         self.x = self.values[block.entered.mark]
         self.y = self.values.get(output.mark) or Value(output.value.double().flatten(), output.mark, seen=block.end)
         self.width = block.entered.value.shape[-1]
-        #: What may be there beside sums: 1: factors on the stream, and terms that were made earlier; 2: a new stream.
+        #: What may be there besides sums: 1: factors on the stream, and terms that were made earlier; 2: a new stream.
         self.search_level = 0
         self.close = tolerance(block.entered.value)
         #: What rounding leaves of a sum of streams, relative to them: parts may write far less than there is.

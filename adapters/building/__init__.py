@@ -1,1 +1,1 @@
-"""From a declaration to hook points: blocks, and what stands before and behind them."""
+"""From a declaration to hook points: blocks, and what comes before and behind them."""

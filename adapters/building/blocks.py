@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from adapters.architecture import Architecture, Mix, NamedStep, Opaque, Part, Stack, Step, feeds_forward
+from adapters.architecture import Architecture, Mix, NamedStep, Part, Stack, Step, feeds_forward
 from adapters.attention import Attention, attention_points, qk_norm_points
 from adapters.building.ends import (
     add_collapse,
@@ -106,7 +106,7 @@ class BlockBuilder:
         else:
             others = ("ln_final.hook_in",) if self.last and not self.stack.one_of_two else ()
             self._add_stream("hook_resid_post", output, aliases=("hook_out",), other_names=others)
-        changed = {(join(self.path, path), kind) for path, kind in self.block.changed_in_place}
+        changed = {(join(self.path, path), kind) for path, kind in self.stack.changed_inside}
         points = copied(self.points.points, changed)
         return self._with_other_names(batch_first(points) if self.stack.positions_first else points)
 
@@ -174,7 +174,8 @@ class BlockBuilder:
         elif named.first and named.before.startswith("hook_resid_mid") and not self._is_put_out(named.before):
             self._add(flat, named.before, entry or self._entry(step), WriteThrough())
         if step.pre is None:
-            if (feeds_forward(part) or isinstance(part, Mixer)) and not named.before.endswith("hook_out"):
+            reads_alone = feeds_forward(part) or (isinstance(part, Mixer) and part.mixes)
+            if reads_alone and not named.before.endswith("hook_out"):
                 self._add_own_input(named, flat, self._entry(step), Branch())
             return
         assert entry
@@ -206,7 +207,7 @@ class BlockBuilder:
         if isinstance(part, Attention) and not part.cross:
             self._add(False, norm_in, entry, view, group="extra", sources=sources)
             return
-        cross, feeds = isinstance(part, Attention), feeds_forward(part) and not isinstance(part, Mixer)
+        cross, feeds = isinstance(part, Attention), feeds_forward(part)
         flag = "use_attn_in" if cross else "use_hook_mlp_in" if feeds else None
         aliases = (norm_in, f"{named.name}.{hook}") if feeds and not self.stack.one_of_two else (norm_in,)
         group: Group = "heavy" if flag else "extra"
@@ -280,9 +281,7 @@ class BlockBuilder:
             returned = Site(join(self.path, step.out), "input")
         else:
             returned = Site(join(self.path, step.out or part.path), "output", step.out_element or None)
-        projection = {Attention: (f"{name}.o.hook_out",), Mixer: (), Opaque: ()}.get(
-            type(part), (f"{name}.out.hook_out",)
-        )
+        projection = {Attention: (f"{name}.o.hook_out",), Mixer: ()}.get(type(part), (f"{name}.out.hook_out",))
         chain = step.output_transform
         scaled = through(chain)
         more = self.rows if chain and parameters_of(chain) else ()

@@ -57,7 +57,7 @@ def embedding_points(architecture: Architecture, base: str, model: nn.Module, d_
         if made.norm:
             norm_points(points, "embed.ln", made.norm.kind, Site(join(base, made.norm.path), "output"), axes=total)
         points.add("hook_full_embed", Site(join(base, made.module), "output"))
-    found = copied(points.points, {(join(base, path), kind) for path, kind in architecture.changed_in_place})
+    found = copied(points.points, {(join(base, path), kind) for path, kind in architecture.stack.changed_before})
     return batch_first(found) if architecture.stack.positions_first else found
 
 

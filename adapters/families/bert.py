@@ -9,6 +9,7 @@ from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import UnsupportedModelError, register
+from adapters.stream_ends import tables
 
 
 @register("BertPreTrainedModel")
@@ -27,8 +28,7 @@ def bert(config: PreTrainedConfig) -> Architecture:
     )
     embedding = Embedding(
         "embeddings.word_embeddings",
-        positions="embeddings.position_embeddings",
-        types="embeddings.token_type_embeddings",
+        added=tables("embeddings.position_embeddings", "embeddings.token_type_embeddings"),
         norm=Norm("embeddings.LayerNorm", LAYER_NORM),
         module="embeddings",
     )
@@ -43,7 +43,6 @@ def bert(config: PreTrainedConfig) -> Architecture:
                 transform,
                 linear=f"{transform}.dense",
                 norm=Norm(f"{transform}.LayerNorm", LAYER_NORM),
-                unembeds=True,
             ),
             Head(
                 "nsp_head",

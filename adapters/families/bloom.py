@@ -24,7 +24,7 @@ def bloom(config: PreTrainedConfig) -> Architecture:
             "points stand; load it with slow_but_exact=False"
         )
     q, k, v = fused("query_key_value", config)
-    # Attention and MLP add the residual stream to their result themselves: the points stand before that.
+    # Attention and MLP add the residual stream to their result themselves: the points come before that.
     out = ("self_attention.dense", "mlp.dense_4h_to_h")
     return gpt2_like(
         Attention("self_attention", q, k, v, o="dense", scores=AlibiScores()),

@@ -26,7 +26,7 @@ def falcon(config: PreTrainedConfig) -> Architecture:
         output=(0, 2),
         embed="word_embeddings",
         # Side by side, what attention adds is written into what the MLP returned.
-        changed_in_place=(("mlp", "output"),) if parallel else (),
+        changed_in_place=(("*.mlp", "output"),) if parallel else (),
         config_values={
             **rotary_values(config),
             "n_key_value_heads": 1 if config.multi_query else None,

@@ -15,7 +15,16 @@ from adapters.registry import UnsupportedModelError, register
 from adapters.views import MaskedScores, SinkScores
 
 
-@register("GptOssPreTrainedModel")
+def _refuse_packed(model: nn.Module) -> None:
+    packed = [name for name, module in model.named_modules() if type(module).__name__ == "Mxfp4GptOssMLP"]
+    if packed:
+        raise UnsupportedModelError(
+            f"{packed[0]} is packed in MXFP4, and computes its routing where no hook can stand; load the model with "
+            "quantization_config=transformers.Mxfp4Config(dequantize=True)"
+        )
+
+
+@register("GptOssPreTrainedModel", check=_refuse_packed)
 def gpt_oss(config: PreTrainedConfig) -> Architecture:
     """Llama with attention sinks and a mixture of experts, chosen by their logits."""
     # Its configuration says silu. What its experts compute is min(gate, limit) * sigmoid(alpha * min(gate, limit)),
@@ -27,14 +36,4 @@ def gpt_oss(config: PreTrainedConfig) -> Architecture:
         config.intermediate_size,
         replace(ATTENTION, scores=SinkScores(MaskedScores(), "sinks")),
     )
-    declared = mixture_like(config, moe, n, width, attn=attn, config_values=values)
-    return replace(declared, refuse=_refuse_packed)
-
-
-def _refuse_packed(model: nn.Module) -> None:
-    packed = [name for name, module in model.named_modules() if type(module).__name__ == "Mxfp4GptOssMLP"]
-    if packed:
-        raise UnsupportedModelError(
-            f"{packed[0]} is packed in MXFP4, and computes its routing where no hook can stand; load the model with "
-            "quantization_config=transformers.Mxfp4Config(dequantize=True)"
-        )
+    return mixture_like(config, moe, n, width, attn=attn, config_values=values)

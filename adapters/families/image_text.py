@@ -24,16 +24,16 @@ _TEXT_MODEL = ("Emu3", "GraniteDocling", "Idefics2", "Idefics3", "SmolVLM")
 
 
 @register(*(f"{name}ForConditionalGeneration" for name in _LANGUAGE_MODEL))
-def beside_language_model(config: PreTrainedConfig) -> Architecture:
+def with_language_model(config: PreTrainedConfig) -> Architecture:
     return language_part(declaration_of(config.get_text_config()), "language_model")
 
 
 @register(*(f"{name}ForConditionalGeneration" for name in _TEXT_MODEL))
-def beside_text_model(config: PreTrainedConfig) -> Architecture:
+def with_text_model(config: PreTrainedConfig) -> Architecture:
     return language_part(declaration_of(config.get_text_config()), "text_model")
 
 
 @register(*(f"{name}ForConditionalGeneration" for name in _WITHOUT_FACTOR))
 def without_factor(config: PreTrainedConfig) -> Architecture:
-    declared = beside_language_model(config)
+    declared = with_language_model(config)
     return replace(declared, readout=replace(declared.readout, output_transform=Affine()))

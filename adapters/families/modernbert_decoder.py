@@ -24,5 +24,5 @@ def modernbert_decoder(config: PreTrainedConfig) -> Architecture:
     first = {0: Block((Step(attn), mlp))}
     embedding = Embedding("embeddings.tok_embeddings", norm=Norm("embeddings.norm", LAYER_NORM))
     stack = Stack("layers", block, first, Norm("final_norm", LAYER_NORM), embedding)
-    head = Head("mlm_head", ".lm_head", ".lm_head.dense", norm=Norm(".lm_head.norm", LAYER_NORM), unembeds=True)
+    head = Head("mlm_head", ".lm_head", ".lm_head.dense", norm=Norm(".lm_head.norm", LAYER_NORM))
     return Architecture((stack,), Readout("decoder"), heads=(head,), config_values=rotary_values(config))

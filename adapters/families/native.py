@@ -10,6 +10,7 @@ from adapters.families.shapes.llama import normed
 from adapters.feed_forward import MLP, MoE
 from adapters.norms import LAYER_NORM, NO_NORM, RMS_NORM, Norm
 from adapters.registry import register
+from adapters.stream_ends import tables
 
 _SAME_FIELDS = (
     "model_name", "normalization_type", "final_rms", "positional_embedding_type", "rotary_dim", "rotary_base",
@@ -47,13 +48,13 @@ def native(config: PreTrainedConfig) -> Architecture:
         mlp, d_expert = MoE("mlp", router="gate"), config.d_mlp
         values |= {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
         values |= {"d_expert": d_expert, "d_mlp": d_expert, "gated_mlp": True}
-    after = [Norm(f"ln{i}_post", norm) if config.use_normalization_before_and_after else None for i in (1, 2)]
+    after = [(Norm(f"ln{i}_post", norm),) if config.use_normalization_before_and_after else () for i in (1, 2)]
     steps = (
-        Step(attn, pre=Norm("ln1", norm), post=after[0]),
-        Step(mlp, pre=Norm("ln2", norm), post=after[1], parallel_to=0 if config.parallel_attn_mlp else None),
+        Step(attn, Norm("ln1", norm), after[0]),
+        Step(mlp, Norm("ln2", norm), after[1], parallel_to=0 if config.parallel_attn_mlp else None),
     )
     final_norm = Norm("ln_final", RMS_NORM if config.final_rms else norm)
-    embedding = Embedding("embed", positions="pos_embed" if positions in ("standard", "shortformer") else None)
+    embedding = Embedding("embed", added=tables("pos_embed" if positions in ("standard", "shortformer") else None))
     return Architecture(
         (Stack("blocks", Block(steps[:1] if config.attn_only else steps), {}, final_norm, embedding),),
         Readout("unembed", soft_cap=config.output_logits_soft_cap if config.output_logits_soft_cap > 0 else None),

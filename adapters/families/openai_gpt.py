@@ -9,6 +9,7 @@ from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import register
+from adapters.stream_ends import tables
 from adapters.views import FilledScores, columns
 
 
@@ -21,7 +22,7 @@ def openai_gpt(config: PreTrainedConfig) -> Architecture:
     norms = Norm("ln_1", LAYER_NORM), Norm("ln_2", LAYER_NORM)
     block = Block((Step(attn, stream_norm=norms[0]), Step(mlp, stream_norm=norms[1])))
     return Architecture(
-        (Stack("h", block, embedding=Embedding("tokens_embed", positions="positions_embed"), output=(0, 1)),),
+        (Stack("h", block, embedding=Embedding("tokens_embed", added=tables("positions_embed")), output=(0, 1)),),
         Readout("lm_head"),
         config_values={"d_mlp": 4 * width, "act_fn": {"gelu": "gelu_new", "swish": "silu"}.get(config.afn, config.afn)},
     )

@@ -17,7 +17,7 @@ Given = Mapping[str, Tensor]
 
 
 class CannotBeMade(ValueError):
-    """What a model needs beside tokens is of no kind that can be made up; the message says what to pass."""
+    """What a model needs in addition to tokens is of no kind that can be made up; the message says what to pass."""
 
 
 def arguments_of(core: nn.Module, input: Tensor, more: Given) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def with_required_inputs(
     if taken.main is not None:
         made, tokens = _with_rows(made or _made(core, (taken.main,), tokens), tokens)
         return made if taken.tokens is None else {**made, taken.tokens: tokens[:, :-4].contiguous()}
-    made, tokens = _with_rows(made, tokens) if made else (_beside(core, tokens), tokens)
+    made, tokens = _with_rows(made, tokens) if made else (_required_inputs(core, tokens), tokens)
     tokens = made.pop("input_ids", tokens)
     if decodes:
         made.setdefault("decoder_input_ids", tokens[:, :-4].contiguous())
@@ -105,8 +105,8 @@ def _with_rows(given: Given, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]
     return repeated(given, times), tokens.repeat(-(-rows * times // tokens.shape[0]), 1)[: rows * times]
 
 
-def _beside(core: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """What a model needs beside its tokens, and these with places for images in them, where it has such."""
+def _required_inputs(core: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """What a model needs in addition to its tokens, and these with places for images in them, where it has such."""
     config, needed = config_of(core), takes(core).needed
     also = _NEEDED_TOO.get(config.model_type, ())
     made = _made(core, (*needed, *also), tokens) if needed or also else {}

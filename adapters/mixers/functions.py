@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Seen:
+class FunctionTensor:
     """One argument, or the result, of a function.
 
     Attributes:
@@ -36,52 +36,52 @@ class Seen:
         return " ".join(["b", "p" if "p" in self.axes.split() else "1", *rest])
 
 
-def _convolution() -> tuple[Seen, ...]:
-    return Seen("conv_in", "hidden_states", "b c p"), Seen("conv", None, "b c p")
+def _convolution() -> tuple[FunctionTensor, ...]:
+    return FunctionTensor("conv_in", "hidden_states", "b c p"), FunctionTensor("conv", None, "b c p")
 
 
-def _delta_rule(decay: str) -> tuple[Seen, ...]:
+def _delta_rule(decay: str) -> tuple[FunctionTensor, ...]:
     return (
-        Seen("q", "query", "b p h d"),
-        Seen("k", "key", "b p h d"),
-        Seen("v", "value", "b p h d"),
-        Seen("log_decay", "g", decay),
-        Seen("beta", "beta", "b p h"),
-        Seen("recurrence", None, "b p h d"),
+        FunctionTensor("q", "query", "b p h d"),
+        FunctionTensor("k", "key", "b p h d"),
+        FunctionTensor("v", "value", "b p h d"),
+        FunctionTensor("log_decay", "g", decay),
+        FunctionTensor("beta", "beta", "b p h"),
+        FunctionTensor("recurrence", None, "b p h d"),
     )
 
 
 #: What is seen of each function, by its name.
-FUNCTIONS: dict[str, tuple[Seen, ...]] = {
+FUNCTIONS: dict[str, tuple[FunctionTensor, ...]] = {
     "causal_conv1d_fn": _convolution(),
     "causal_conv1d_update": _convolution(),
     "mamba_selective_scan": (
-        Seen("x", "hidden_states", "b d p"),
-        Seen("dt", "dt", "b d p"),
-        Seen("B", "B", "b n p"),
-        Seen("C", "C", "b n p"),
-        Seen("recurrence", None, "b d p"),
+        FunctionTensor("x", "hidden_states", "b d p"),
+        FunctionTensor("dt", "dt", "b d p"),
+        FunctionTensor("B", "B", "b n p"),
+        FunctionTensor("C", "C", "b n p"),
+        FunctionTensor("recurrence", None, "b d p"),
     ),
     "mamba_selective_state_update": (
-        Seen("x", "hidden_states", "b d"),
-        Seen("dt", "dt", "b d"),
-        Seen("B", "B", "b n"),
-        Seen("C", "C", "b n"),
-        Seen("recurrence", None, "b d"),
+        FunctionTensor("x", "hidden_states", "b d"),
+        FunctionTensor("dt", "dt", "b d"),
+        FunctionTensor("B", "B", "b n"),
+        FunctionTensor("C", "C", "b n"),
+        FunctionTensor("recurrence", None, "b d"),
     ),
     "mamba2_chunk_scan": (
-        Seen("x", "hidden_states", "b p h d"),
-        Seen("dt", "dt", "b p h"),
-        Seen("B", "B", "b p g n"),
-        Seen("C", "C", "b p g n"),
-        Seen("recurrence", None, "b p h d"),
+        FunctionTensor("x", "hidden_states", "b p h d"),
+        FunctionTensor("dt", "dt", "b p h"),
+        FunctionTensor("B", "B", "b p g n"),
+        FunctionTensor("C", "C", "b p g n"),
+        FunctionTensor("recurrence", None, "b p h d"),
     ),
     "mamba2_selective_state_update": (
-        Seen("x", "hidden_states", "b h d"),
-        Seen("dt", "dt", "b h _"),
-        Seen("B", "B", "b g n"),
-        Seen("C", "C", "b g n"),
-        Seen("recurrence", None, "b h d", gate="z"),
+        FunctionTensor("x", "hidden_states", "b h d"),
+        FunctionTensor("dt", "dt", "b h _"),
+        FunctionTensor("B", "B", "b g n"),
+        FunctionTensor("C", "C", "b g n"),
+        FunctionTensor("recurrence", None, "b h d", gate="z"),
     ),
     "torch_chunk_gated_delta_rule": _delta_rule("b p h"),
     "torch_recurrent_gated_delta_rule": _delta_rule("b p h"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -19,17 +20,25 @@ _NAMES = {"conv1d": "conv", "conv_1d": "conv", "norm": "inner_norm", "rg_lru": "
 
 @dataclass(frozen=True)
 class Mixer:
-    """A part that mixes positions without attention: a state space, a linear attention, a convolution.
+    """A part of which what enters and leaves it is declared: a state space, a linear attention, a convolution.
 
     Attributes:
         path: the module, relative to the block.
+        plays: what names its hook points have: those of a ``mixer``, which mixes positions; of an ``attn`` or an
+            ``mlp`` that could not be taken apart.
         modules: the modules in it that are each called once, relative to `path`, with the axes of what they return.
         functions: the functions that it calls, of those in `adapters.mixers.functions`.
     """
 
     path: str
+    plays: Literal["mixer", "attn", "mlp"] = "mixer"
     modules: tuple[tuple[str, str], ...] = ()
     functions: tuple[str, ...] = ()
+
+    @property
+    def mixes(self) -> bool:
+        """It mixes positions, and is no attention or MLP that could not be taken apart."""
+        return self.plays == "mixer"
 
     @property
     def channels(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ def function_of(act_fn: str | None) -> Callable[[Tensor], Tensor] | None:
 
 
 def product(act_fn: str | None, pre: Tensor, linear: Tensor | None, config: PreTrainedConfig) -> Tensor | None:
-    """What an activation function makes of what enters it and what is beside it; None for an unknown name."""
+    """What an activation function makes of what enters it and the other projection; None for an unknown name."""
     if act_fn == "clamped_swiglu" and linear is not None:
         limit, alpha = clamp_of(config)
         clamped = pre.clamp(max=limit)

@@ -22,7 +22,7 @@ def mark(x: Tensor) -> Mark:
 
 
 @dataclass(eq=False)
-class Seen:
+class BorderTensor:
     """A tensor at the border of a module.
 
     Attributes:
@@ -70,8 +70,8 @@ class ModuleCall:
     output: Any = None
     start: int = 0
     end: int = -1
-    entered: Seen | None = None
-    left: list[Seen] = field(default_factory=list)
+    entered: BorderTensor | None = None
+    left: list[BorderTensor] = field(default_factory=list)
     changed: tuple[Literal["input", "output"], ...] = ()
 
     @property
@@ -126,7 +126,7 @@ class ModuleCall:
         """The other one was made while this one ran."""
         return self.start <= other.start and other.end <= self.end
 
-    def element(self, key: int | None) -> Seen:
+    def element(self, key: int | None) -> BorderTensor:
         """The tensor of numbers at a place of its output."""
         return next(seen for seen in self.left if seen.key == key)
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from adapters.gathering import Cut
 from adapters.inputs.arguments import argument_names
 from adapters.layout import Layout, SpreadModelError
-from adapters.observe.calls import ModuleCall, Recording, Seen, Softmax, elements_of, mark
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, mark
 from adapters.observe.errors import WRONG, NotFound, one_line
 from adapters.observe.functions import CHOICES, FLAT_PRODUCT, PRODUCTS, SOFTMAXES
 from adapters.paths import token_embedding
@@ -234,7 +234,7 @@ def _recorded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
 
 
 def _modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their paths; of one that another stands before (LoRA), not what is inside."""
+    """All modules with their paths; of one that another wraps (LoRA), not what is inside."""
     seen: set[int] = set()
     pending = [(path, model)]
     while pending:
@@ -247,8 +247,8 @@ def _modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
             pending += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
 
 
-def _seen(key: int | None, x: Any) -> Seen | None:
+def _seen(key: int | None, x: Any) -> BorderTensor | None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
         return None
     value = x.detach().clone()
-    return Seen(key, x, value, mark(value))
+    return BorderTensor(key, x, value, mark(value))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from adapters.architecture import Opaque, Part
+from adapters.architecture import Part
 from adapters.attention import Attention
 from adapters.experts import keeps_experts
 from adapters.feed_forward import MLP, MoE
@@ -20,7 +20,7 @@ from adapters.observe.calls import Calls, Recording
 from adapters.observe.recognised import recognise_norm
 from adapters.observe.recording import Recorder, Watch
 from adapters.paths import INFER, has_module, join, module_path
-from adapters.proofs.evidence import Evidence, Place, add_numbered
+from adapters.proofs.evidence import Evidence, LayerStep, add_numbered
 from adapters.proofs.report import Check, Findings
 from adapters.views import parameters_of
 
@@ -50,7 +50,7 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
     points = [hook.point for hook in evidence.bridge.hook_dict.values()]
     sites = {site.path for point in points for site in (point.site, *point.sources)}
     shown = {point.site.path for point in points if point.site.kind in ("attention", "softmax", "router")}
-    by_block: dict[str, list[Place]] = {}
+    by_block: dict[str, list[LayerStep]] = {}
     for place in evidence.places():
         by_block.setdefault(place.path, []).append(place)
     for block, places in by_block.items():
@@ -77,11 +77,12 @@ def prove_coverage(evidence: Evidence, findings: Findings) -> None:
             findings.holds(CLAIM, path, path in shown, "a softmax that no hook point shows")
             findings.holds(CLAIM, path, count == 1, f"{count} softmaxes, of which hook points show one")
         for place in places:
-            if isinstance(place.named.step.part, Mixer):
+            part = place.named.step.part
+            if isinstance(part, Mixer) and part.mixes:
                 findings.inconclusive(CLAIM, f"what {place.module} computes inside is not offered")
 
 
-def _biases(place: Place) -> list[str]:
+def _biases(place: LayerStep) -> list[str]:
     """Modules whose parameters are claimed otherwise than by a hook point."""
     part, step = place.named.step.part, place.named.step
     kept = parameters_of((*step.output_transform, *step.residual_transform))
@@ -89,17 +90,17 @@ def _biases(place: Place) -> list[str]:
     return [join(place.path, path.rpartition(".")[0]) for path in kept] + _of_part(place, part)
 
 
-def _of_part(place: Place, part: Part) -> list[str]:
+def _of_part(place: LayerStep, part: Part) -> list[str]:
     if isinstance(part, MLP) and part.activation:
         return [join(place.module, part.activation)]
     if not isinstance(part, Attention):
         return []
-    # What stands beside is declared by name, also where its hook point is not offered.
-    beside = [module_path(path) for path, _ in part.auxiliary_modules]
-    return [join(place.module, path) for path in (*beside, part.position_bias) if path]
+    # An auxiliary module is declared by name, also where its hook point is not offered.
+    auxiliary = [module_path(path) for path, _ in part.auxiliary_modules]
+    return [join(place.module, path) for path in (*auxiliary, part.position_bias) if path]
 
 
-def _roles(place: Place) -> Iterator[str]:
+def _roles(place: LayerStep) -> Iterator[str]:
     """The layers and norms that have a part of their own to play."""
     step, part = place.named.step, place.named.step.part
     if isinstance(part, Attention):
@@ -112,11 +113,11 @@ def _roles(place: Place) -> Iterator[str]:
     yield from (join(place.path, norm.path) for norm in on_stream if norm)
 
 
-def _opaque(place: Place) -> list[str]:
+def _opaque(place: LayerStep) -> list[str]:
     """Modules whose insides are claimed by other means: experts by their own hook points, a mixer by its ends."""
     part, mix = place.named.step.part, place.named.step.mix
     mixing = [join(place.path, mix.path)] if mix else []
-    if isinstance(part, Mixer | Opaque):
+    if isinstance(part, Mixer):
         entry = place.named.step.entry
         return [place.module, *([join(place.path, entry)] if entry else []), *mixing]
     if not isinstance(part, MoE):
@@ -124,7 +125,7 @@ def _opaque(place: Place) -> list[str]:
     return [join(place.module, path) for path in (part.experts, part.router) if path] + mixing
 
 
-def _before_latents(place: Place, calls: Calls) -> list[str]:
+def _before_latents(place: LayerStep, calls: Calls) -> list[str]:
     """The layers whose output, or its first columns, is what the norm of a latent reads; or the latent itself."""
     part = place.named.step.part
     if not isinstance(part, Attention):
@@ -159,14 +160,14 @@ def _computes(module: nn.Module, entered: Tensor | None, left: Tensor | None) ->
     return f"a norm ({type(module).__name__})" if found else ""
 
 
-def _is_activation(evidence: Evidence, places: list[Place], path: str) -> bool:
+def _is_activation(evidence: Evidence, places: list[LayerStep], path: str) -> bool:
     """Whether a softmax is that of an activation function, which `act(pre) = post` speaks of."""
     mlps = [place.module for place in places if isinstance(place.named.step.part, MLP)]
     solu = (evidence.bridge.cfg.act_fn or "").startswith("solu")
     return solu and any(path == mlp or path.startswith(f"{mlp}.") for mlp in mlps)
 
 
-def prove_modules(model: nn.Module, places: Iterator[Place]) -> Check:
+def prove_modules(model: nn.Module, places: Iterator[LayerStep]) -> Check:
     """Every module in a block that the declaration says makes something is there.
 
     Args:
@@ -192,7 +193,7 @@ def prove_modules(model: nn.Module, places: Iterator[Place]) -> Check:
     return Check(THERE, False, f"{found}. {INFER}")
 
 
-def _claims(place: Place) -> Iterator[tuple[str, str, str]]:
+def _claims(place: LayerStep) -> Iterator[tuple[str, str, str]]:
     """What is made by which module: what it is, the module that it is in, from the block, and its path in that."""
     step, part = place.named.step, place.named.step.part
     for what, norm in (("the norm before it", step.pre), ("the norm behind it", step.post)):

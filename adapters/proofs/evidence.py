@@ -37,7 +37,7 @@ def add_numbered(calls: Calls, bridge: Bridge) -> Calls:
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerStep:
     """One step of one block.
 
     Attributes:
@@ -108,7 +108,7 @@ class Evidence:
             if has_module(self.bridge.original_model, join(self.base, stack.path)):
                 yield stack
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[LayerStep]:
         """Every step of every block that is there."""
         return places_of(self.bridge)
 
@@ -138,21 +138,21 @@ def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
     return x.reshape(shape.shape)
 
 
-def places_of(bridge: Bridge) -> Iterator[Place]:
+def places_of(bridge: Bridge) -> Iterator[LayerStep]:
     """Every step of every block that is there."""
     for stack in bridge.architecture.stacks:
         index = 0
         while f"{stack.name}.{index}.hook_resid_pre" in bridge.hook_dict:
             for named in stack.block_at(index).named:
                 path = join(base_path(bridge.original_model), stack.place_of(index))
-                yield Place(f"{stack.name}.{index}.", path, index, stack, named)
+                yield LayerStep(f"{stack.name}.{index}.", path, index, stack, named)
             index += 1
 
 
 def some_tokens(
     bridge: Bridge, batch: int, pos: int, seed: int = 0, given: Given | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Random tokens, and what the model needs beside them; or images or sound, and tokens for a decoder behind them.
+    """Random tokens, and what the model needs besides them; or images or sound, and tokens for a decoder behind them.
 
     Args:
         bridge: the bridge.

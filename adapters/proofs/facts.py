@@ -1,4 +1,4 @@
-"""The facts of `cfg`, each by what it makes the model do, or by the steps that are proved beside it."""
+"""The facts of `cfg`, each by what it makes the model do, or by the steps that are proved with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLPs and mixtures: what enters their last layer is the activation function of the gate, times what is beside it."""
+"""MLPs and mixtures: what enters the last layer is the gate's activation function times the other projection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adapters.experts import expert_bias, expert_weight, has_bias, router_matrix
 from adapters.feed_forward import MLP, MoE
 from adapters.observe.activations import product
 from adapters.paths import join, module_at
-from adapters.proofs.evidence import Evidence, Place, like
+from adapters.proofs.evidence import Evidence, LayerStep, like
 from adapters.proofs.report import Findings
 
 GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
@@ -66,7 +66,7 @@ def _post(evidence: Evidence, findings: Findings, at: str, pre: Tensor, linear: 
         findings.equal(GATED, at, post, expected)
 
 
-def _experts(evidence: Evidence, findings: Findings, place: Place) -> None:
+def _experts(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     used = 0
     for e in range(evidence.bridge.cfg.num_experts or 0):
         prefix = f"{place.part}experts.{e}."
@@ -79,7 +79,7 @@ def _experts(evidence: Evidence, findings: Findings, place: Place) -> None:
 
 
 class _Mixture:
-    def __init__(self, evidence: Evidence, findings: Findings, place: Place, part: MoE, step: Step) -> None:
+    def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep, part: MoE, step: Step) -> None:
         self.evidence, self.findings, self.place, self.part, self.step = evidence, findings, place, part, step
 
     def get(self, name: str) -> Tensor | None:
@@ -160,7 +160,7 @@ class _Mixture:
         self._total(torch.ones_like(weights), everyone)
 
     def _in_turn(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
-        """One after the other, each weighted beside those that come close to it."""
+        """One after the other, each weighted among those that come close to it."""
         at = self.place.part
         shares, best = sparsemixer_topk(logits, self.part.margin, chosen.shape[-1])
         same = bool((best == chosen).all())

@@ -13,8 +13,8 @@ from adapters.linear import bias_of, head_results
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recording import Recorder
 from adapters.paths import call_number, module_at, module_path
-from adapters.proofs.evidence import Place, places_of
-from adapters.proofs.protocol import Activations, Bridge, Hook, NamedHook
+from adapters.proofs.evidence import LayerStep, places_of
+from adapters.proofs.protocol import Bridge, Cache, Hook, NamedHook
 from adapters.proofs.report import Check
 from adapters.views import Kwargs, SinkPattern, transformed
 
@@ -99,7 +99,7 @@ class Mechanics:
     def logits(self, fwd_hooks: Sequence[NamedHook] = ()) -> Tensor:
         return self.bridge.run_with_hooks(self.tokens, fwd_hooks=list(fwd_hooks), **self.more)
 
-    def cache(self, names: Sequence[str] | None = None) -> Activations:
+    def cache(self, names: Sequence[str] | None = None) -> Cache:
         return self.bridge.run_with_cache(self.tokens, names_filter=names, **self.more)[1]
 
     def unhooked(self) -> None:
@@ -222,7 +222,7 @@ class Mechanics:
             kinds.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(name)
         return list(kinds.values())
 
-    def middles(self) -> Iterator[tuple[str, str, list[str], Callable[[Activations], Tensor]]]:
+    def middles(self) -> Iterator[tuple[str, str, list[str], Callable[[Cache], Tensor]]]:
         """Each stream between two steps that is written through: its name, the next, what is added, and the sum."""
         for place in places_of(self.bridge):
             first, prefix = place.named, place.prefix
@@ -234,7 +234,7 @@ class Mechanics:
                     added += [name for name in weights if name in self.bridge.hook_dict]
                 yield prefix + first.before, prefix + first.after, added, partial(self._total, place, added)
 
-    def _total(self, place: Place, added: Sequence[str], cache: Activations) -> Tensor:
+    def _total(self, place: LayerStep, added: Sequence[str], cache: Cache) -> Tensor:
         """What a block makes of a stream and what is added to it."""
         step, stream = place.named.step, cache[place.prefix + place.named.before]
         if step.mix:

@@ -10,7 +10,7 @@ from adapters.norms import Norm
 from adapters.observe.calls import ModuleCall
 from adapters.observe.gradients import by_position, gradients_of_scores, gradients_of_z
 from adapters.paths import module_path
-from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.evidence import Evidence, LayerStep
 from adapters.proofs.report import Findings
 from adapters.views import Biased, Call, Heads, View
 
@@ -49,7 +49,7 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()
 
 
-def _before_norm(evidence: Evidence, place: Place, z: Tensor) -> Tensor:
+def _before_norm(evidence: Evidence, place: LayerStep, z: Tensor) -> Tensor:
     """What a norm over all heads makes `z` of: behind it, no column is made from one head alone."""
     for call in evidence.calls_in(place.module):
         entered, left = call.input, call.result
@@ -69,7 +69,7 @@ class _Columns:
         self,
         evidence: Evidence,
         findings: Findings,
-        place: Place,
+        place: LayerStep,
         part: Attention,
         scores: Tensor,
         pattern: Tensor,
@@ -172,7 +172,7 @@ def _columns(mask: Tensor) -> str:
     return f"columns {found[0]} to {found[-1]}" if found[-1] - found[0] == len(found) - 1 else f"columns {found[:6]}..."
 
 
-def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Place, part: Attention) -> None:
+def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: LayerStep, part: Attention) -> None:
     """Each declared latent is what the projection made from it reads.
 
     Args:
@@ -196,7 +196,7 @@ def clipped(made: Tensor | None, part: Attention) -> Tensor | None:
     return made if made is None or part.clip is None else made.clamp(-part.clip, part.clip)
 
 
-def normed(evidence: Evidence, place: Place, part: Attention, letter: str) -> Tensor | None:
+def normed(evidence: Evidence, place: LayerStep, part: Attention, letter: str) -> Tensor | None:
     """Queries or keys behind their norm, where they have one."""
     made = clipped(evidence.get(f"{place.part}hook_{letter}"), part)
     norm = part.projections[letter].norm

@@ -31,7 +31,7 @@ NamedHook = tuple[str | list[str], HookFunction]
 
 
 @runtime_checkable
-class Activations(Protocol):
+class Cache(Protocol):
     """A cache, as far as it is needed here."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
@@ -64,11 +64,11 @@ class Bridge(Protocol):
 
     def run_with_cache(
         self, input: Tensor, *, names_filter: Sequence[str] | None, **kwargs: Any
-    ) -> tuple[Any, Activations]: ...
+    ) -> tuple[Any, Cache]: ...
 
     def hooks(self, *, fwd_hooks: Sequence[NamedHook]) -> AbstractContextManager[object]: ...
 
-    def beside(self, model: nn.Module) -> Self:
+    def rewrapped(self, model: nn.Module) -> Self:
         """A bridge of the same declaration and facts around another model."""
         ...
 

@@ -11,7 +11,7 @@ from adapters.config import config_of
 from adapters.inputs.made import repeated, split
 from adapters.norms import Norm
 from adapters.paths import join, module_at
-from adapters.proofs.evidence import Evidence, Place
+from adapters.proofs.evidence import Evidence, LayerStep
 from adapters.proofs.projections import clipped, normed, prove_latents
 from adapters.proofs.protocol import NamedHook
 from adapters.proofs.report import Findings
@@ -63,7 +63,7 @@ def prove_attention(evidence: Evidence, findings: Findings) -> None:
 
 
 class _Attention:
-    def __init__(self, evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
+    def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
         self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
         self.cfg = evidence.bridge.cfg
         types = self.cfg.attn_types

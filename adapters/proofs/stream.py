@@ -15,7 +15,7 @@ from adapters.observe.recording import Recorder
 from adapters.paths import call_number, join, module_at, module_path
 from adapters.proofs.ends.embeddings import CHAIN, ENDS, prove_beginning, zeroed
 from adapters.proofs.ends.logits import prove_end
-from adapters.proofs.evidence import Evidence, Place, like
+from adapters.proofs.evidence import Evidence, LayerStep, like
 from adapters.proofs.protocol import Hook
 from adapters.proofs.report import Findings
 from adapters.views import constant_of, parameters_of, transformed
@@ -45,7 +45,7 @@ def prove_streams(evidence: Evidence, findings: Findings) -> None:
     prove_end(evidence, findings, [(stack, _last(evidence, stack)) for stack in evidence.stacks()])
 
 
-def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
+def _sum(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     """Each stream is the one before it and what the steps between them add; the sum is the claim's name."""
     steps = place.stack.block_at(place.layer).named
     names = [place.named.onto, *(f"hook_{n.name}_out" for n in steps if n.after == place.named.after)]
@@ -70,7 +70,7 @@ def _sum(evidence: Evidence, findings: Findings, place: Place) -> None:
     findings.equal(claim, at, total, added.to(total.dtype), max(float(term.abs().max()) for term in there))
 
 
-def _mixed(evidence: Evidence, findings: Findings, place: Place, there: list[Tensor]) -> None:
+def _mixed(evidence: Evidence, findings: Findings, place: LayerStep, there: list[Tensor]) -> None:
     """The same of several streams."""
     mix, total = place.named.step.mix, evidence.get(place.prefix + place.named.after)
     call = evidence.call(place.path, mix.path) if mix else None
@@ -83,7 +83,7 @@ def _mixed(evidence: Evidence, findings: Findings, place: Place, there: list[Ten
     findings.equal(claim, place.prefix + place.named.after, total, after.to(total.dtype))
 
 
-def _reads(evidence: Evidence, findings: Findings, place: Place) -> None:
+def _reads(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     step, part = place.named.step, place.named.step.part
     read = evidence.get(place.prefix + place.named.before)
     if step.mix:
@@ -119,7 +119,7 @@ def _same(x: Tensor | None, y: Tensor | None, tolerance: float) -> bool:
     return float((x.double() - y.double()).abs().max()) <= tolerance * float(y.abs().max())
 
 
-def _entries(place: Place) -> list[str]:
+def _entries(place: LayerStep) -> list[str]:
     """The modules, relative to the block, that are given what a part reads."""
     step = place.named.step
     part, pre = step.part, step.pre
@@ -134,10 +134,10 @@ def _entries(place: Place) -> list[str]:
     return list(dict.fromkeys(p.path for p in (part.up, part.gate) if p))
 
 
-def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
+def _reads_encoder(evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
     first = evidence.bridge.architecture.stack
     if place.stack is first:
-        _reads_beside(evidence, findings, place, part)
+        _reads_second_input(evidence, findings, place, part)
         return
     read = next((left for *_, left, _ in reversed(list(streams_of(evidence, first)))), None)
     if first.final_norm:
@@ -148,12 +148,12 @@ def _reads_encoder(evidence: Evidence, findings: Findings, place: Place, part: A
         findings.equal(READS, f"{place.part}({projection.path})", own.input if own else None, read)
 
 
-def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: Attention) -> None:
+def _reads_second_input(evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
     """Without an encoder in the declaration: keys and values are made from one thing, which is not made of text."""
     own = [evidence.call(place.module, each.path) for each in (part.k, part.v)]
     key, value = (None if call is None else call.input for call in own)
     if not evidence.arguments.keys() - {"input_ids", "attention_mask"} or key is None or value is None:
-        findings.holds(READS, place.part, False, "there is nothing beside the text that it could read")
+        findings.holds(READS, place.part, False, "there is no second input that it could read")
         return
     findings.equal(READS, f"{place.part}({part.v.path})", value, key)
     first = f"{place.stack.name}.0.hook_resid_pre"
@@ -172,7 +172,7 @@ def _reads_beside(evidence: Evidence, findings: Findings, place: Place, part: At
     findings.equal(READS, f"{place.part}({part.k.path})", recording.of(path)[0].input, key)
 
 
-def _returns(evidence: Evidence, findings: Findings, place: Place) -> None:
+def _returns(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
     step, part = place.named.step, place.named.step.part
     at = f"{place.prefix}hook_{place.named.name}_out"
     added, block = evidence.get(at), module_at(evidence.bridge.original_model, place.path)

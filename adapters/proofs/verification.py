@@ -189,7 +189,7 @@ def _subject(bridge: Bridge) -> tuple[Bridge, str]:
         return bridge, f"the model itself ({why}): {'; '.join(more)}"
     changed = f"random numbers in {len(trivial)} constant parameters" if trivial else ""
     # Not what wraps it: compiled code keeps to the modules that it was made of.
-    return bridge.beside(probe_copy(bridge.core)), ", ".join(
+    return bridge.rewrapped(probe_copy(bridge.core)), ", ".join(
         [
             "a probe copy with the model's parameters",
             *([changed] if changed else []),

@@ -10,7 +10,7 @@ from torch import Tensor
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import module_at
-from adapters.proofs.evidence import Evidence, Place, like
+from adapters.proofs.evidence import Evidence, LayerStep, like
 from adapters.proofs.report import Findings
 from adapters.views import Call, linearly, transformed
 from adapters.weights import Weights
@@ -43,7 +43,7 @@ def prove_weights(evidence: Evidence, findings: Findings, weights: Weights | Non
 
 
 class _Layer:
-    def __init__(self, evidence: Evidence, findings: Findings, weights: Weights, place: Place) -> None:
+    def __init__(self, evidence: Evidence, findings: Findings, weights: Weights, place: LayerStep) -> None:
         self.evidence, self.findings, self.weights, self.place = evidence, findings, weights, place
 
     def weight(self, name: str) -> Tensor | None:
@@ -102,34 +102,20 @@ class _Layer:
 
     def mlp(self, part: MLP, inside: str) -> None:
         """An MLP's first layers, and its last."""
-        first = (("hook_pre", "W_gate", None), ("hook_pre_linear", "W_in", "b_in")) if part.gate else ()
+        first = (("hook_pre", "W_gate", "b_gate"), ("hook_pre_linear", "W_in", "b_in")) if part.gate else ()
         for point, matrix, bias in first or (("hook_pre", "W_in", "b_in"),):
             self.findings.attempt(CLAIM, partial(self.first, inside, point, matrix, bias))
         self.findings.attempt(CLAIM, partial(self.last, f"{inside}W_out", f"{inside}b_out", f"{inside}hook_post"))
 
-    def first(self, inside: str, point: str, matrix_name: str, bias_name: str | None) -> None:
-        """What enters the activation function, or stands beside it."""
+    def first(self, inside: str, point: str, matrix_name: str, bias_name: str) -> None:
+        """What enters the activation function, or is multiplied with what it makes."""
         found, matrix = self.own(f"{inside}{point}"), self.weight(f"{inside}{matrix_name}")
-        bias = self.weight(f"{inside}{bias_name}") if bias_name else None
+        bias = self.weight(f"{inside}{bias_name}")
         if matrix is None or found is None:
             return
         read, made = found
         expected = read.double() @ matrix.double()
         if bias is not None:
             expected = expected + bias.double()
-        elif bias_name is None and isinstance(own := self._bias_of(f"{inside}{point}"), Tensor):
-            self.findings.inconclusive(CLAIM, "the bias of a gate, for which HookedTransformer has no name")
-            expected = expected + own.double()
         expected = expected.to(made.dtype)
         self.findings.equal(CLAIM, f"{self.place.part}{inside}{point}", made, like(expected, made))
-
-    def _bias_of(self, point: str) -> Tensor | None:
-        """The bias of a hook point's module, as its view shows it."""
-        hook = self.evidence.bridge.hook_dict[f"{self.place.part}{point}"]
-        module = module_at(self.evidence.bridge.original_model, hook.point.site.path)
-        bias = getattr(module, "bias", None)
-        part = self.place.named.step.part
-        gate = part.gate if isinstance(part, MLP) else None
-        if not isinstance(bias, Tensor):
-            return None
-        return gate.view.get(bias.detach(), Call(module, (), {})) if gate and gate.view else bias.detach()

@@ -1,4 +1,4 @@
-"""Where the heads lie in a tensor: in the columns of a projection, beside the batch, before the positions."""
+"""Where the heads lie in a tensor: in the columns of a projection, next to the batch, before the positions."""
 
 from __future__ import annotations
 

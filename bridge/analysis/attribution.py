@@ -176,6 +176,7 @@ def through_norm(
         return residual_stack
     with gradients_of(residual_stack):
         if recompute_ln and layer == cache.model.cfg.n_layers:
+            cache.module_of_the_run(norm.scale_name)
             return norm.recomputed(residual_stack)
         everywhere = require(cache, [norm.scale_name])[0]
         scale = pick(everywhere, pos_slice, -2)
@@ -196,7 +197,7 @@ def _check_fits(
     wanted = list(scale.shape[:-1])
     if not has_batch_dim and wanted[:1] == [1] and len(wanted) == stack.ndim - 1:
         wanted = wanted[1:]
-    # Whatever stands before the rows counts components: nothing (one stream), one axis, or several (layers and heads).
+    # Whatever comes before the rows counts components: nothing (one stream), one axis, or several (layers and heads).
     fits = wanted == list(stack.shape[max(0, stack.ndim - 1 - len(wanted)) : -1])
     # Components of all positions are not layers and heads, though there be as many rows as positions.
     of_all = scale.shape != everywhere.shape and stack.shape[1:-1] == everywhere.shape[:-1]
@@ -233,11 +234,11 @@ def logit_attributions(
     """
     model = cache.model
     refuse_no_logit_sum(model)
-    for end in ("ln_final.hook_normalized", "unembed.hook_in"):
-        if end in model.hook_dict:
-            cache.module_of_the_run(end)
+    if "unembed.hook_in" in model.hook_dict:
+        cache.module_of_the_run("unembed.hook_in")
     norm = norm_of(model, "ln_final")
     if norm is not None:
+        cache.module_of_the_run(norm.scale_name)
         norm.refuse_gate()
     with gradients_of(residual_stack):
         directions = directions_of(model, tokens)
@@ -257,11 +258,11 @@ def logit_attributions(
         if norm_weights and weight is not None:
             directions = directions * weight.to(directions.device)
         terms = through_norm(cache, residual_stack, None, False, pos_slice, batch_slice, has_batch_dim)
-        directions = _beside(directions.to(terms.device), terms, has_batch_dim)
+        directions = _broadcastable(directions.to(terms.device), terms, has_batch_dim)
         return (terms * directions).sum(-1)
 
 
-def _beside(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Tensor:
+def _broadcastable(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Tensor:
     """The directions with the axes of one term: one for each row of the batch holds for all of its positions."""
     axes = terms.shape[1:-1]
     given = directions.shape[:-1]

@@ -15,7 +15,6 @@ from adapters.building.ends import more_embed_name
 from adapters.config import is_language_part
 from adapters.linear import weight_in_out
 from adapters.mixers.part import Mixer
-from adapters.paths import module_at
 from bridge.analysis.layer_outputs import bias_written, neuron_labels, results_of_heads, results_of_neurons
 from bridge.analysis.requirements import Activations, Index, layer_of, pick, plain, refuse_no_sum, require
 from bridge.analysis.residual_norms import PostNorm, StreamNorm, gradients_of, norm_of, post_norm
@@ -104,8 +103,8 @@ class _Walk:
         if named.name != group:
             what, rest = ("neurons", "expand_neurons=False") if group == "mlp" else ("heads", "decompose_resid()")
             raise ValueError(
-                f"{self.model.cfg.model_name} has {named.name} beside {group} in a block: it is not taken apart into "
-                f"{what}; {rest} takes its output whole"
+                f"{self.model.cfg.model_name} has {named.name} as well as {group} in a block: it is not taken apart "
+                f"into {what}; {rest} takes its output whole"
             )
         return True
 
@@ -158,6 +157,8 @@ class _Walk:
         return post_norm(self.model, layer, part) if self.post_norms else None
 
     def scale(self, norm: StreamNorm) -> Tensor:
+        """The scale that a norm had in the run, at the wanted positions. Its weight has to be that of the run, too."""
+        self.cache.module_of_the_run(norm.scale_name)
         return pick(require(self.cache, [norm.scale_name])[0], self.pos_slice, -2)
 
     def begin(self) -> None:
@@ -174,7 +175,7 @@ class _Walk:
 
     def project(self) -> None:
         """Takes all terms through the linear layer that reads their sum; its bias is of no term."""
-        module = module_at(self.model.original_model, self.model.hook_dict["hook_full_embed"].point.site.path)
+        module = self.cache.module_of_the_run("hook_full_embed")
         weight = weight_in_out(module)
         if weight is None:
             raise ValueError(
@@ -223,6 +224,8 @@ class _Walk:
             kept = [kept] if isinstance(kept, int) else kept
             value = results_of_neurons(self.cache, layer, kept, self.pos_slice).movedim(-2, 0)
             labels = neuron_labels(self.model, layer, kept)
+        if self.biases and (result := f"blocks.{layer}.attn.hook_result") in self.cache:
+            self.cache.module_of_the_run(result)  # of heads that are read as they are, the bias is not
         bias = bias_written(self.model, layer, "attn" if group == "attn" else "mlp") if self.biases else None
         norm = self.post_norm(layer, part)
         if norm:
@@ -266,7 +269,7 @@ class _Walk:
 def group_of(named: NamedStep) -> Group:
     """The kind of terms that a step adds."""
     part = named.step.part
-    if isinstance(part, Mixer):
+    if isinstance(part, Mixer) and part.mixes:
         return "mixer"
     return "mlp" if feeds_forward(part) else "attn"
 
@@ -288,7 +291,7 @@ def terms_of(
 
     Where norms stand on the stream itself (BERT), every term is what they leave of it, their scales held at those of
     the run, and their biases are one more term, the last. Of the text in a model of images, what these put into the
-    stream is a term beside the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
+    stream is a term besides the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
 
     Args:
         cache: an `ActivationCache`.
@@ -351,6 +354,53 @@ def stacked(
         dtype = torch.promote_types(dtype, term.value.dtype)
     device = terms[0].value.device
     return torch.cat([term.value.to(device, dtype) for term in terms]), labels
+
+
+def at_the_end(
+    cache: Activations, stack: Float[Tensor, "component *batch_pos d_model"], name: str, pos_slice: Index = None
+) -> Float[Tensor, "component *batch_pos d_model"]:
+    """What becomes of terms of the residual stream by its end: what the norms make of them that stand on it behind.
+
+    Args:
+        cache: an `ActivationCache`.
+        stack: the terms.
+        name: the hook point that they are terms of: on the stream, or what is added to it. What is written by heads
+            (``attn.hook_z``) or neurons (``mlp.hook_post``) goes through the norm that follows these, too.
+        pos_slice: which positions the terms are of.
+
+    Raises:
+        MissingActivationsError: the cache does not hold the `hook_scale` of such a norm.
+        ValueError: the stream is no sum.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.decomposition import at_the_end
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> stack = cache["attn_out", 2][None]
+        >>> torch.equal(at_the_end(cache, stack, "blocks.2.hook_attn_out"), stack)  # no norm stands on this stream
+        True
+    """
+    model = cache.model
+    refuse_no_sum(model, of_normed=True)
+    here, begins = model.hook_dict[name], model.architecture.embedding
+    behind = lambda norm: model.hook_dict[f"{norm}.hook_scale"].order > here.order
+    norms: list[StreamNorm | None] = []
+    if name.endswith((".attn.hook_z", ".mlp.hook_post")):
+        norms.append(post_norm(model, here.point.depth, name.split(".")[2]))
+    elif here.point.depth < 0 and begins.projects_sum:
+        raise ValueError(f"what stands at {name} goes through {begins.project} first: take blocks.0.hook_resid_pre")
+    if begins.norm_of_sum and behind("embed.ln"):
+        norms.append(norm_of(model, "embed.ln"))
+    for layer in range(model.cfg.n_layers):
+        steps = model.architecture.stack.block_at(layer).named
+        on_it = (f"blocks.{layer}.{named.norm}" for named in steps if named.step.stream_norm)
+        norms += [norm_of(model, norm) for norm in on_it if behind(norm)]
+    for norm in norms:
+        if norm is not None:
+            (scale,) = require(cache, [norm.scale_name])
+            stack = norm.linear(stack, pick(scale, pos_slice, -2))
+    return stack
 
 
 def stream_at(cache: Activations, layer: int) -> Float[Tensor, "*batch_pos d_model"]:

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
 
-from adapters.config import ModelConfig
 from bridge.analysis.runnable import RunnableModel
 from bridge.hooks.arguments import refuse_wrong_types
+from bridge.hooks.shapes import heads_shown
 
 HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]
 HEAD_NAMES: list[str] = list(get_args(HeadName))
@@ -63,7 +63,7 @@ def detect_head(
         error_measure: ``"mul"`` or ``"abs"``, see `compute_head_attention_similarity_score`.
 
     Returns:
-        ``[layer, head]``, on the CPU, in the model's type; -1 for heads that were not asked for.
+        ``[layer, head]``, on the CPU, in the model's type; -1 for heads that were not asked for, or that a layer lacks.
 
     Raises:
         HeadDetectionError: (a ValueError) an unknown kind of head or measure, a text or pattern of a wrong size, a head
@@ -81,7 +81,7 @@ def detect_head(
         raise HeadDetectionError(f"error_measure is {error_measure!r}; it must be one of {get_args(ErrorMeasure)}")
     if isinstance(detection_pattern, str) and detection_pattern not in HEAD_NAMES:
         raise HeadDetectionError(INVALID_HEAD_NAME_ERR % detection_pattern)
-    chosen = _heads(model.cfg, heads)
+    chosen = _heads(model, heads)
     texts = [seq] if isinstance(seq, str) else list(seq)
     if not texts:
         raise HeadDetectionError("there are no texts: the list is empty")
@@ -117,7 +117,7 @@ def _detect(
     if cache is None:
         names = [f"blocks.{layer}.attn.hook_pattern" for layer in heads]
         _, cache = model.run_with_cache(tokens, names_filter=names)
-    scores = torch.full((cfg.n_layers, cfg.n_heads), -1.0, dtype=cfg.dtype)
+    scores = torch.full((cfg.n_layers, max(_n_heads(model, i) for i in range(cfg.n_layers))), -1.0, dtype=cfg.dtype)
     for layer, some in heads.items():
         name = f"blocks.{layer}.attn.hook_pattern"
         if name not in cache:
@@ -135,18 +135,26 @@ def _detect(
     return scores
 
 
+def _n_heads(model: RunnableModel, layer: int) -> int:
+    """How many heads a layer has."""
+    hook = model.hook_dict.get(f"blocks.{layer}.attn.hook_pattern")
+    return heads_shown(model.cfg, hook.point.axes) if hook else model.cfg.n_heads
+
+
 def _heads(
-    cfg: ModelConfig, heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None
+    model: RunnableModel, heads: Sequence[LayerHeadTuple] | Mapping[int, Sequence[int]] | None
 ) -> dict[int, list[int]]:
     """For each layer that was asked for, its heads."""
+    cfg = model.cfg
     if heads is None:
-        return {layer: list(range(cfg.n_heads)) for layer in range(cfg.n_layers)}
+        return {layer: list(range(_n_heads(model, layer))) for layer in range(cfg.n_layers)}
     pairs = [(layer, head) for layer, some in heads.items() for head in some] if isinstance(heads, Mapping) else heads
     found: dict[int, list[int]] = {}
     for layer, head in pairs:
-        if not (0 <= layer < cfg.n_layers and 0 <= head < cfg.n_heads):
+        if not (0 <= layer < cfg.n_layers and 0 <= head < _n_heads(model, layer)):
             raise HeadDetectionError(
-                f"there is no head {head} in layer {layer}: the model has {cfg.n_layers} layers of {cfg.n_heads} heads"
+                f"there is no head {head} in layer {layer}: the model has {cfg.n_layers} layers of "
+                f"{_n_heads(model, layer)} heads"
             )
         found.setdefault(layer, []).append(head)
     if not found:

@@ -51,7 +51,30 @@ def results_of_heads(
     if name in cache:
         return pick(cache[name], pos_slice, -3)
     (z,) = require(cache, [f"blocks.{layer}.attn.hook_z"])
-    z = pick(z, pos_slice, -3)
+    return written_by_heads(cache, layer, pick(z, pos_slice, -3))
+
+
+def written_by_heads(
+    cache: Activations, layer: int, z: Float[Tensor, "*any n_heads d_head"]
+) -> Float[Tensor, "*any n_heads d_model"]:
+    """What each head of a layer writes for a `hook_z` that is given, without the output bias.
+
+    Args:
+        cache: an `ActivationCache`.
+        layer: the block.
+        z: what the output projection reads.
+
+    Raises:
+        ValueError: the output projection has other weights now than in the run.
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.layer_outputs import written_by_heads
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> written_by_heads(cache, 1, torch.ones(7, 4, 32)).shape
+        torch.Size([7, 4, 128])
+    """
     module = cache.module_of_the_run(f"blocks.{layer}.attn.hook_z")
     rows = _to_module(z, module).reshape(1, -1, *z.shape[-2:])
     with gradients_of(z):
@@ -93,12 +116,37 @@ def results_of_neurons(
         )
     (post,) = require(cache, [name])
     post = pick(post, pos_slice, -2)  # before the neurons, whose axis may go
-    module = cache.module_of_the_run(name)
+    weight = rows_of_neurons(cache, layer, post, neuron_slice)
     with gradients_of(post):
-        weight = _rows_of(module, post, neuron_slice).to(post.device)
-        results = pick(post, neuron_slice, -1)[..., None] * weight
+        return pick(post, neuron_slice, -1)[..., None] * weight
+
+
+def rows_of_neurons(
+    cache: Activations, layer: int, like: Float[Tensor, "*any d_mlp"], index: Index = None
+) -> Float[Tensor, "*neuron d_model"]:
+    """What each neuron of a layer writes where its activation is 1: its row of ``W_out``, with the layer's factor.
+
+    Args:
+        cache: an `ActivationCache`.
+        layer: the block.
+        like: an activation of the neurons, for its type and device.
+        index: which neurons.
+
+    Raises:
+        ValueError: the layer has other weights now than in the run.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.analysis.layer_outputs import rows_of_neurons
+        >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
+        >>> rows_of_neurons(cache, 1, cache["post", 1]).shape
+        torch.Size([512, 128])
+    """
+    module = cache.module_of_the_run(f"blocks.{layer}.mlp.hook_post")
+    with gradients_of(like):
+        weight = _rows_of(module, like, index).to(like.device)
     factor = _factor(cache.model, layer, "mlp")
-    return results if factor == 1 else results * factor
+    return weight if factor == 1 else weight * factor
 
 
 def _rows_of(module: nn.Module, like: Tensor, index: Index) -> Tensor:

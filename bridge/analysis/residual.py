@@ -187,7 +187,7 @@ class ResidualMethods(AttributionMethods):
             pos_slice: which positions.
             apply_ln: as the layer reads them, see `apply_ln_to_stack`.
             post_norms: where a norm follows attention (Gemma 2 and 3): True: what the norm makes of each head, its
-                scale held at that of the run, which is what reaches the stream; False: what stands before it, as in
+                scale held at that of the run, which is what reaches the stream; False: what comes before it, as in
                 HookedTransformer.
 
         Returns:

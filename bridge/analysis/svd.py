@@ -81,7 +81,6 @@ class SVDInterpreter:
             raise SingularVectorError(f"head_index is {head_index}; OV needs a head, w_in and w_out have none")
         with torch.no_grad():
             if head_index is not None:
-                self._check("head_index", head_index, self.cfg.n_heads)
                 vectors = self._ov(layer_index, head_index).Vh.mT
             else:
                 weights = self._w_in(layer_index).mT if vector_type == "w_in" else self._mlp(layer_index, "W_out")
@@ -93,7 +92,9 @@ class SVDInterpreter:
     def _ov(self, layer: int, head: int) -> FactoredMatrix:
         weights, at = self.model.weights, f"blocks.{layer}.attn"
         W_V = first_weight(weights, f"{at}.W_V", f"{at}._W_V")  # the second: one for each head of keys and values
-        return FactoredMatrix(W_V[head * len(W_V) // self.cfg.n_heads], first_weight(weights, f"{at}.W_O")[head])
+        W_O = first_weight(weights, f"{at}.W_O")
+        self._check("head_index", head, len(W_O))
+        return FactoredMatrix(W_V[head * len(W_V) // len(W_O)], W_O[head])
 
     def _mlp(self, layer: int, name: str) -> Tensor:
         return first_weight(self.model.weights, f"blocks.{layer}.mlp.{name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from bridge.analysis.layer_outputs import bias_written
 from bridge.analysis.requirements import AnalysedModel, layer_of, refuse_no_sum
+from bridge.hooks.shapes import heads_shown
 
 
 class Labels(list[str]):
@@ -46,20 +46,23 @@ def accumulated_bias(
     return total
 
 
-def head_labels(hooks: Collection[str], n_heads: int) -> Labels:
+def head_labels(model: AnalysedModel) -> Labels:
     """The names of all heads; see `TransformerBridge.all_head_labels`.
 
     Args:
-        hooks: the names of the hook points.
-        n_heads: of each layer.
+        model: the bridge.
 
     Example:
+        >>> from bridge import TransformerBridge
         >>> from bridge.analysis.weight_analysis import head_labels
-        >>> head_labels(["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"], 2)
-        ['L0H0', 'L0H1', 'L1H0', 'L1H1']
+        >>> head_labels(TransformerBridge.boot_embedded())[3:6]
+        ['L0H3', 'L1H0', 'L1H1']
     """
-    names = {"": "blocks", "E": "encoder", "D": "decoder"}
+    names, hooks = {"blocks": "", "encoder": "E", "decoder": "D"}, model.hook_dict
     layers = {
-        letter: [i for i in range(len(hooks)) if f"{stack}.{i}.attn.hook_z" in hooks] for letter, stack in names.items()
+        f"{letter}L{i}": hooks[name].point.axes
+        for stack, letter in names.items()
+        for i in range(len(hooks))
+        if (name := f"{stack}.{i}.attn.hook_z") in hooks
     }
-    return Labels(f"{s}L{layer}H{head}" for s in names for layer in layers[s] for head in range(n_heads))
+    return Labels(f"{layer}H{head}" for layer, axes in layers.items() for head in range(heads_shown(model.cfg, axes)))

@@ -21,7 +21,7 @@ _AT_RUN_TIME = ("constant_norm_rescale", "layer_norm")
 
 
 @dataclass(frozen=True)
-class Functions:
+class FunctionBasis:
     """A basis of two functions.
 
     Attributes:
@@ -43,9 +43,9 @@ def modules_of(basis: Basis) -> list[nn.Module]:
     Args:
         basis: the basis.
     """
-    if isinstance(basis, Functions):
+    if isinstance(basis, FunctionBasis):
         return basis.parts()
-    if isinstance(basis, Later):
+    if isinstance(basis, LaterWrite):
         return modules_of(basis.basis)
     return [basis] if isinstance(basis, nn.Module) else []
 
@@ -64,12 +64,12 @@ def one_of(
     if basis is not None and encode is None and decode is None:
         return basis
     if basis is None and encode is not None and decode is not None:
-        return Functions(encode, decode)
+        return FunctionBasis(encode, decode)
     raise TypeError("give either a basis, with encode and decode, or both functions: encode=..., decode=...")
 
 
 @dataclass(frozen=True)
-class Later:
+class LaterWrite:
     """What a layer of a cross-layer transcoder is at a later point.
 
     Attributes:
@@ -90,7 +90,7 @@ class Later:
 
 
 @dataclass(frozen=True)
-class Request:
+class BasisRequest:
     """What `TransformerBridge.add_basis` is asked for.
 
     Attributes:
@@ -143,7 +143,9 @@ class Request:
             raise ValueError(f"the features of {own.name} are written at later points: say what they are of (reads=)")
         layer = cast(WritesLater, self.basis)
         name = f"{self.name}_of_{self.point.point.depth}"
-        others = [self._point(hook, name, Later(layer, at), cfg, model) for at, hook in enumerate(self.later, start=1)]
+        others = [
+            self._point(hook, name, LaterWrite(layer, at), cfg, model) for at, hook in enumerate(self.later, start=1)
+        ]
         linked = tuple(LinkedPoint(other.name, _as_it_is) for other in others)
         return [replace(own, linked=linked), *others]
 
@@ -155,7 +157,7 @@ class Request:
         stateful = getattr(config, "normalize_activations", None) in _AT_RUN_TIME
         if getattr(basis, "hook_z_reshaping_mode", False) and axes[-2:] == ["n_heads", "d_head"]:
             axes = axes[:-1]  # SAELens' SAEs of all heads together
-        reads, later = self.reads, isinstance(basis, Later)
+        reads, later = self.reads, isinstance(basis, LaterWrite)
         return replace(
             base.point,
             name=full,
@@ -217,7 +219,7 @@ def takes_over(hook: HookPoint) -> bool:
     Args:
         hook: the hook point.
     """
-    return isinstance(hook.view, InBasis) and isinstance(hook.view.basis, Later)
+    return isinstance(hook.view, InBasis) and isinstance(hook.view.basis, LaterWrite)
 
 
 def written_later(

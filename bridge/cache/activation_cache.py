@@ -14,6 +14,7 @@ from adapters.paths import module_at
 from adapters.views import Deferred
 from bridge.analysis.requirements import AnalysedModel, Index, pick, plain
 from bridge.analysis.residual import ResidualMethods
+from bridge.analysis.residual_norms import norm_of
 from bridge.hooks.act_names import act_name
 from bridge.hooks.arguments import refuse_wrong_types, shown
 from bridge.hooks.names import suggestion
@@ -30,18 +31,28 @@ class _Names:
     n_layers: int
 
 
-#: The hook points whose activations are multiplied with weights when heads or neurons are asked for.
-_READ_BY_WEIGHTS = (".attn.hook_z", ".mlp.hook_post")
-#: Those where the weights stand that make the logits of a stream, which need not be cached themselves.
-_ENDS = ("ln_final.hook_normalized", "unembed.hook_in")
+#: The hook points whose activations are taken through weights when terms, heads or neurons are asked for.
+_READ_BY_WEIGHTS = (".attn.hook_z", ".attn.hook_result", ".mlp.hook_post", ".hook_scale")
+#: Those where the weights stand that begin a stream, or make logits of it, which need not be cached themselves.
+_ENDS = ("hook_full_embed", "ln_final.hook_scale", "unembed.hook_in")
+
+
+def _module_behind(name: str, model: AnalysedModel) -> nn.Module:
+    """The module that has the weights: of a scale, its norm."""
+    norm = norm_of(model, name.removesuffix(".hook_scale")) if name.endswith(".hook_scale") else None
+    return norm.module if norm else module_at(model.original_model, model.hook_dict[name].point.site.path)
+
+
+def _is_there(name: str, model: AnalysedModel) -> bool:
+    """Whether the model has a hook point of this name, not in a module of the user's."""
+    return name in model.hook_dict and model.hook_dict[name].point.axes != "..."
 
 
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
-    """The state of the weights that activations would be multiplied with, by hook point."""
-    points = model.hook_dict
-    names = [name for name in (*values, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS)) and name in points]
-    names = [name for name in names if points[name].point.axes != "..."]  # which is in a module of the user's
-    return {name: written_to(module_at(model.original_model, points[name].point.site.path)) for name in names}
+    """The state of the weights that activations would be taken through, by hook point."""
+    bases = (name.rpartition(".")[0] for name in values)  # of what is seen in a basis of the user's
+    names = [name for name in (*values, *bases, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS))]
+    return {name: written_to(_module_behind(name, model)) for name in names if _is_there(name, model)}
 
 
 class ActivationCache(ResidualMethods):
@@ -92,23 +103,24 @@ class ActivationCache(ResidualMethods):
         self._weights = _weights_behind(self._values, model)
 
     def module_of_the_run(self, name: str) -> nn.Module:
-        """The module at a hook point whose activation is multiplied with weights, if its weights are the run's.
+        """The module whose weights a hook point's activation is taken through, if they are the run's.
 
-        Heads are made from ``hook_z``, neurons from ``hook_post``, logits from what stands at the stream's end.
+        Heads are made from ``hook_z``, neurons from ``hook_post``, what a norm leaves of a term with ``hook_scale``,
+        logits from what is at the stream's end.
 
         Args:
             name: of the hook point.
 
         Raises:
-            ValueError: its weights have been changed since, or others stand there. (What is written through
-                ``weight.data`` torch does not count.)
+            ValueError: its weights have been changed since, others stand there, or PEFT's adapters there were switched.
+                (What is written through ``weight.data`` torch does not count.)
         """
-        module = module_at(self.model.original_model, self.model.hook_dict[name].point.site.path)
+        module = _module_behind(name, self.model)
         if written_to(module) != self._weights.get(name, written_to(module)):
             raise ValueError(
-                f"the weights at {name} were changed since the run (processed, trained or written to): what heads, "
-                "neurons or logits they made then cannot be computed any more. Take it before, cache hook_result in "
-                "the run, or run again"
+                f"the weights at {name} were changed since the run (processed, trained, written to, or adapters "
+                "switched): what they made then of terms, heads, neurons or logits cannot be computed any more. Take "
+                "it before, cache hook_result in the run, or run again"
             )
         return module
 

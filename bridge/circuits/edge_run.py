@@ -25,7 +25,7 @@ class EdgeRun:
     Args:
         graph: the graph.
         bridge: the bridge.
-        other: what stands in for the senders, ``[sender, batch, pos, d_model]``, or one row for all.
+        other: what replaces the senders, ``[sender, batch, pos, d_model]``, or one row for all.
         replaced: for each set, which edges carry it, ``[set, receiver, sender]``.
     """
 

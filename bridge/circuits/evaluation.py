@@ -127,7 +127,7 @@ def _other(
     ablation: str,
     reference: Int[Tensor, "rows length"] | None,
 ) -> Float[Tensor, "sender batch_or_one pos d_model"]:
-    """What stands in for the senders."""
+    """What replaces the senders."""
     if ablation not in ABLATIONS:
         raise ValueError(f"ablation is {ablation!r}; it must be one of {', '.join(map(repr, ABLATIONS))}")
     if reference is not None and ablation != "mean":

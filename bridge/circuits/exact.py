@@ -15,7 +15,7 @@ from bridge.circuits.edge_run import EdgeRun
 from bridge.circuits.graph import Graph, Port
 from bridge.circuits.metrics import Metric
 from bridge.circuits.scores import EdgeScores
-from bridge.circuits.senders import Written, written_in_both
+from bridge.circuits.senders import SenderOutputs, written_in_both
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
@@ -174,8 +174,8 @@ def _inputs(
     graph: Graph,
     bridge: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
-    one: Written,
-    other: Written,
+    one: SenderOutputs,
+    other: SenderOutputs,
     sending: set[int],
     through_mlps: bool,
 ) -> dict[str, Tensor]:

@@ -269,5 +269,7 @@ def _shape_of(bridge: TransformerBridge, index: int) -> LayerShape:
 
     attention = needs("hook_attn_out", "attn.hook_result", "hook_q_input", "hook_k_input", "hook_v_input")
     mlp = needs("hook_mlp_out", "hook_mlp_in")
-    heads = (bridge.cfg.n_heads, bridge.cfg.n_kv_heads) if attention else (0, 0)
+    attn = bridge.architecture.stack.block_at(index).attn if attention else None
+    cfg = bridge.cfg  # of which a layer may have other numbers
+    heads = (attn.own("n_heads", cfg.n_heads), attn.own("n_key_value_heads", cfg.n_kv_heads)) if attn else (0, 0)
     return LayerShape(*heads, mlp, parallel=mlp and attention and f"{block}.hook_resid_mid" not in hooks)

@@ -18,7 +18,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}  # some norms compute in 
 
 
 @dataclass(frozen=True)
-class Written:
+class SenderOutputs:
     """What a run's senders wrote.
 
     Attributes:
@@ -76,7 +76,7 @@ def heads_of(
 
 
 @torch.no_grad()
-def written(graph: Graph, bridge: TransformerBridge, tokens: Int[Tensor, "batch pos"]) -> Written:
+def written(graph: Graph, bridge: TransformerBridge, tokens: Int[Tensor, "batch pos"]) -> SenderOutputs:
     """Runs a model and takes apart what its senders write.
 
     Args:
@@ -110,12 +110,12 @@ def written(graph: Graph, bridge: TransformerBridge, tokens: Int[Tensor, "batch 
             attn_out[layer] = cache[f"blocks.{layer}.hook_attn_out"]
         if shape.mlp:
             parts[at + shape.heads] = cache[f"blocks.{layer}.hook_mlp_out"]
-    return Written(parts, logits, attn_out, cache[f"blocks.{n - 1}.hook_resid_post"])
+    return SenderOutputs(parts, logits, attn_out, cache[f"blocks.{n - 1}.hook_resid_post"])
 
 
 def written_in_both(
     graph: Graph, bridge: TransformerBridge, clean: Int[Tensor, "batch pos"], corrupted: Int[Tensor, "batch pos"]
-) -> tuple[Written, Written]:
+) -> tuple[SenderOutputs, SenderOutputs]:
     """What the senders write in two runs.
 
     Args:

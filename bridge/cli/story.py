@@ -37,7 +37,7 @@ def story(model: str | None = None, prompt: str | None = None, gguf_file: str | 
     prompt = PROMPT if prompt is None else prompt
     check_prompt(bridge, prompt)
     with torch.no_grad():
-        told = _Told(bridge, prompt, ANSWERS if ready_made else None)
+        told = _Story(bridge, prompt, ANSWERS if ready_made else None)
         parts = [*told.answer(), *told.heads()]
         if ready_made:
             parts += [*told.patching(), *told.ablation()]
@@ -45,7 +45,7 @@ def story(model: str | None = None, prompt: str | None = None, gguf_file: str | 
     return pictures.page(f"How {who} answers {told.prompt!r}", parts)
 
 
-class _Told:
+class _Story:
     """What is told of one model and prompt."""
 
     def __init__(self, bridge: Any, prompt: str, answers: tuple[str, str] | None) -> None:

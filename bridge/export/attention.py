@@ -2,7 +2,7 @@
 
 transformers' exporters put a function of their own in the place of `scaled_dot_product_attention`, which turns masks of
 truth values into numbers to be added. A query that may attend to nothing (padding in front) then attends to everything
-alike, while torch's kernel gives it zero, and a pattern would be another one. What stands before their function shows
+alike, while torch's kernel gives it zero, and a pattern would be another one. What comes before their function shows
 the call to the taps of the program as the model made it, and puts the zeros back. It does so in the context that
 traces, and in no other: a thread that calls attention meanwhile calls what was there.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from adapters.views import Args, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
-from bridge.taps.stand_ins import StandIn, instead_of_them
+from bridge.taps.patched_functions import PatchedFunction, calling_instead
 
 _NAME = "scaled_dot_product_attention"
 
@@ -50,12 +50,12 @@ def attention_as_called(under_way: UnderWay) -> Iterator[None]:
         kernel = _with_zeros(own)
         return given.of(kernel) if watch is None else watch.scaled_dot_product(kernel, given)
 
-    stands = StandIn.stand(vars(functional), _NAME)
+    patched = PatchedFunction.install(vars(functional), _NAME)
     try:
-        with instead_of_them(instead):
+        with calling_instead(instead):
             yield
     finally:
-        stands.leave()
+        patched.uninstall()
 
 
 def _with_zeros(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:

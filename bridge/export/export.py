@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from adapters.imports.versions import ExportedModel, HfExporter, decompose_for_generation
 from bridge.export.example import Example, example_of
 from bridge.export.formats import Format, check_can_take, format_of
-from bridge.export.traced import Exportable, Traced, left_as_it_was
+from bridge.export.traced import Exportable, NamedArguments, restoring_model
 from bridge.version import __version__
 
 #: Where in an export's metadata ours is.
@@ -41,8 +41,8 @@ def export_program(
     exporter = found.exporter()
     arguments, shapes = example_of(example, program.inputs, dynamic)
     config = _config(exporter, found, {"dynamic": dynamic, **shapes, **options})
-    with left_as_it_was(program.core, _experts(found)), _SaysWhatWorks(found, program.core):
-        traced: Any = Traced(program, found.name)  # what exporters say they take is a PreTrainedModel
+    with restoring_model(program.core, _experts(found)), _SuggestOtherFormats(found, program.core):
+        traced: Any = NamedArguments(program, found.name)  # what exporters say they take is a PreTrainedModel
         exported = exporter.export(traced, arguments, config)
     _describe(exported, program, found)
     if path is not None:
@@ -72,12 +72,12 @@ def export_for_generation(
     arguments, _ = example_of(example, {}, dynamic)
     config = _config(exporter, found, {"dynamic": dynamic, **options})
     components = {}
-    with left_as_it_was(program.core, _experts(found)), _SaysWhatWorks(found, program.core):
+    with restoring_model(program.core, _experts(found)), _SuggestOtherFormats(found, program.core):
         steps = decompose_for_generation(
             program.generating(program.inputs), arguments, generation_config, multi_token_decode
         )
         for name, (_, given) in steps.items():
-            traced: Any = Traced(program, found.name)
+            traced: Any = NamedArguments(program, found.name)
             made = exporter.export(traced, given | program.inputs, config)
             components[name] = made.components["model"]
     exported = ExportedModel(
@@ -126,7 +126,7 @@ def _describe(exported: ExportedModel, program: Exportable, format: Format) -> N
             component.program.set_rt_info(json.dumps(described), KEY)
 
 
-class _SaysWhatWorks:
+class _SuggestOtherFormats:
     """Adds to an error inside of a ``with`` statement what the other formats would do.
 
     Args:

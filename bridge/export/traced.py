@@ -58,7 +58,7 @@ class Exportable(Protocol):
         """The run itself."""
 
 
-class Traced(nn.Module):
+class NamedArguments(nn.Module):
     """A program whose every argument has a name, and nothing else of the program.
 
     Args:
@@ -86,7 +86,7 @@ class Traced(nn.Module):
 
 
 @contextmanager
-def left_as_it_was(core: PreTrainedModel, experts: str | None) -> Iterator[None]:
+def restoring_model(core: PreTrainedModel, experts: str | None) -> Iterator[None]:
     """Puts back what exporters change in a model: its mode, what wants gradients, how experts are computed.
 
     Args:

@@ -170,7 +170,7 @@ class AnalysisMethods(WeightMethods, TokenMethods):
             >>> TransformerBridge.boot_embedded().all_head_labels()[3:6]
             ['L0H3', 'L1H0', 'L1H1']
         """
-        return weight_analysis.head_labels(self.hook_dict, self.cfg.n_heads)
+        return weight_analysis.head_labels(self)
 
     @property
     def attn_head_labels(self) -> Labels:

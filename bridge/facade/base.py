@@ -19,11 +19,11 @@ from adapters.inputs.made import CannotBeMade, Given
 from adapters.model import Automatic
 from adapters.paths import base_path, join
 from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
-from bridge.facade.offered import Offered, beside
 from bridge.facade.report import report
+from bridge.facade.support_report import SupportReport, modules_without_points
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
-from bridge.weights.component_tree import Tree
+from bridge.weights.component_tree import NameTree
 from bridge.wiring.boundary import strip
 from bridge.wiring.wiring import Wiring
 from weight_processing.process import read_record
@@ -118,7 +118,7 @@ class WrappedModel(nn.Module):
     def _read_weights(self) -> None:
         """Says where weights are read, without a word of this bridge: with a cycle it would outlive its last user."""
         self._weights = cache(partial(Weights, self.architecture, self.original_model, self.cfg))
-        self._tree = Tree(self.names, self._weights)
+        self._tree = NameTree(self.names, self._weights)
 
     def _keep_what_holds(self, found: ModelMap, inputs: Given | None) -> None:
         """Tries an inferred declaration on the model, and leaves out what does not hold."""
@@ -126,12 +126,12 @@ class WrappedModel(nn.Module):
         self.no_layer_runs = proof.no_layer_runs
         self._wire(found.without(proof.not_offered))
 
-    def offered(self) -> Offered:
+    def offered(self) -> SupportReport:
         """What the bridge offers, and what it does not, with the reasons. Print it.
 
         Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and what
         did not hold when it was tried on the model is left out; `adapters.verify` proves the rest. Of a model of images
-        or sound and text it is the text's part: what stands beside that is listed by name.
+        or sound and text it is the text's part: its other modules are listed by name.
 
         Example:
             >>> from transformers import OlmoConfig, OlmoForCausalLM
@@ -146,12 +146,12 @@ class WrappedModel(nn.Module):
             adapter = "other options"
         named = (self.cfg.model_name, tuple(self.hook_dict), self._not_offered, self._inferred, adapter)
         if not is_language_part(self.core):
-            return Offered(*named)
+            return SupportReport(*named)
         stacks, base = self.architecture.stacks, base_path(self.core)
         paths = [self.architecture.token_embeddings, *(stack.path for stack in stacks)]
         paths += [stack.final_norm.path for stack in stacks if stack.final_norm]
         used = {self.architecture.readout.path, *(join(base, path) for path in paths)}
-        return Offered(*named, beside(self.core, used))
+        return SupportReport(*named, modules_without_points(self.core, used))
 
     def report(self) -> str:
         """What a bug report needs: versions, the model's class, what is offered of it, what was done to its weights.
@@ -283,14 +283,14 @@ class WrappedModel(nn.Module):
         super().__setstate__(state)
         self.cfg.attach(self.original_model)
         strip(self.original_model)
-        self._wire(self._mapped_again(self.original_model, self.__dict__.get("architecture")))
+        self._wire(self._map_copy(self.original_model, self.__dict__.get("architecture")))
 
-    def _mapped_again(self, model: nn.Module, architecture: Architecture | None) -> ModelMap:
+    def _map_copy(self, model: nn.Module, architecture: Architecture | None) -> ModelMap:
         """What plays which part in a copy of the model, without what was not proved of an inferred adapter."""
         found = map_model(model, architecture)
         return replace(found.without(self._not_offered), inferred=True) if self._inferred else found
 
-    def beside(self, model: nn.Module) -> Self:
+    def rewrapped(self, model: nn.Module) -> Self:
         """A bridge of the same declaration, facts and class around another model, which has this one's modules.
 
         Args:
@@ -302,11 +302,11 @@ class WrappedModel(nn.Module):
         nn.Module.__setstate__(new, state)
         new.cfg = copy.copy(self.cfg)
         new.cfg.attach(model)
-        new._wire(self._mapped_again(model, self.architecture))
+        new._wire(self._map_copy(model, self.architecture))
         return new
 
     def __copy__(self) -> Self:
-        new = self.beside(self.original_model)
+        new = self.rewrapped(self.original_model)
         new.cfg = self.cfg
         new._read_weights()
         return new

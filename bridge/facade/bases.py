@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.views.basis import Basis, Error, InBasis
-from bridge.bases.placing import Request, modules_of, one_of, takes_over, written_later
+from bridge.bases.placing import BasisRequest, modules_of, one_of, takes_over, written_later
 from bridge.cache.activation_cache import ActivationCache
 from bridge.facade.runs import RunMethods
 from bridge.hooks.hook_point import HookPoint
@@ -95,7 +95,7 @@ class BasisMethods(RunMethods):
         """
         given = one_of(basis, encode, decode)
         places = self._hook(point), None if reads is None else self._hook(reads), tuple(map(self._hook, later))
-        hook = self._new_point(request := Request(name, given, *places, skip, error))
+        hook = self._new_point(request := BasisRequest(name, given, *places, skip, error))
         if not request.keeps:
             self.wiring.add(hook, Listener("fwd", as_they_are, None, permanent=True))
         return hook
@@ -131,7 +131,7 @@ class BasisMethods(RunMethods):
         """
         given = one_of(basis, encode, decode)
         places = self._hook(point), None if reads is None else self._hook(reads), tuple(map(self._hook, later))
-        hook = self._new_point(request := Request(name, given, *places, skip, error))
+        hook = self._new_point(request := BasisRequest(name, given, *places, skip, error))
         try:
             if request.keeps:
                 yield hook
@@ -165,10 +165,10 @@ class BasisMethods(RunMethods):
         if takes_over(hook):
             raise ValueError(f"{hook.name} takes over features of an earlier layer: remove_basis the one of that layer")
         for follower in hook.point.linked:
-            self.wiring.take_out(self.hook_dict[follower.name])
+            self.wiring.remove_point(self.hook_dict[follower.name])
         for other in self.bases:
             if other is hook or other.name.startswith(f"{hook.name}."):
-                self.wiring.take_out(other)
+                self.wiring.remove_point(other)
         self._names_changed()
 
     def basis_error(self, cache: Any, point: str | HookPoint) -> Tensor:
@@ -245,9 +245,12 @@ class BasisMethods(RunMethods):
         points: list[HookPoint] = []
         for what in freeze:
             ending = _HELD.get(what)
-            points += self.select_hooks(what if ending is None else lambda name, end=ending: name.endswith(end))
-        with torch.no_grad():
-            _, cache = self.run_with_cache(input, names_filter=[hook.name for hook in points], **forward_kwargs)
+            named = [hook for name, hook in self.hook_dict.items() if ending and name.endswith(ending)]
+            points += named if ending else self.select_hooks(what)
+        cache: ActivationCache | dict[str, Tensor] = {}
+        if points:
+            with torch.no_grad():
+                _, cache = self.run_with_cache(input, names_filter=[hook.name for hook in points], **forward_kwargs)
         with self.hooks(fwd_hooks=[(hook, _held(cache[hook.name])) for hook in points]):
             yield cache
 
@@ -271,7 +274,7 @@ class BasisMethods(RunMethods):
                 hook.view.error = hook.view.error.to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
-    def _new_point(self, request: Request) -> HookPoint:
+    def _new_point(self, request: BasisRequest) -> HookPoint:
         declared = request.points(self.cfg, self.original_model)
         for point in declared:
             if point.name in self.hook_dict:

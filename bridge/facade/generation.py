@@ -118,7 +118,7 @@ class GenerationMethods(HookMethods, WeightMethods, TokenMethods):
         return generation.generate.generate(
             self,
             input,
-            generation.options.Options(
+            generation.options.GenerationOptions(
                 max_new_tokens=max_new_tokens,
                 stop_at_eos=stop_at_eos,
                 eos_token_id=eos_token_id,

@@ -10,7 +10,7 @@ from torch import nn
 
 from adapters.imports.versions import known_error
 from adapters.layout import Layout
-from bridge.facade.offered import Offered
+from bridge.facade.support_report import SupportReport
 from bridge.version import __version__
 
 _LIBRARIES = (
@@ -19,7 +19,7 @@ _LIBRARIES = (
 
 
 def report(
-    model: nn.Module, core: nn.Module, offered: Offered, processed: Mapping[str, str], layout: Layout | None
+    model: nn.Module, core: nn.Module, offered: SupportReport, processed: Mapping[str, str], layout: Layout | None
 ) -> str:
     """Versions, the model's class, what is offered of it, and what was done to its weights.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from bridge.facade.base import WrappedModel
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.run import tokenization
-from bridge.run.tokenization import Batch, TokenError, TokenizerFacts, Tokens
+from bridge.run.tokenization import Batch, TextOptions, TokenError, TokenizerFacts, Tokens
 
 
 class TokenMethods(WrappedModel):
@@ -56,7 +56,7 @@ class TokenMethods(WrappedModel):
         Raises:
             ValueError: no tokenizer, no texts, BOS asked for where there is none, or an unknown side.
         """
-        return tokenization.batch_of(self, texts, prepend_bos, padding_side, longest)
+        return tokenization.batch_of(self, texts, TextOptions(prepend_bos, padding_side, longest))
 
     def to_tokens(
         self,
@@ -88,7 +88,7 @@ class TokenMethods(WrappedModel):
             >>> bridge.to_tokens("Mary and John").shape
             torch.Size([1, 4])
         """
-        return tokenization.to_tokens(self, input, prepend_bos, padding_side, move_to_device, truncate)
+        return tokenization.to_tokens(self, input, TextOptions(prepend_bos, padding_side), move_to_device, truncate)
 
     def to_string(
         self, tokens: Int[Tensor, "..."] | Sequence[int] | Sequence[Int[Tensor, "..."]] | int
@@ -125,7 +125,7 @@ class TokenMethods(WrappedModel):
             >>> bridge.to_str_tokens("Mary and John")
             ['<bos>', 'Mary', ' and', ' John']
         """
-        return tokenization.to_str_tokens(self, input, prepend_bos, padding_side)
+        return tokenization.to_str_tokens(self, input, TextOptions(prepend_bos, padding_side))
 
     @refuse_wrong_types
     def to_single_token(self, string: str) -> int:
@@ -176,4 +176,5 @@ class TokenMethods(WrappedModel):
             >>> bridge.get_token_position(" John", "When Mary and John went to the store, John gave", mode="last")
             10
         """
-        return tokenization.get_token_position(self, single_token, input, mode, prepend_bos, padding_side)
+        options = TextOptions(prepend_bos, padding_side)
+        return tokenization.get_token_position(self, single_token, input, mode, options)

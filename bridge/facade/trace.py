@@ -23,11 +23,11 @@ class TraceMethods(RunMethods, GenerationMethods):
     """The methods of a bridge that trace its model."""
 
     @property
-    def _model_order(self) -> tracing.places.Places:
+    def _model_order(self) -> tracing.places.ModelOrder:
         """The order of its hook points, worked out by the first trace."""
         found = self.__dict__.get("_places")
-        if not isinstance(found, tracing.places.Places) or not found.are_of(self.wiring.points):
-            found = self.__dict__["_places"] = tracing.places.Places(self.wiring.points)
+        if not isinstance(found, tracing.places.ModelOrder) or not found.are_of(self.wiring.points):
+            found = self.__dict__["_places"] = tracing.places.ModelOrder(self.wiring.points)
         return found
 
     @refuse_wrong_types

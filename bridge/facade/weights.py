@@ -112,7 +112,7 @@ class WeightMethods(WrappedModel):
 
     @property
     def W_in(self) -> Float[Tensor, "n_layers d_model d_mlp"]:
-        """The MLPs' input weights (of gated ones, beside the gate)."""
+        """The MLPs' input weights (of gated ones, parallel to the gate)."""
         return self._stack("mlp", "W_in")
 
     @property
@@ -149,6 +149,11 @@ class WeightMethods(WrappedModel):
     def b_in(self) -> Float[Tensor, "n_layers d_mlp"]:
         """The MLPs' input biases."""
         return self._stack("mlp", "b_in")
+
+    @property
+    def b_gate(self) -> Float[Tensor, "n_layers d_mlp"]:
+        """Gated MLPs' gate biases, where their gates have some."""
+        return self._stack("mlp", "b_gate")
 
     @property
     def b_out(self) -> Float[Tensor, "n_layers d_model"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from adapters.views.basis import InBasis, dense
 from bridge.analysis.attribution import Tokens
+from bridge.analysis.decomposition import at_the_end
+from bridge.analysis.layer_outputs import rows_of_neurons, written_by_heads
 from bridge.analysis.requirements import Index, pick
 from bridge.bridge import TransformerBridge
 from bridge.cache.activation_cache import ActivationCache
@@ -94,6 +97,10 @@ def _put(value: Tensor) -> Callable[..., Tensor]:
     return put
 
 
+#: Where what features write is a term of the residual stream, or becomes one by the weights of a part's last matrix.
+_TERMS = re.compile(r"hook_(pos_)?embed|blocks\.\d+\.(hook_(resid_(pre|mid|post)|\w+_out)|attn\.hook_z|mlp\.hook_post)")
+
+
 @refuse_wrong_types
 def feature_logit_attrs(
     cache: ActivationCache,
@@ -102,22 +109,26 @@ def feature_logit_attrs(
     incorrect_tokens: Tokens | None = None,
     *,
     pos_slice: Index = None,
-) -> Float[Tensor, "feature *batch_pos"]:
-    """What each feature of a basis on the stream, or on what is added to it, adds directly to the logit of a token.
+) -> Float[Tensor, "*component_batch_pos"]:
+    """What each feature adds directly to the logit of a token: past no other layer.
 
-    `ActivationCache.logit_attrs` of what the features write: with the norms, factors and biases that it counts.
+    `ActivationCache.logit_attrs` of what the features write: with the norms, factors and biases that it counts. What
+    features of `attn.hook_z` or `mlp.hook_post` write goes through the layer's last matrix, and the norm behind it.
 
     Args:
-        cache: of a run; it holds the point and the final norm's `hook_scale`.
-        point: the hook point in the basis, whose `decode` is linear.
+        cache: of a run; it holds the point, the final norm's `hook_scale` and that of each norm that what is written
+            goes through before (the one behind attention or MLP in Gemma 2; those on the stream itself).
+        point: the hook point in the basis, whose `decode` is linear: on the stream, on what is added to it, on
+            `attn.hook_z`, or on `mlp.hook_post`. Of a cross-layer transcoder, what it writes later is that of
+            the points there.
         tokens, incorrect_tokens: as for `logit_attrs`.
         pos_slice: which positions.
 
     Returns:
-        ``[feature, batch, pos]``.
+        ``[feature, batch, pos]``; of features of each head ``[head, feature, batch, pos]``.
 
     Raises:
-        ValueError: the point is in no basis, or in one of something inside a part; its `decode` is not linear.
+        ValueError: the point is in no basis, or in one of something else inside a part; its `decode` is not linear.
         MissingActivationsError, KeyError: the cache does not hold what is needed.
 
     Example:
@@ -133,25 +144,48 @@ def feature_logit_attrs(
         True
     """
     name = point if isinstance(point, str) else point.name
-    view = cache.model.hook_dict[name].view
-    if not isinstance(view, InBasis):
+    hook = cache.model.hook_dict[name]
+    if not isinstance(hook.view, InBasis):
         raise ValueError(f"{name} is the model's own hook point, and no basis")  # noqa: TRY004 - a name is wrong
     base = name.rpartition(".")[0]
-    if not base.endswith(("_out", "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "embed")):
+    if not _TERMS.fullmatch(base):
         raise ValueError(
-            f"what features of {base} write goes through the rest of its part first: place a basis on the stream, or "
-            "on what is added to it"
+            f"what features of {base} write goes through the rest of its part first: place a basis on the stream, on "
+            "what is added to it, on attn.hook_z or on mlp.hook_post"
         )
-    found = cache[name]
-    features = dense(found)
+    features = dense(cache[name])
+    of_heads = "n_heads" in hook.point.axes.split()
     with torch.no_grad():
-        n, decode = features.shape[-1], view.basis.decode
-        zero = decode(features.new_zeros(1, 1, n))
-        written = decode(torch.eye(n, dtype=features.dtype, device=features.device)[None])[0] - zero[0]
-        far = (zero + features @ written - decode(features)).abs().max()
-        if far > 1e-3 * (1 + features.abs().max()):
-            raise ValueError(f"the decode of {name} is not linear in the features: it is no sum of what each writes")
-    if pos_slice is not None:
-        features = pick(features, pos_slice, 1)
-    stack = features.movedim(-1, 0).unsqueeze(-1) * written.view(n, *[1] * (features.ndim - 1), -1)
-    return cache.logit_attrs(stack, tokens, incorrect_tokens, pos_slice=pos_slice)
+        rows = _to_the_stream(cache, base, hook, _written(hook, features, of_heads), of_heads)
+    features = pick(features, pos_slice, -3 if of_heads else -2).movedim(-1, 0)
+    if of_heads:
+        features, rows = features.movedim(-1, 0).flatten(0, 1), rows.transpose(0, 1).flatten(0, 1)
+    stack = features.unsqueeze(-1) * rows.view(len(rows), *[1] * (features.ndim - 1), -1)
+    found = cache.logit_attrs(at_the_end(cache, stack, base, pos_slice), tokens, incorrect_tokens, pos_slice=pos_slice)
+    return found.unflatten(0, (cache[name].shape[-2], -1)) if of_heads else found
+
+
+def _written(hook: HookPoint, features: Tensor, of_heads: bool) -> Tensor:
+    """What each feature writes at the point that its basis stands on, ``[feature, *axes of a position]``.
+
+    Raises:
+        ValueError: that depends on what the features are.
+    """
+    view = hook.view
+    assert isinstance(view, InBasis)
+    n, heads = features.shape[-1], features.shape[-2:-1] if of_heads else ()
+    one = torch.eye(n, dtype=features.dtype, device=features.device).view(1, n, *[1] * len(heads), n)
+    zero = view.basis.decode(features.new_zeros(1, 1, *heads, n))
+    written = (view.basis.decode(one.expand(1, n, *heads, n)) - zero)[0]
+    summed = torch.einsum("...hn,nhd->...hd", features, written) if of_heads else torch.tensordot(features, written, 1)
+    if (zero[0] + summed - view.basis.decode(features)).abs().max() > 1e-3 * (1 + features.abs().max()):
+        raise ValueError(f"the decode of {hook.name} is not linear in the features: it is no sum of what each writes")
+    return written
+
+
+def _to_the_stream(cache: ActivationCache, base: str, hook: HookPoint, written: Tensor, of_heads: bool) -> Tensor:
+    """What features write, behind the last matrix of their part."""
+    if base.endswith(".hook_z"):
+        results = written_by_heads(cache, hook.point.depth, written)
+        return results if of_heads else results.sum(-2)
+    return written @ rows_of_neurons(cache, hook.point.depth, written) if base.endswith(".hook_post") else written

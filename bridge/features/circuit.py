@@ -38,7 +38,7 @@ def evaluate_features(
         metric: from logits ``[batch, pos, d_vocab]`` to one number.
         kept: of each hook point, which of its features belong to the circuit: ``[*features]``, at every position, or
             ``[pos, *features]``.
-        ablation: what stands in for the others: ``"zero"``; ``"mean"``, the mean of `corrupted` at each position;
+        ablation: what replaces the others: ``"zero"``; ``"mean"``, the mean of `corrupted` at each position;
             ``"resample"``, what `corrupted` has there, row by row.
         corrupted: other prompts, of as many positions.
         attention_mask: of `clean`, 1 for tokens and 0 for padding.
@@ -94,7 +94,7 @@ def evaluate_features(
 def _others(
     bridge: TransformerBridge, hooks: list[HookPoint], ablation: str, corrupted: Tensor | None
 ) -> dict[str, Tensor]:
-    """What stands in for features; nothing for zeros."""
+    """What replaces features; nothing for zeros."""
     if corrupted is None:
         return {}
     _, cache = bridge.run_with_cache(corrupted, names_filter=[hook.name for hook in hooks])
@@ -107,7 +107,7 @@ def _keep(mask: Tensor, other: Tensor | None, sizes: list[tuple[int, int]]) -> C
 
     Args:
         mask: which.
-        other: what stands in for the others; None: zeros.
+        other: what replaces the others; None: zeros.
         sizes: of the mask and of what it chooses from are added here.
     """
 

@@ -14,7 +14,7 @@ from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.hooks.hook_point import HookPoint
 from bridge.interventions import ProjectOut
-from weight_processing.parts import Parts, precise
+from weight_processing.parts import ProcessedParts, precise
 from weight_processing.saving import untie
 
 How = Literal["mean", "pca", "probe"]
@@ -177,7 +177,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
         >>> bool((cache["blocks.2.hook_resid_post"] @ vector).abs().max() < 1e-4)
         True
     """
-    parts = Parts(bridge.weights)
+    parts = ProcessedParts(bridge.weights)
     steps = [f"{block}.{named.name}" for block, _, named in parts.steps if named.step.post]
     begin = bridge.architecture.embedding
     if steps or begin.norm or begin.project or begin.behind_embed or begin.types or begin.more or begin.unknown:
@@ -194,7 +194,7 @@ def write_into_weights(bridge: TransformerBridge, vector: Float[Tensor, " d_mode
         before = bridge(tokens)
     wanted = bridge.run_with_hooks(tokens, fwd_hooks=hooks)
     untie(bridge.core, bridge.architecture)
-    parts = Parts(bridge.weights)
+    parts = ProcessedParts(bridge.weights)
     kept = {name: get().clone() for name, get in parts.writers.items()}
     for get in parts.writers.values():
         matrix = precise(get())

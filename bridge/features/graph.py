@@ -18,8 +18,11 @@ from bridge.hooks.hook_point import HookPoint
 
 #: What begins the residual stream.
 _BEGINNINGS = ("hook_embed", "hook_pos_embed")
-#: What bases may stand on: the stream, and what is added to it.
-_LINEAR_BEHIND = (".hook_resid_pre", ".hook_resid_mid", ".hook_resid_post", ".hook_attn_out", ".hook_mlp_out")
+#: What bases may stand on: the stream, what is added to it, and what a part's last matrix makes that of.
+_LINEAR_BEHIND = (
+    ".hook_resid_pre", ".hook_resid_mid", ".hook_resid_post", ".hook_attn_out", ".hook_mlp_out", ".attn.hook_z",
+    ".mlp.hook_post",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,21 +30,24 @@ class Node:
     """A node of an attribution graph.
 
     Attributes:
-        kind: ``feature``; ``error``, what an MLP adds and no basis explains; ``token``, what begins the stream;
-            ``logit``, less the mean of all logits.
+        kind: ``feature``; ``error``, what no basis explains of what stands at `point`; ``token``, what begins the
+            stream; ``logit``, less the mean of all logits.
         point: the hook point that it stands on.
         pos: its position.
         index: the feature, or the token of a logit; 0 for other nodes.
+        head: of features of each head, whose.
     """
 
     kind: Literal["feature", "error", "token", "logit"]
     point: str
     pos: int
     index: int = 0
+    head: int | None = None
 
     def __str__(self) -> str:
         place = self.point.removeprefix("blocks.").replace(".hook_", ".")
-        return f"{place}[{self.pos}]" + (f".{self.index}" if self.kind in ("feature", "logit") else "")
+        of_head = "" if self.head is None else f".{self.head}"
+        return f"{place}[{self.pos}]{of_head}" + (f".{self.index}" if self.kind in ("feature", "logit") else "")
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,10 +138,15 @@ def attribution_graph(
     Tracing: Revealing Computational Graphs in Language Models"; the graph is that of circuit-tracer). The encoders' own
     derivative is taken where the features are, so for ReLU, JumpReLU and top-k it is their weights.
 
+    Features that are read inside an MLP or behind it (`mlp.hook_post`, and `hook_mlp_out` without `reads=`) get the
+    MLP's derivative in this run: what enters such a feature is what a small change does, and does not add up. What it
+    sends is exact.
+
     Args:
         bridge: the bridge, in evaluation mode.
         tokens: one prompt, ``[1, pos]``.
-        points: hook points in a basis, as `add_basis` returned them or by name: transcoders, or SAEs on what MLPs add.
+        points: hook points in a basis, as `add_basis` returned them or by name: transcoders, or SAEs on the stream, on
+            what is added to it, on `attn.hook_z` or on `mlp.hook_post`.
         logits: the tokens whose logits, at the last position, are nodes; or how many of the likeliest.
         without_positions: positions at which features and errors are no nodes (the first, as a rule, where features
             mean little). They still do what they did in the run.
@@ -145,8 +156,8 @@ def attribution_graph(
         The graph.
 
     Raises:
-        ValueError: a point that is in no basis, or in one of something else than a whole part's output; training mode;
-            nothing to attribute.
+        ValueError: a point that is in no basis, or in one of something else inside a part; training mode; a model that
+            is not linear where patterns, factors and MLPs are held (a state space, a gate); nothing to attribute.
 
     Example:
         >>> import torch
@@ -176,7 +187,7 @@ def attribution_graph(
     if inside := [name for name in on if not name.endswith(_LINEAR_BEHIND)]:
         raise ValueError(
             f"{', '.join(inside)} is inside a part, so what is behind it is not linear in its features: place bases on "
-            "the stream, or on what attention or an MLP adds to it"
+            "the stream, on what attention or an MLP adds to it, on attn.hook_z or on mlp.hook_post"
         )
     if twice := sorted({name for name in on if on.count(name) > 1}):
         raise ValueError(f"several bases stand on {', '.join(twice)}: a part is replaced by one of them")
@@ -190,7 +201,43 @@ def attribution_graph(
     shares = plain.softmax(-1)
     chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
     with bridge.linearised(tokens), torch.enable_grad():
-        return _Replaced(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
+        _refuse_what_is_not_linear(bridge, tokens)
+        return _ReplacementRun(bridge, tokens, bases, kept).graph(chosen, shares[chosen], together)
+
+
+def _beginnings(bridge: TransformerBridge) -> list[str]:
+    return [name for name in _BEGINNINGS if name in bridge.hook_dict]
+
+
+def _uncapped(bridge: TransformerBridge, logits: Tensor) -> Tensor:
+    """What entered a soft cap, which is linear."""
+    cap = bridge.cfg.output_logits_soft_cap
+    return cap * (logits / cap).atanh() if cap > 0 else logits
+
+
+@torch.no_grad()
+def _refuse_what_is_not_linear(bridge: TransformerBridge, tokens: Tensor) -> None:
+    """Refuses a model whose stream, patterns and factors held, bends where what begins it is once, twice, three times.
+
+    Raises:
+        ValueError: it does; the message says where.
+    """
+    streams = [name for name in bridge.hook_dict if name.endswith((".hook_resid_mid", ".hook_resid_post"))]
+    found: list[dict[str, Tensor]] = []
+    with bridge.linearised(tokens, freeze=("mlp_out",)):
+        for times in (1, 2, 3):
+            larger = [(name, lambda act, hook, times=times: act * times) for name in _beginnings(bridge)]
+            with bridge.hooks(fwd_hooks=larger):
+                logits, cache = bridge.run_with_cache(tokens, names_filter=streams)
+            found.append({**cache, "the logits": _uncapped(bridge, logits.float())})
+    for name in found[0]:
+        one, two, three = (run[name] for run in found)
+        rounding = min(1000 * torch.finfo(one.dtype).eps, 0.05) * float(three.abs().max())
+        if float((one - 2 * two + three).abs().max()) > rounding:
+            raise ValueError(
+                f"{bridge.cfg.model_name} is not linear between the embedding and {name} where patterns, norm factors "
+                'and MLPs are held (a state space, a gate, a basis with error="drop"): its graph would not add up'
+            )
 
 
 @dataclass
@@ -202,7 +249,7 @@ class _Source:
     entries: Tensor  # for each node the indices of its entries, of features; of errors and tokens the positions
 
 
-class _Replaced:
+class _ReplacementRun:
     """One run of the local replacement model, with its graph of derivatives.
 
     Args:
@@ -221,18 +268,15 @@ class _Replaced:
         self._read: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
-        mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out")]
+        explained = {name.replace(".mlp.hook_post", ".hook_mlp_out") for name in by_point}  # by what made it
+        mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out") and name not in explained]
         reads = [hook.view.reads[0] for hook in bases if isinstance(hook.view, InBasis) and hook.view.reads]
-        begin = [name for name in _BEGINNINGS if name in bridge.hook_dict]
-        hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in begin]
+        hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in _beginnings(bridge)]
         hooks += [(name, self._keep) for name in dict.fromkeys(reads)]
         later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
         for name in dict.fromkeys([*by_point, *later, *mlps]):
             hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
-        made = bridge.run_with_hooks(tokens, fwd_hooks=hooks)[0, -1].float()
-        cap = bridge.cfg.output_logits_soft_cap
-        if cap > 0:  # what entered the cap is linear
-            made = cap * (made / cap).atanh()
+        made = _uncapped(bridge, bridge.run_with_hooks(tokens, fwd_hooks=hooks)[0, -1].float())
         self.logits = made - made.mean()
 
     def _begin(self, act: Tensor, hook: HookPoint) -> Tensor:
@@ -263,8 +307,8 @@ class _Replaced:
                 read = self._read[view.reads[0]] if view.reads else act
                 found = dense(view.encode(read))
                 leaf = found.detach().requires_grad_()
-                entries = (leaf[0] * self.kept[:, None]).nonzero()
-                nodes = [Node("feature", basis.name, int(pos), int(index)) for pos, index in entries]
+                entries = (leaf[0] * self.kept.view(-1, *[1] * (leaf.ndim - 2))).nonzero()
+                nodes = [Node("feature", basis.name, at[0], at[-1], *at[1:-1]) for at in entries.tolist()]
                 self.features.append(_Source(nodes, leaf, entries))
                 self.targets.append(found)
                 self._leaves[basis.name] = leaf
@@ -292,10 +336,7 @@ class _Replaced:
         nodes = [node for source in sources for node in source.nodes]
         if not any(source.nodes for source in self.features):
             raise ValueError("no feature is active at these positions: there is nothing to attribute")
-        values = [
-            found[0][source.entries[:, 0], source.entries[:, 1]]
-            for source, found in zip(self.features, self.targets, strict=True)
-        ]
+        values = [found[0][source.entries.unbind(1)] for source, found in zip(self.features, self.targets, strict=True)]
         adjacency = probabilities.new_zeros(len(nodes) + len(ends), len(nodes) + len(ends))
         receivers = torch.cat([*values, self.logits[tokens]])
         rows = [*range(sum(map(len, values))), *range(len(nodes), len(nodes) + len(ends))]
@@ -311,7 +352,7 @@ class _Replaced:
                 [_sent(source, gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)], 1
             ).to(adjacency.dtype)
         sizes = [
-            source.leaf.detach()[0][source.entries].norm(dim=-1) for source in (*self.errors, *self.tokens)
+            source.leaf.detach()[0][source.entries].flatten(1).norm(dim=-1) for source in (*self.errors, *self.tokens)
         ]  # fmt: skip
         whole = torch.cat([*(value.detach() for value in values), *sizes, self.logits[tokens].detach()])
         return AttributionGraph((*nodes, *ends), adjacency, whole.to(adjacency.dtype), probabilities)
@@ -323,5 +364,6 @@ def _sent(source: _Source, gradient: Tensor | None, rows: int) -> Tensor:
         return source.leaf.new_zeros(rows, len(source.nodes))
     parts = gradient[:, 0] * source.leaf.detach()[0]
     if source.entries.ndim == 2:
-        return parts[:, source.entries[:, 0], source.entries[:, 1]]
-    return parts[:, source.entries].sum(-1)
+        where: tuple[slice | Tensor, ...] = (slice(None), *source.entries.unbind(1))
+        return parts[where]
+    return parts[:, source.entries].flatten(2).sum(-1)

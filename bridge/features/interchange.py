@@ -107,8 +107,8 @@ class RotationFit:
     losses: list[float]
 
     def __repr__(self) -> str:
-        beside = ", ".join(f"{name} {value:.2f}" for name, value in self.controls.items())
-        return f"RotationFit(accuracy {self.accuracy:.2f}; without {self.before:.2f}; {beside})"
+        controls = ", ".join(f"{name} {value:.2f}" for name, value in self.controls.items())
+        return f"RotationFit(accuracy {self.accuracy:.2f}; without {self.before:.2f}; {controls})"
 
 
 @refuse_wrong_types
@@ -146,7 +146,7 @@ def fit_rotation(
         steps, batch_size, lr: of the search, by Adam.
         held_out: the share of the pairs that the search does not see.
         seed: of the split, the batches and the beginning.
-        controls: search beside it where there is nothing to be found: about twice the time.
+        controls: search also where there is nothing to be found: about twice the time.
 
     Returns:
         The subspace, its accuracy on the held-out pairs, and the controls' accuracies.
@@ -187,14 +187,14 @@ def fit_rotation(
         return rotation, losses, search.accuracy(model, rotation, wanted, test)
 
     rotation, losses, accuracy = fitted(bridge, search.wanted)
-    beside = {}
+    measured = {}
     if controls:
         untrained = search.new(bridge, torch.Generator().manual_seed(seed + 1))
-        beside["random subspace"] = search.accuracy(bridge, untrained, search.wanted, test)
+        measured["random subspace"] = search.accuracy(bridge, untrained, search.wanted, test)
         mixed = search.wanted[torch.randperm(n, generator=generator).to(search.wanted.device)]
-        beside["shuffled labels"] = fitted(bridge, mixed)[2]
-        beside["random model"] = fitted(_with_weights_in_random_order(bridge, generator), search.wanted)[2]
-    return RotationFit(rotation, accuracy, search.accuracy(bridge, None, search.wanted, test), beside, losses)
+        measured["shuffled labels"] = fitted(bridge, mixed)[2]
+        measured["random model"] = fitted(_with_weights_in_random_order(bridge, generator), search.wanted)[2]
+    return RotationFit(rotation, accuracy, search.accuracy(bridge, None, search.wanted, test), measured, losses)
 
 
 class _Search:

@@ -18,10 +18,10 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 from adapters.imports.versions import check_batching
 from bridge.cache.activation_cache import ActivationCache
+from bridge.generation.capacity import Capacity, capacity_for
 from bridge.generation.options import check_generates
-from bridge.generation.packed import AtPoint, Edit, Packed, Request, check_tells_apart, together
+from bridge.generation.packed import Edit, Packed, PackedHook, PackedRequest, check_tells_apart, together
 from bridge.generation.prompt import Generates, decode
-from bridge.generation.room import Room, room_for
 from bridge.hooks.arguments import shown
 from bridge.hooks.context import CURRENT, ForwardPass, Generation, RunContext
 from bridge.hooks.hook_point import HookPoint, checked_function
@@ -31,7 +31,7 @@ from bridge.interventions.operation import Operation
 from bridge.run.checks import check_ids
 from bridge.run.hooked import check_specs
 from bridge.run.protocol import HookSpec
-from bridge.run.tokenization import batch_of
+from bridge.run.tokenization import TextOptions, batch_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def prompts_of(
     found: list[list[int]] = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            prompt = batch_of(bridge, [prompt], bos).tokens[0] if prompt or bos is not False else []
+            prompt = batch_of(bridge, [prompt], TextOptions(bos)).tokens[0] if prompt or bos is not False else []
         row = prompt.tolist() if isinstance(prompt, Tensor) else prompt
         if not isinstance(row, list | tuple) or any(type(token) is not int for token in row):
             raise TypeError(f"prompts[{index}] is {shown(prompts[index])}; it must be a text, or tokens [pos]")
@@ -125,15 +125,15 @@ def generate_batch(
         for _, fn in at_point:
             if isinstance(fn, Operation):
                 fn.check_alone(hook)
-    failed: list[Request] = []
-    good: list[Request] = []
+    failed: list[PackedRequest] = []
+    good: list[PackedRequest] = []
     for index, prompt in enumerate(prompts):
-        request = Request(index, list(prompt), Generation(len(prompt)))
+        request = PackedRequest(index, list(prompt), Generation(len(prompt)))
         request.error = _cannot(bridge, request.prompt, options.max_new_tokens)
         (good if request.error is None else failed).append(request)
     if not good:
         return iter([_answer(bridge, request, [], ()) for request in failed])
-    room = room_for(bridge.core, [len(request.prompt) for request in good], options.max_new_tokens)
+    room = capacity_for(bridge.core, [len(request.prompt) for request in good], options.max_new_tokens)
     batch = _Batch(bridge, good, edits, captured, options, room)
     return _answers(batch, failed)
 
@@ -146,7 +146,7 @@ def _edits(
         raise ValueError(f"each has {len(each)} sets of interventions, and there are {requests} prompts")
     found: dict[HookPoint, list[Edit]] = {}
     for hook in bridge.wiring.points.values():
-        for listener in hook.heard_by() if hook.listeners else ():
+        for listener in hook.visible_listeners() if hook.listeners else ():
             if listener.kind in ("bwd", "edge", "follow"):
                 raise ValueError(
                     f"{hook.name} has a hook of gradients, or a module in its place, which no generation of many "
@@ -185,17 +185,17 @@ class _Batch:
     def __init__(
         self,
         bridge: Generates,
-        requests: Sequence[Request],
+        requests: Sequence[PackedRequest],
         edits: Mapping[HookPoint, Sequence[Edit]],
         captured: Sequence[HookPoint],
         options: BatchOptions,
-        room: Room,
+        room: Capacity,
     ) -> None:
         self.bridge, self.requests, self.captured, self.options, self.room = bridge, requests, captured, options, room
         self.by_id = {str(request.index): request for request in requests}
         self._edits = edits
         self._waiting = deque(requests)
-        self._under_way: dict[str, Request] = {}
+        self._under_way: dict[str, PackedRequest] = {}
         self._lock = threading.Lock()
         self._packed: Packed | None = None
         self._pass: ForwardPass | None = None
@@ -248,7 +248,7 @@ class _Batch:
         members = []
         for hook in dict.fromkeys([*self._edits, *self.captured]):
             edits = self._edits.get(hook, ())
-            at_point = AtPoint(self._now, edits, hook in self.captured, self.fail)
+            at_point = PackedHook(self._now, edits, hook in self.captured, self.fail)
             members.append((hook, Listener("fwd" if edits else "read", at_point, self.scope)))
         wiring.attach_members(members, self.scope)
         handles = [
@@ -285,13 +285,13 @@ class _Batch:
                 self._under_way[str(request.index)] = request
                 self.manager.add_request(request.prompt, request_id=str(request.index))
 
-    def done(self, request: Request) -> None:
+    def done(self, request: PackedRequest) -> None:
         """A request needs no room any more."""
         with self._lock:
             self._under_way.pop(str(request.index), None)
         self.feed()
 
-    def fail(self, request: Request, error: BaseException) -> None:
+    def fail(self, request: PackedRequest, error: BaseException) -> None:
         """Ends one request alone, for what its function raised."""
         request.error = error
 
@@ -350,7 +350,7 @@ class _Batch:
         return output
 
 
-def _answers(batch: _Batch, failed: Sequence[Request]) -> Iterator[Answer]:
+def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]:
     bridge, options = batch.bridge, batch.options
     bar = tqdm(total=len(batch.requests) + len(failed), desc="requests", unit="request", disable=not options.verbose)
     handles: list[Any] = []
@@ -381,7 +381,11 @@ def _answers(batch: _Batch, failed: Sequence[Request]) -> Iterator[Answer]:
 
 
 def _answer(
-    bridge: Generates, request: Request, tokens: Sequence[int], captured: Sequence[HookPoint], logits: bool = False
+    bridge: Generates,
+    request: PackedRequest,
+    tokens: Sequence[int],
+    captured: Sequence[HookPoint],
+    logits: bool = False,
 ) -> Answer:
     new = torch.tensor(list(tokens), dtype=torch.long)
     if request.error is not None:

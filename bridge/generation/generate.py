@@ -15,11 +15,11 @@ from adapters.inputs.arguments import accepted_arguments
 from adapters.paths import core_path
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.criteria import Steps
-from bridge.generation.options import Options, check_generates, check_plain_loop, prepared
+from bridge.generation.options import GenerationOptions, check_generates, check_plain_loop, prepared
 from bridge.generation.prompt import (
     Arguments,
     Generates,
-    Prompt,
+    GenerationPrompt,
     aligned,
     check_return_type,
     is_as_text,
@@ -32,7 +32,8 @@ from bridge.hooks.context import Generation, forward_pass
 from bridge.hooks.modules import Finder
 from bridge.hooks.names import named_one_by_one
 from bridge.run.protocol import Input
-from bridge.wiring.compiled import as_written, kept_as_written
+from bridge.run.tokenization import TextOptions
+from bridge.wiring.compiled import call_eagerly, forced_eager
 
 #: Options of the model's `generate` with which it processes tokens that do not stay in the sequence.
 _OTHER_RUNS = (
@@ -41,7 +42,7 @@ _OTHER_RUNS = (
 )  # fmt: skip
 
 
-def generate(bridge: Generates, input: Input, options: Options, program: nn.Module | None = None) -> Any:
+def generate(bridge: Generates, input: Input, options: GenerationOptions, program: nn.Module | None = None) -> Any:
     """Continues a prompt; see `TransformerBridge.generate`.
 
     Args:
@@ -104,7 +105,7 @@ def hf_generate(
     if return_type not in (None, "tokens", "str", "input"):
         raise ValueError(f"return_type is {return_type!r}; it must be None, 'tokens', 'str' or 'input'")
     check_generates(bridge)
-    prompt = prompt_of(bridge, input, prepend_bos, None, arguments.pop("attention_mask", None))
+    prompt = prompt_of(bridge, input, TextOptions(prepend_bos), arguments.pop("attention_mask", None))
     criteria = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
     generation = generation_of(bridge, prompt, arguments)
     with generating(bridge, generation, prompt):
@@ -117,18 +118,20 @@ def hf_generate(
     return made if return_type is None else sequences
 
 
-def run_generate(bridge: Generates, prompt: Prompt, arguments: dict[str, Any], program: nn.Module | None = None) -> Any:
+def run_generate(
+    bridge: Generates, prompt: GenerationPrompt, arguments: dict[str, Any], program: nn.Module | None = None
+) -> Any:
     """Calls the model's own `generate`, or that of a program."""
     random = bool(chosen(bridge, arguments, "do_sample"))
     bridge.wiring.check_all_alike([prompt.kwargs, arguments.get("max_new_tokens")], random)
     model = program or bridge.original_model
     generate: Any = model.generate  # nn.Module knows nothing of it
     if bridge.wiring.listening and program is None:
-        return as_written(model, generate, (), {**prompt.kwargs, **arguments})
+        return call_eagerly(model, generate, (), {**prompt.kwargs, **arguments})
     return generate(**prompt.kwargs, **arguments)
 
 
-def generation_of(bridge: Generates, prompt: Prompt, arguments: Arguments) -> Generation:
+def generation_of(bridge: Generates, prompt: GenerationPrompt, arguments: Arguments) -> Generation:
     """A generation from a prompt, of which is known where in the sequence each step is.
 
     Args:
@@ -153,18 +156,18 @@ def chosen(bridge: Generates, arguments: Arguments, name: str) -> Any:
 
 
 @contextmanager
-def generating(bridge: Generates, generation: Generation, prompt: Prompt) -> Iterator[None]:
+def generating(bridge: Generates, generation: Generation, prompt: GenerationPrompt) -> Iterator[None]:
     """A generation from a prompt: a run of its own, whose steps `generation` counts from 0."""
     if bridge.wiring.listening:
         bridge.wiring.check_in_place()
     find = Finder(bridge.original_model, core_path(bridge.original_model))
-    with forward_pass(generation) as run, kept_as_written(find) if bridge.wiring.listening else nullcontext():
+    with forward_pass(generation) as run, forced_eager(find) if bridge.wiring.listening else nullcontext():
         run.gradients = False
         run.take_arguments(bridge.core, prompt.kwargs)
         yield
 
 
-def _step_recorder(bridge: Generates, options: Options, arguments: dict[str, Any]) -> StepRecorder:
+def _step_recorder(bridge: Generates, options: GenerationOptions, arguments: dict[str, Any]) -> StepRecorder:
     check_plain_loop(bridge, "return_cache", "Use run_with_cache on the finished sequence")
     refused = [name for name in _OTHER_RUNS if chosen(bridge, arguments, name)]
     refused += [name for name in ("num_beams", "guidance_scale") if (chosen(bridge, arguments, name) or 1) != 1]

@@ -14,15 +14,16 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 
 from adapters.inputs.arguments import accepted_arguments, takes
 from bridge.generation.criteria import FrequencyPenalty, StopStrings
-from bridge.generation.prompt import Arguments, Generates, Prompt, prompt_of
+from bridge.generation.prompt import Arguments, Generates, GenerationPrompt, prompt_of
 from bridge.hooks.arguments import check_types
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.run.model_inputs import TAKEN_BY
 from bridge.run.protocol import Input
+from bridge.run.tokenization import TextOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class GenerationOptions:
     """The arguments of `TransformerBridge.generate` but for the prompt, with the same meaning and defaults."""
 
     max_new_tokens: int = 10
@@ -50,7 +51,7 @@ class Options:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Options:
+    def of(cls, arguments: Mapping[str, Any]) -> GenerationOptions:
         """From keyword arguments, of which those that are none of ours are `more`."""
         ours = {f.name for f in fields(cls)} - {"more"}
         known = {name: value for name, value in arguments.items() if name in ours}
@@ -84,7 +85,7 @@ def check_plain_loop(bridge: Generates, wanted: str, instead: str) -> None:
         )
 
 
-def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt, Arguments]:
+def prepared(bridge: Generates, input: Input, options: GenerationOptions) -> tuple[GenerationPrompt, Arguments]:
     """The prompt, and the arguments of the model's `generate` besides.
 
     Args:
@@ -100,7 +101,8 @@ def prepared(bridge: Generates, input: Input, options: Options) -> tuple[Prompt,
     more = dict(options.more)
     _check_known(bridge, more)
     _check_used(options, more)
-    prompt = prompt_of(bridge, input, options.prepend_bos, options.padding_side, more.pop("attention_mask", None))
+    text = TextOptions(options.prepend_bos, options.padding_side)
+    prompt = prompt_of(bridge, input, text, more.pop("attention_mask", None))
     if prompt.tokens is not None and "input_ids" in prompt.kwargs and "attention_mask" not in prompt.kwargs:
         prompt.kwargs["attention_mask"] = inferred_mask(bridge, prompt.tokens, options.eos_token_id, more)
     _check_room(bridge, prompt, options.max_new_tokens)
@@ -152,7 +154,7 @@ def inferred_mask(
     return torch.ones_like(tokens)
 
 
-def _ending(bridge: Generates, options: Options, more: Arguments) -> Arguments:
+def _ending(bridge: Generates, options: GenerationOptions, more: Arguments) -> Arguments:
     """What ends a row, and what fills it up afterwards."""
     given: Arguments = {}
     ending = options.eos_token_id
@@ -176,20 +178,20 @@ def _check_known(bridge: Generates, more: Arguments) -> None:
     for name in more:
         if name == "generation_config":
             raise TypeError(
-                "generation_config is not taken beside the arguments of generate, which would have to be told from it: "
+                "generation_config is not taken together with the arguments of generate, which might contradict it: "
                 "give what it says as arguments, set it on the model (hf_model.generation_config), or use hf_generate"
             )
         if name not in known and name in TAKEN_BY:
             raise TypeError(f"{name!r} is no argument of generate: {TAKEN_BY[name]}")
         if name not in known:
-            ours = ["input", *(f.name for f in fields(Options))]
+            ours = ["input", *(f.name for f in fields(GenerationOptions))]
             raise TypeError(
                 f"{name!r} is an argument of neither generate nor GenerationConfig nor "
                 f"{type(bridge.core).__name__}.{suggestion(name, (*ours, *known))}"
             )
 
 
-def _check_used(options: Options, more: Mapping[str, Any]) -> None:
+def _check_used(options: GenerationOptions, more: Mapping[str, Any]) -> None:
     """Refuses arguments that would be taken and have no effect.
 
     Raises:
@@ -197,7 +199,8 @@ def _check_used(options: Options, more: Mapping[str, Any]) -> None:
     """
     if more.get("max_length") is not None:
         raise ValueError(
-            f"max_length={more['max_length']} would have no effect beside max_new_tokens={options.max_new_tokens}: "
+            f"max_length={more['max_length']} would have no effect together with "
+            f"max_new_tokens={options.max_new_tokens}: "
             "say with max_new_tokens how many tokens to make"
         )
     for name in ("return_dict_in_generate", "output_scores", "output_attentions", "output_hidden_states"):
@@ -213,7 +216,7 @@ def _check_used(options: Options, more: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_room(bridge: Generates, prompt: Prompt, max_new_tokens: int) -> None:
+def _check_room(bridge: Generates, prompt: GenerationPrompt, max_new_tokens: int) -> None:
     cfg = bridge.cfg
     if cfg.n_ctx is None or bridge.core.config.is_encoder_decoder:
         return

@@ -25,7 +25,7 @@ Edit = tuple[int | None, HookFunction]
 
 
 @dataclass
-class Request:
+class PackedRequest:
     """One request, while it is generated and afterwards.
 
     Attributes:
@@ -48,7 +48,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Part:
+class RequestPart:
     """What of a packed pass belongs to one request.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part:
         first: the place of its first token in its sequence.
     """
 
-    request: Request
+    request: PackedRequest
     queries: tuple[int, int]
     keys: Mapping[str, tuple[int, int]]
     first: int
@@ -73,11 +73,11 @@ class Packed:
         totals: how many keys there are in all, by the kind of attention.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[RequestPart]
     totals: Mapping[str, int]
 
     @classmethod
-    def of(cls, requests: Sequence[Request], kwargs: Mapping[str, Any]) -> Packed:
+    def of(cls, requests: Sequence[PackedRequest], kwargs: Mapping[str, Any]) -> Packed:
         """The pass that a model is called for.
 
         Args:
@@ -91,12 +91,12 @@ class Packed:
         for number, request in enumerate(requests):
             begin, end = ends[number], ends[number + 1]
             of_keys = {kind: (counts[number], counts[number + 1]) for kind, counts in keys.items()}
-            parts.append(Part(request, (begin, end), of_keys, first[begin]))
+            parts.append(RequestPart(request, (begin, end), of_keys, first[begin]))
             request.generation.processed = first[begin] + end - begin
             request.generation.step = max(0, request.generation.processed - len(request.prompt))
         return cls(parts, {kind: counts[len(requests)] for kind, counts in keys.items()})
 
-    def index(self, part: Part, axes: Sequence[str], shape: Sequence[int], name: str) -> tuple[slice, ...]:
+    def index(self, part: RequestPart, axes: Sequence[str], shape: Sequence[int], name: str) -> tuple[slice, ...]:
         """The part of an activation that belongs to a request.
 
         Args:
@@ -140,7 +140,7 @@ def check_tells_apart(hook: HookPoint) -> None:
         )
 
 
-class AtPoint:
+class PackedHook:
     """The listener's function at one hook point: edits each request's part, and keeps it.
 
     Args:
@@ -157,7 +157,7 @@ class AtPoint:
         now: Callable[[], Packed],
         edits: Sequence[Edit],
         capture: bool,
-        failed: Callable[[Request, BaseException], None],
+        failed: Callable[[PackedRequest, BaseException], None],
     ) -> None:
         self._now, self._capture, self._failed = now, capture, failed
         self._of_all = [fn for who, fn in edits if who is None]

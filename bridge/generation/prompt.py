@@ -19,7 +19,7 @@ from bridge.hooks.names import NamesFilter
 from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
 from bridge.run.model_inputs import check_zero_or_one
 from bridge.run.protocol import Input
-from bridge.run.tokenization import HasTokenizer, batch_of
+from bridge.run.tokenization import HasTokenizer, TextOptions, batch_of
 from bridge.wiring.wiring import Wiring
 
 #: Arguments of the model's own `generate`.
@@ -47,13 +47,13 @@ class Generates(AnalysedModel, HasTokenizer, Protocol):
 
 
 @dataclass
-class Prompt:
+class GenerationPrompt:
     """What generation starts from.
 
     Attributes:
         kwargs: the prompt as arguments of the model's `generate`.
         tokens: ``[batch, pos]``, with padding in front; None for embeddings.
-        padding: how many tokens of padding stand before each row.
+        padding: how many tokens of padding come before each row.
         to_the_right: the user wants padding behind the rows.
         kind: ``"str"``, ``"list"`` or ``"tokens"``: what the user passed.
     """
@@ -68,15 +68,15 @@ class Prompt:
 def prompt_of(
     bridge: Generates,
     input: Input,
-    prepend_bos: bool | None = None,
-    padding_side: str | None = None,
+    options: TextOptions,
     mask: Shaped[Tensor, "batch pos"] | None = None,
-) -> Prompt:
+) -> GenerationPrompt:
     """The prompt with padding in front, where generation needs it.
 
     Args:
         bridge: the bridge.
-        input, prepend_bos, padding_side: as for `TransformerBridge.generate`.
+        input: as for `TransformerBridge.generate`.
+        options: how text becomes tokens; its side is that of what is returned.
         mask: ``[batch, pos]``, 1 for tokens and 0 for padding.
 
     Raises:
@@ -84,21 +84,22 @@ def prompt_of(
     """
     where = input_device(bridge.core)
     if takes(bridge.core).main is not None:
-        return _behind_images_or_sound(bridge, input, prepend_bos, mask)
+        return _behind_images_or_sound(bridge, input, options, mask)
     if mask is not None:
         check_zero_or_one("attention_mask", mask)
         mask = mask.long()
+    padding_side = options.padding_side
     if padding_side not in (None, "left", "right"):
         raise ValueError(f'padding_side is {padding_side!r}; it must be "left" or "right"')
     if isinstance(input, Tensor) and input.is_floating_point():
         check_embeddings(bridge.core, input)
         embeddings = {"inputs_embeds": (input if input.ndim == 3 else input[None]).to(where)}
         mask_too = {} if mask is None else {"attention_mask": mask.to(where)}
-        return Prompt(embeddings | mask_too, None, [0] * input.shape[0], False, "tokens")
+        return GenerationPrompt(embeddings | mask_too, None, [0] * input.shape[0], False, "tokens")
     texts = texts_in(input)
     if texts is not None:
         kind = "str" if isinstance(input, str) else "list"
-        batch = batch_of(bridge, texts, prepend_bos, "left")
+        batch = batch_of(bridge, texts, options._replace(padding_side="left"))
         tokens, mask = batch.tokens, batch.mask
         if mask is None and len(tokens):
             # Without it transformers would take a padding token for one that is not meant.
@@ -113,10 +114,12 @@ def prompt_of(
     if mask is not None:
         kwargs["attention_mask"] = mask.to(where)
     padding = [0] * len(tokens) if mask is None else (mask.cumsum(-1) == 0).sum(-1).tolist()
-    return Prompt(kwargs, kwargs["input_ids"], padding, padding_side == "right", kind)
+    return GenerationPrompt(kwargs, kwargs["input_ids"], padding, padding_side == "right", kind)
 
 
-def _behind_images_or_sound(bridge: Generates, input: Input, prepend_bos: bool | None, mask: Tensor | None) -> Prompt:
+def _behind_images_or_sound(
+    bridge: Generates, input: Input, options: TextOptions, mask: Tensor | None
+) -> GenerationPrompt:
     """The prompt of a model whose first blocks read images or sound: these, or what its decoder begins with.
 
     Raises:
@@ -125,12 +128,12 @@ def _behind_images_or_sound(bridge: Generates, input: Input, prepend_bos: bool |
     taken, where = takes(bridge.core), input_device(bridge.core)
     given: Arguments = {} if mask is None else {"attention_mask": mask.to(where)}
     if isinstance(input, Tensor) and input.is_floating_point():
-        return Prompt({taken.main or "": input.to(where), **given}, None, [0] * len(input), False, "tokens")
+        return GenerationPrompt({taken.main or "": input.to(where), **given}, None, [0] * len(input), False, "tokens")
     if isinstance(input, str) and not input:  # the images or the sound alone, by their name
-        return Prompt(given, None, [0], False, "str")
+        return GenerationPrompt(given, None, [0], False, "str")
     texts = texts_in(input)
     if texts is not None:
-        batch = batch_of(bridge, texts, prepend_bos, "left")
+        batch = batch_of(bridge, texts, options._replace(padding_side="left"))
         tokens, kind = batch.tokens, "str" if isinstance(input, str) else "list"
         if batch.mask is not None:
             given["decoder_attention_mask"] = batch.mask.to(where)
@@ -138,7 +141,7 @@ def _behind_images_or_sound(bridge: Generates, input: Input, prepend_bos: bool |
         tokens, kind = as_tokens(input), "tokens"
     check_ids(bridge.wiring.embedding, bridge.cfg, tokens, "the prompt")
     given["decoder_input_ids"] = tokens.to(where)
-    return Prompt(given, given["decoder_input_ids"], [0] * len(tokens), False, kind)
+    return GenerationPrompt(given, given["decoder_input_ids"], [0] * len(tokens), False, kind)
 
 
 def check_return_type(return_type: str | None) -> None:
@@ -151,7 +154,7 @@ def check_return_type(return_type: str | None) -> None:
         raise ValueError(f'return_type is {return_type!r}; it must be "input", "str", "tokens" or None')
 
 
-def is_as_text(return_type: str | None, prompt: Prompt) -> bool:
+def is_as_text(return_type: str | None, prompt: GenerationPrompt) -> bool:
     """Whether text is to be returned."""
     return return_type == "str" or (return_type == "input" and prompt.kind != "tokens")
 
@@ -162,7 +165,9 @@ def decode(bridge: HasTokenizer, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def rows_of(bridge: Generates, prompt: Prompt, sequences: Int[Tensor, "batch pos"], copies: int) -> list[Tensor]:
+def rows_of(
+    bridge: Generates, prompt: GenerationPrompt, sequences: Int[Tensor, "batch pos"], copies: int
+) -> list[Tensor]:
     """Each row without the padding in front of it.
 
     Args:
@@ -175,13 +180,15 @@ def rows_of(bridge: Generates, prompt: Prompt, sequences: Int[Tensor, "batch pos
     return [row[prompt.padding[i // copies] :] for i, row in enumerate(sequences)]
 
 
-def texts_of(bridge: Generates, rows: Sequence[Tensor], prompt: Prompt) -> str | list[str]:
+def texts_of(bridge: Generates, rows: Sequence[Tensor], prompt: GenerationPrompt) -> str | list[str]:
     """The text of each row; of one text, its text alone."""
     texts = [decode(bridge, row.tolist()) for row in rows]
     return texts[0] if prompt.kind == "str" and len(texts) == 1 else texts
 
 
-def aligned(rows: Sequence[Tensor], sequences: Int[Tensor, "batch pos"], prompt: Prompt) -> Int[Tensor, "batch pos"]:
+def aligned(
+    rows: Sequence[Tensor], sequences: Int[Tensor, "batch pos"], prompt: GenerationPrompt
+) -> Int[Tensor, "batch pos"]:
     """The sequences, with the padding of the prompt on the side that was asked for."""
     if not prompt.to_the_right:
         return sequences

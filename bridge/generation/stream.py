@@ -18,8 +18,8 @@ from transformers.generation import BaseStreamer
 
 from bridge.generation.criteria import Steps
 from bridge.generation.generate import generating, generation_of, run_generate
-from bridge.generation.options import Options, check_plain_loop, prepared
-from bridge.generation.prompt import Generates, Prompt, check_return_type, decode, is_as_text
+from bridge.generation.options import GenerationOptions, check_plain_loop, prepared
+from bridge.generation.prompt import Generates, GenerationPrompt, check_return_type, decode, is_as_text
 from bridge.run.protocol import Input
 
 #: Of a stream: the prompt, or what comes next.
@@ -92,7 +92,7 @@ def stream(bridge: Generates, input: Input, arguments: dict[str, Any]) -> Iterat
     for name in ("names_filter", "device"):
         if arguments.get(name) is not None:
             raise ValueError(f"{name} is of a cache, and a stream has none")
-    options = Options.of(arguments)
+    options = GenerationOptions.of(arguments)
     check_return_type(options.return_type)
     check_plain_loop(bridge, "a stream", "Use generate")
     prompt, given = prepared(bridge, input, options)
@@ -105,7 +105,7 @@ def stream(bridge: Generates, input: Input, arguments: dict[str, Any]) -> Iterat
 
 
 def _stream(
-    bridge: Generates, prompt: Prompt, arguments: dict[str, Any], as_text: bool, verbose: bool
+    bridge: Generates, prompt: GenerationPrompt, arguments: dict[str, Any], as_text: bool, verbose: bool
 ) -> Iterator[Any]:
     bar = tqdm(total=arguments["max_new_tokens"], desc="generating", unit="token", disable=not verbose)
     generation = generation_of(bridge, prompt, arguments)
@@ -135,7 +135,7 @@ def _stream(
         bar.close()
 
 
-def _pieces(bridge: Generates, streamer: QueueStreamer, prompt: Prompt, as_text: bool) -> Iterator[Any]:
+def _pieces(bridge: Generates, streamer: QueueStreamer, prompt: GenerationPrompt, as_text: bool) -> Iterator[Any]:
     """The stream of tokens as pieces of what the user asked for."""
     rows: list[TextPieces] = []
     first = True
@@ -166,7 +166,7 @@ def _pieces(bridge: Generates, streamer: QueueStreamer, prompt: Prompt, as_text:
             yield rest[0] if prompt.kind == "str" and len(rest) == 1 else rest
 
 
-def _skips(prompt: Prompt, rows: int) -> list[int]:
+def _skips(prompt: GenerationPrompt, rows: int) -> list[int]:
     copies = rows // len(prompt.padding)
     return [prompt.padding[i // copies] for i in range(rows)]
 

@@ -21,12 +21,12 @@ Take = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
-class Places:
+class RowAxes:
     """Where a hook point's activation has its batch and its positions.
 
     Attributes:
         position: the axis of the positions that make rows.
-        keys: the axis of the keys, where there is one beside it.
+        keys: the axis of the keys, where there is one besides it.
         fill: what stands for keys that an input does not reach.
     """
 
@@ -35,7 +35,7 @@ class Places:
     fill: float
 
     @classmethod
-    def of(cls, point: HookPoint) -> Places:
+    def of(cls, point: HookPoint) -> RowAxes:
         """The places of a hook point.
 
         Raises:

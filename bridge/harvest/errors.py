@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HarvestError(ValueError):
-    """A harvest cannot be made, gone on with, or read as asked."""
+    """A harvest cannot be made, continued, or read as asked."""
 
 
 class MixError(HarvestError):
@@ -18,7 +18,7 @@ class MixError(HarvestError):
         self.differences = differences
         said = "; ".join(f"{name}: it has {old!r}, given was {new!r}" for name, old, new in differences)
         super().__init__(
-            f"{folder} holds a harvest that this one cannot go on with ({said}). "
+            f"{folder} holds a harvest that this one cannot continue ({said}). "
             "Give the same, or another folder for `out`."
         )
 

@@ -21,6 +21,7 @@ from bridge.bases.placing import modules_of
 from bridge.bridge import TransformerBridge
 from bridge.harvest.errors import HarvestError
 from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.written import adapters_at_work
 from bridge.interventions import Operation
 
 
@@ -75,7 +76,8 @@ def of_module(module: nn.Module) -> str:
 
 
 def of_model(bridge: TransformerBridge) -> dict[str, str]:
-    """What tells a model from another: its class, configuration and weights, and where its adapter puts the points.
+    """What tells a model from another: its class, configuration and weights, which adapters of PEFT are at work, and
+    where its own puts the points.
 
     Args:
         bridge: the bridge.
@@ -84,9 +86,11 @@ def of_model(bridge: TransformerBridge) -> dict[str, str]:
     for varying in ("_name_or_path", "transformers_version", "architectures"):
         config.pop(varying, None)
     placed = bridge.bases
+    adapters = adapters_at_work(bridge.original_model)
     declared = [hook.point for hook in bridge.hook_dict.values() if hook not in placed]
     return {
         **({"bases": digest(*(_of_basis(hook) for hook in placed))} if placed else {}),
+        **({"adapters at work": digest(repr(adapters))} if adapters else {}),
         "class": type(bridge.core).__name__,
         "config": digest(json.dumps(config, sort_keys=True, default=str)),
         "weights": of_module(bridge.original_model),

@@ -10,14 +10,14 @@ from bridge.harvest.options import FileFormat
 from bridge.harvest.packing import ShardInput
 from bridge.harvest.rows import RowMaker
 from bridge.harvest.shards import ShardWriter
-from bridge.harvest.storage import Folder, Record
+from bridge.harvest.storage import Folder, ShardRecord
 
 #: Called with each whole shard's record and the seconds that it took in the model.
-Done = Callable[[Record, float], None]
+Done = Callable[[ShardRecord, float], None]
 _AHEAD = 2  # record batches that wait to be written, at most
 
 
-class Background:
+class BackgroundWriter:
     """One thread that writes in the order in which it is told, and nothing more after an error."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def run_local(
         shards: what to make them from.
         done: called for each.
     """
-    background = Background()
+    background = BackgroundWriter()
     open_writers: list[ShardWriter] = []
     spent = maker.model_seconds
     try:

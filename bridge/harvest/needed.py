@@ -1,4 +1,4 @@
-"""What this room needs beside the package's own dependencies. It is imported first, to say so."""
+"""What this room needs in addition to the package's own dependencies. It is imported first, to say so."""
 
 from __future__ import annotations
 

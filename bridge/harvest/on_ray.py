@@ -20,15 +20,15 @@ import torch
 from bridge.harvest.errors import HarvestError, WriteError
 from bridge.harvest.fingerprint import of_module
 from bridge.harvest.local import Done
-from bridge.harvest.options import ModelSource, Options
+from bridge.harvest.options import HarvestOptions, ModelSource
 from bridge.harvest.packing import ShardInput
 from bridge.harvest.rows import RowMaker
 from bridge.harvest.shards import write_shard
-from bridge.harvest.storage import Folder, Record
+from bridge.harvest.storage import Folder, ShardRecord
 
 
 @dataclass(frozen=True)
-class Pool:
+class WorkerPool:
     """The workers.
 
     Attributes:
@@ -69,7 +69,7 @@ class ShardWorker:
             raise HarvestError(
                 f"the model {model.name!r} that a worker loaded has other weights than the one this call began with"
             )
-        self.options: Options = pickle.loads(options)
+        self.options: HarvestOptions = pickle.loads(options)
         self.maker = RowMaker(bridge, self.options, batch_size)
         self.folder = Folder(folder)
 
@@ -139,12 +139,12 @@ def installed() -> Any:
 
 def run_ray(
     model: ModelSource,
-    options: Options,
+    options: HarvestOptions,
     batch_size: int,
     folder: Folder,
     weights: str,
     shards: Iterable[ShardInput],
-    pool: Pool,
+    pool: WorkerPool,
     done: Done,
 ) -> None:
     """Makes shards on a pool of Ray actors.
@@ -175,7 +175,7 @@ def run_ray(
             ray.shutdown()
 
 
-def _check_resources(ray: Any, pool: Pool) -> None:
+def _check_resources(ray: Any, pool: WorkerPool) -> None:
     there = ray.cluster_resources()
     for kind, each in (("CPU", pool.cpus), ("GPU", pool.gpus)):
         if each * pool.workers > there.get(kind, 0):
@@ -186,8 +186,8 @@ def _check_resources(ray: Any, pool: Pool) -> None:
 
 
 def _run(
-    ray: Any, model: ModelSource, options: Options, batch_size: int, folder: Folder, weights: str,
-    shards: Iterable[ShardInput], pool: Pool, done: Done,
+    ray: Any, model: ModelSource, options: HarvestOptions, batch_size: int, folder: Folder, weights: str,
+    shards: Iterable[ShardInput], pool: WorkerPool, done: Done,
 ) -> None:  # fmt: skip
     queues, data = importlib.import_module("ray.util.queue"), importlib.import_module("ray.data")
     queue = queues.Queue(maxsize=2 * pool.workers)
@@ -221,7 +221,7 @@ def _run(
         for row in made.iter_rows():
             if row["error"]:
                 raise pickle.loads(row["error"])
-            record = Record(**json.loads(row["record"]))
+            record = ShardRecord(**json.loads(row["record"]))
             received.add(record.index)
             done(record, float(row["seconds"]))
     finally:
@@ -236,6 +236,6 @@ def _run(
         raise HarvestError(f"shards {lost} were lost with a worker; the same call makes them")
 
 
-def pickle_options(options: Options) -> bytes:
+def pickle_options(options: HarvestOptions) -> bytes:
     """Options as bytes, the user's functions by value."""
     return bytes(importlib.import_module("ray.cloudpickle").dumps(options))

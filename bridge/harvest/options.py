@@ -14,7 +14,7 @@ from bridge.bridge import TransformerBridge
 from bridge.embedded import MODEL_DIR
 from bridge.harvest.errors import HarvestError
 from bridge.harvest.fingerprint import of_value
-from bridge.harvest.packing import Tokens
+from bridge.harvest.packing import Tokenization
 from bridge.harvest.reductions import Reduction, Rows, TopPositions
 from bridge.hooks.arguments import shown
 from bridge.hooks.listener import HookFunction
@@ -27,11 +27,11 @@ Special = Literal["bos", "eos", "sep", "cls", "pad"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """What decides the rows, beside the model, the tokenizer and the source. See `harvest` for the fields."""
+class HarvestOptions:
+    """What decides the rows, in addition to the model, the tokenizer and the source. See `harvest` for the fields."""
 
     hook_points: tuple[str, ...]
-    tokens: Tokens
+    tokens: Tokenization
     dtype: DType
     tokens_per_shard: int
     max_tokens: int | None

@@ -35,7 +35,7 @@ START = Cursor(0, 0, xxhash.xxh3_128().hexdigest())
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokenization:
     """How documents become the model's inputs.
 
     Attributes:
@@ -59,7 +59,7 @@ class ShardInput:
         index: the shard's place.
         first_sequence: the number of its first input among all.
         tokens: ``[token]``, the inputs one after another.
-        documents: ``[token]``, the number of the document that a token is of (BOS: the document that it stands before).
+        documents: ``[token]``, the number of the document that a token is of (BOS: the document that it comes before).
         positions: ``[token]``, the token's place in its document, in tokens; -1 for BOS and separators.
         lengths: ``[sequence]``, how many tokens each input has.
         after: the place in the source behind them.
@@ -82,7 +82,7 @@ class ShardInput:
 
 
 @dataclass
-class _Gathered:
+class _PendingInputs:
     """Inputs on their way to a shard."""
 
     tokens: list[np.ndarray[Any, np.dtype[Any]]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class _Gathered:
     count: int = 0
 
 
-class Reader:
+class SourceReader:
     """Reads a source, and knows what it has read.
 
     Args:
@@ -104,7 +104,7 @@ class Reader:
         read: documents that were begun.
     """
 
-    def __init__(self, source: Source, tokenizer: Any, tokens: Tokens) -> None:
+    def __init__(self, source: Source, tokenizer: Any, tokens: Tokenization) -> None:
         self.source, self.tokenizer, self.tokens = source, tokenizer, tokens
         self.read = 0
         self._hash = xxhash.xxh3_128()
@@ -123,7 +123,7 @@ class Reader:
         Raises:
             HarvestError: the source does not begin with the documents that `after` was behind.
         """
-        gathered, total = _Gathered(), 0
+        gathered, total = _PendingInputs(), 0
         place = (after.documents, after.offset)
         for tokens, documents, positions, place in self._sequences(after):
             gathered.tokens.append(tokens)
@@ -136,7 +136,7 @@ class Reader:
             if gathered.count >= per_shard or enough:
                 shard = _shard(gathered, index, sequence, self._cursor(place))
                 yield shard
-                index, sequence, gathered = index + 1, sequence + len(shard.lengths), _Gathered()
+                index, sequence, gathered = index + 1, sequence + len(shard.lengths), _PendingInputs()
                 if enough:
                     return
         if gathered.count:
@@ -251,7 +251,7 @@ class Reader:
         return np.concatenate(tokens), np.concatenate(documents), np.concatenate(positions), place
 
 
-def _shard(gathered: _Gathered, index: int, sequence: int, after: Cursor) -> ShardInput:
+def _shard(gathered: _PendingInputs, index: int, sequence: int, after: Cursor) -> ShardInput:
     return ShardInput(
         index,
         sequence,

@@ -125,7 +125,7 @@ Rows = Literal["all", "mean", "last"] | TopPositions
 
 
 @dataclass
-class Chosen:
+class ChosenRows:
     """Which rows of a batch are written.
 
     Attributes:
@@ -155,7 +155,7 @@ class Chosen:
         return sums / counts.reshape(-1, *[1] * (rows.ndim - 1))
 
 
-def choose(rows: Rows, segments: Int[Tensor, "row"], activations: dict[str, Tensor]) -> Chosen:
+def choose(rows: Rows, segments: Int[Tensor, "row"], activations: dict[str, Tensor]) -> ChosenRows:
     """Which rows of a batch are written.
 
     Args:
@@ -167,13 +167,13 @@ def choose(rows: Rows, segments: Int[Tensor, "row"], activations: dict[str, Tens
         HarvestError: a function that gives something else than ``[row]``.
     """
     if rows == "all":
-        return Chosen(torch.arange(len(segments)))
+        return ChosenRows(torch.arange(len(segments)))
     _, groups, sizes = torch.unique_consecutive(segments, return_inverse=True, return_counts=True)
     last = sizes.cumsum(0) - 1
     if rows == "last":
-        return Chosen(last)
+        return ChosenRows(last)
     if rows == "mean":
-        return Chosen(last, groups)
+        return ChosenRows(last, groups)
     assert isinstance(rows, TopPositions)
     scores = rows.function(activations[rows.point])
     if not isinstance(scores, Tensor) or scores.shape != segments.shape:
@@ -184,4 +184,4 @@ def choose(rows: Rows, segments: Int[Tensor, "row"], activations: dict[str, Tens
     for start, size in zip((last + 1 - sizes).tolist(), sizes.tolist(), strict=True):
         best = scores[start : start + size].topk(min(rows.k, size)).indices
         kept.append(start + best.sort().values)
-    return Chosen(torch.cat(kept) if kept else last)
+    return ChosenRows(torch.cat(kept) if kept else last)

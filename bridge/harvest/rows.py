@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
-from bridge.harvest.capture import Places, model_arguments, run, stop_layer
+from bridge.harvest.capture import RowAxes, model_arguments, run, stop_layer
 from bridge.harvest.errors import HarvestError
-from bridge.harvest.options import Options
+from bridge.harvest.options import HarvestOptions
 from bridge.harvest.packing import ShardInput
-from bridge.harvest.reductions import Chosen, TopPositions, choose
+from bridge.harvest.reductions import ChosenRows, TopPositions, choose
 
 #: The columns of every row that say where it is from, and their types.
 ID_COLUMNS = {
@@ -94,12 +94,12 @@ class RowMaker:
         UnknownHookError: a name that no hook point has.
     """
 
-    def __init__(self, bridge: TransformerBridge, options: Options, batch_size: int) -> None:
+    def __init__(self, bridge: TransformerBridge, options: HarvestOptions, batch_size: int) -> None:
         self.bridge, self.options, self.batch_size = bridge, options, batch_size
         hooks = list(dict.fromkeys(bridge.names.find(name) for name in options.hook_points))
         self.points = [hook.name for hook in hooks]
         self._hooks = hooks
-        self._places = {hook.name: Places.of(hook) for hook in hooks}
+        self._places = {hook.name: RowAxes.of(hook) for hook in hooks}
         self._stop = stop_layer(bridge, hooks)
         self._interventions = [(bridge.names.find(name).name, fn) for name, fn in options.interventions]
         self._check_interventions()
@@ -127,7 +127,7 @@ class RowMaker:
             depth = self.bridge.names.find(name).point.depth
             if self._stop is not None and depth >= self._stop:
                 raise HarvestError(
-                    f"the intervention at {name} stands behind every harvested hook point: it would change nothing"
+                    f"the intervention at {name} is behind every harvested hook point: it would change nothing"
                 )
 
     def batches(self, shard: ShardInput) -> Iterator[pa.RecordBatch]:
@@ -168,7 +168,7 @@ class RowMaker:
     def _batch(self, shard: ShardInput, chosen: np.ndarray[Any, np.dtype[Any]], starts: np.ndarray) -> pa.RecordBatch:
         lengths = shard.lengths[chosen]
         longest = int(lengths.max())
-        # Where each token of each input stands in the shard; what pads an input stands at its first token.
+        # Where each token of each input stands in the shard; what pads an input is at its first token.
         at = np.arange(longest)
         real = at[None] < lengths[:, None]
         where = starts[chosen][:, None] + np.where(real, at[None], 0)
@@ -218,7 +218,7 @@ class RowMaker:
             raise HarvestError(f"{', '.join(missing)} did not run in a forward pass of this model")
         return found
 
-    def _columns(self, name: str, activation: Tensor, rows: Chosen) -> dict[str, Tensor]:
+    def _columns(self, name: str, activation: Tensor, rows: ChosenRows) -> dict[str, Tensor]:
         if self._rows == "all" and name not in self._reduce:
             return {name: activation}
         chosen = rows.apply(activation)

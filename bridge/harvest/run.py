@@ -16,12 +16,12 @@ from bridge.bridge import TransformerBridge
 from bridge.harvest.errors import HarvestError, MixError
 from bridge.harvest.fingerprint import digest, of_folder, of_model, of_tokenizer
 from bridge.harvest.local import run_local
-from bridge.harvest.on_ray import Pool, installed, run_ray
+from bridge.harvest.on_ray import WorkerPool, installed, run_ray
 from bridge.harvest.options import (
     DType,
     FileFormat,
+    HarvestOptions,
     ModelSource,
-    Options,
     Special,
     bos_id,
     check_choice,
@@ -29,18 +29,18 @@ from bridge.harvest.options import (
     check_number,
     special_id,
 )
-from bridge.harvest.packing import START, Cursor, Reader, ShardInput, Tokens
+from bridge.harvest.packing import START, Cursor, ShardInput, SourceReader, Tokenization
 from bridge.harvest.progress import Meter, Progress, Report
 from bridge.harvest.reductions import Reduction, Rows, TopPositions
 from bridge.harvest.rows import RowMaker, default_batch_size
 from bridge.harvest.sources import Source, as_source
-from bridge.harvest.storage import Folder, Manifest, Record
+from bridge.harvest.storage import Folder, Manifest, ShardRecord
 from bridge.hooks.listener import HookFunction
 from bridge.version import __version__
 
 Engine = Literal["local", "ray"]
 #: What makes shards and writes them, and tells of each that is whole.
-Runs = Callable[[Iterator[ShardInput], Callable[[Record, float], None]], object]
+Runs = Callable[[Iterator[ShardInput], Callable[[ShardRecord, float], None]], object]
 
 
 def harvest(
@@ -105,7 +105,7 @@ def harvest(
         device, model_dtype: for a model that is loaded by name; None: as Hugging Face chooses.
         tokenizer: for texts; None: the bridge's or the model's own.
         format: ``"arrow"`` (IPC files, memory-mapped when read) or ``"parquet"``.
-        engine: ``"local"``: this process; ``"ray"``: a pool of Ray actors. Either goes on with what the other began.
+        engine: ``"local"``: this process; ``"ray"``: a pool of Ray actors. Either continues what the other began.
         workers, address, cpus_per_worker, gpus_per_worker: for Ray; without an address a cluster on this machine.
         progress: True for a line on the terminal; a function is called with a `Progress` after each shard.
 
@@ -143,8 +143,8 @@ def harvest(
     reader_source = as_source(source, column)
     separator_id = special_id(tokenizer, separator)
     # BOS may depend on the model: what was asked for is known before that is loaded.
-    asked = Options(
-        tuple(hook_points), Tokens(context_size, None, separator_id, pack), dtype, tokens_per_shard, max_tokens,
+    asked = HarvestOptions(
+        tuple(hook_points), Tokenization(context_size, None, separator_id, pack), dtype, tokens_per_shard, max_tokens,
         keep_special, rows, dict(reduce or {}), tuple(interventions), batch_size, format,
     )  # fmt: skip
     files = None if spec.folder is None else of_folder(spec.folder)
@@ -183,11 +183,11 @@ def harvest(
         weights = str(planned.model["weights"])
         if engine == "ray" and spec.bridge is None:
             del bridge, maker  # the workers have their own
-        reader = Reader(reader_source, tokenizer, options.tokens)
+        reader = SourceReader(reader_source, tokenizer, options.tokens)
         if engine == "local":
             run: Runs = partial(run_local, maker, folder, format)
         else:
-            pool = Pool(workers, cpus_per_worker, gpus_per_worker, address)
+            pool = WorkerPool(workers, cpus_per_worker, gpus_per_worker, address)
             run = partial(_on_ray, pool, spec, options, batch_size, folder, weights)
         meter = _write(manifest, reader, options, progress, workers if engine == "ray" else 1, run)
         _finish(folder, manifest, reader, max_tokens)
@@ -195,16 +195,16 @@ def harvest(
 
 
 def _on_ray(
-    pool: Pool, spec: ModelSource, options: Options, batch_size: int, folder: Folder, weights: str,
-    shards: Iterator[ShardInput], done: Callable[[Record, float], None],
+    pool: WorkerPool, spec: ModelSource, options: HarvestOptions, batch_size: int, folder: Folder, weights: str,
+    shards: Iterator[ShardInput], done: Callable[[ShardRecord, float], None],
 ) -> None:  # fmt: skip
     run_ray(spec, options, batch_size, folder, weights, shards, pool, done)
 
 
 def _write(
     manifest: Manifest,
-    reader: Reader,
-    options: Options,
+    reader: SourceReader,
+    options: HarvestOptions,
     progress: bool | Callable[[Progress], object],
     workers: int,
     run: Runs,
@@ -226,12 +226,12 @@ def _write(
     after, index, sequence, tokens = _resume_at(whole)
     meter = Meter(progress, reader.source.total, after.documents, workers)
 
-    def done(record: Record, seconds: float) -> None:
+    def done(record: ShardRecord, seconds: float) -> None:
         whole[record.index] = record
         meter.add(record.tokens, record.documents, seconds)
 
     most = None if options.max_tokens is None else options.max_tokens - tokens
-    ended = _Ended()
+    ended = _SourceLength()
     left = most is None or most > 0
     given = reader.shards(options.tokens_per_shard, after, index, sequence, most) if left else iter(())
     try:
@@ -260,7 +260,7 @@ def _check_numbers(
     check_number("batch_size", batch_size, 1, none=True)
 
 
-class _Ended:
+class _SourceLength:
     """How many shards the source gave."""
 
     shards = 0
@@ -283,7 +283,7 @@ def _tokenizer(spec: ModelSource) -> Any:
 
 
 def _manifest(
-    bridge: TransformerBridge, maker: RowMaker, options: Options, batch_size: int, device: str,
+    bridge: TransformerBridge, maker: RowMaker, options: HarvestOptions, batch_size: int, device: str,
     quick: dict[str, Any], source: Source,
 ) -> Manifest:  # fmt: skip
     import numpy
@@ -316,7 +316,7 @@ def _refuse_foreign(folder: Folder) -> None:
 
 
 def _refuse_mixing(folder: Folder, old: Manifest, new: Manifest) -> None:
-    """Refuses to go on with a harvest of something else.
+    """Refuses to continue a harvest of something else.
 
     Raises:
         MixError: something differs; it says what.
@@ -333,7 +333,7 @@ def _refuse_mixing(folder: Folder, old: Manifest, new: Manifest) -> None:
         raise MixError(str(folder.path), differences)
 
 
-def _resume_at(whole: dict[int, Record]) -> tuple[Cursor, int, int, int]:
+def _resume_at(whole: dict[int, ShardRecord]) -> tuple[Cursor, int, int, int]:
     """Behind the first whole shards that no other is missing between: the place, the next shard, input and token."""
     after, sequence, tokens, index = START, 0, 0, 0
     while index in whole:
@@ -343,7 +343,7 @@ def _resume_at(whole: dict[int, Record]) -> tuple[Cursor, int, int, int]:
     return after, index, sequence, tokens
 
 
-def _missing(shards: Iterator[ShardInput], whole: dict[int, Record], ended: _Ended) -> Iterator[ShardInput]:
+def _missing(shards: Iterator[ShardInput], whole: dict[int, ShardRecord], ended: _SourceLength) -> Iterator[ShardInput]:
     """The shards that are not there yet.
 
     Raises:
@@ -362,7 +362,7 @@ def _missing(shards: Iterator[ShardInput], whole: dict[int, Record], ended: _End
             )
 
 
-def _finish(folder: Folder, manifest: Manifest, reader: Reader, max_tokens: int | None) -> None:
+def _finish(folder: Folder, manifest: Manifest, reader: SourceReader, max_tokens: int | None) -> None:
     total = sum(record.tokens for record in manifest.shards)
     cut = max_tokens is not None and total >= max_tokens
     last = manifest.shards[-1]
@@ -380,7 +380,9 @@ def _check_source(manifest: Manifest, source: Source) -> None:
     if identity is not None and identity == manifest.source["identity"]:
         return
     end = manifest.source["end"]
-    Reader(source, None, Tokens(2, None, None, True)).check(Cursor(end["documents"], 0, end["source"]), end["whole"])
+    SourceReader(source, None, Tokenization(2, None, None, True)).check(
+        Cursor(end["documents"], 0, end["source"]), end["whole"]
+    )
 
 
 def _report(folder: Folder, manifest: Manifest, made: int, seconds: float, progress: Progress | None) -> Report:

@@ -15,7 +15,7 @@ from bridge.harvest.errors import HarvestError
 from bridge.harvest.options import FileFormat
 from bridge.harvest.packing import ShardInput
 from bridge.harvest.rows import ID_COLUMNS
-from bridge.harvest.storage import Folder, Record, Whole, refused
+from bridge.harvest.storage import AtomicFile, Folder, ShardRecord, refused
 
 _PIECE_BYTES = 4 * 2**20
 
@@ -58,7 +58,7 @@ class ShardWriter:
         self.folder, self.shard, self.format = folder, shard, file_format
         self.path = folder.shard(shard.index, file_format)
         self.rows = 0
-        self._file: Whole | None = None
+        self._file: AtomicFile | None = None
         self._writer: Any = None
         self._schema: pa.Schema | None = None
         self._piece = 0
@@ -85,7 +85,7 @@ class ShardWriter:
     def _open(self, schema: pa.Schema) -> None:
         self._schema, self._piece = schema, piece_rows(schema)
         try:
-            self._file = Whole(self.path)
+            self._file = AtomicFile(self.path)
             if self.format == "arrow":
                 self._writer = pa.ipc.new_file(self._file, schema)
             else:
@@ -113,8 +113,8 @@ class ShardWriter:
         self._pending = rest.combine_chunks().to_batches() if len(rest) else []
         self._held = len(rest)
 
-    def finish(self, batch_size: int) -> Record:
-        """Puts the shard in its place, and its record beside it.
+    def finish(self, batch_size: int) -> ShardRecord:
+        """Puts the shard in its place, and its record next to it.
 
         Args:
             batch_size: the smallest that it was made with.
@@ -134,7 +134,7 @@ class ShardWriter:
         activations = [field for field in self._schema if field.name not in ID_COLUMNS]
         shapes = {field.name: shape_of(field.type) for field in activations}
         after = self.shard.after
-        record = Record(
+        record = ShardRecord(
             self.shard.index, self.path.name, self.rows, len(self.shard.lengths), len(self.shard.tokens),
             self._file.size, checksum, self.shard.fingerprint(), after.documents, after.offset, after.source,
             {name: {"shape": shape, "dtype": kind} for name, (shape, kind) in shapes.items()}, batch_size,
@@ -150,7 +150,7 @@ class ShardWriter:
 
 def write_shard(
     folder: Folder, shard: ShardInput, file_format: FileFormat, rows: Iterable[pa.RecordBatch], used: Callable[[], int]
-) -> Record:
+) -> ShardRecord:
     """Writes one shard.
 
     Args:

@@ -21,8 +21,8 @@ FORMAT = "transformer-bridge activations 1"
 _TEMPORARY = ".tmp"
 
 
-class Whole:
-    """A file that is written beside its place and put there in one step when it is whole.
+class AtomicFile:
+    """A file that is written next to its final path and renamed when it is complete.
 
     Args:
         path: its place.
@@ -91,7 +91,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Whole]:
+def whole(path: Path) -> Iterator[AtomicFile]:
     """A file that is in its place after the ``with`` statement, or not there if that raised.
 
     Args:
@@ -102,7 +102,7 @@ def whole(path: Path) -> Iterator[Whole]:
     """
     file = None
     try:
-        file = Whole(path)
+        file = AtomicFile(path)
         yield file
         file.commit()
     except BaseException as error:
@@ -124,7 +124,7 @@ def refused(path: Path, error: OSError) -> WriteError:
 
 
 @dataclass(frozen=True)
-class Record:
+class ShardRecord:
     """What is known of one whole shard.
 
     Attributes:
@@ -176,7 +176,7 @@ class Manifest:
     source: dict[str, Any]
     quick: dict[str, Any]
     complete: bool = False
-    shards: list[Record] = field(default_factory=list)
+    shards: list[ShardRecord] = field(default_factory=list)
 
 
 class Folder:
@@ -210,16 +210,16 @@ class Folder:
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
             raise HarvestError(f"{place} is no manifest of a harvest in the format {FORMAT!r}")
         found.pop("totals")
-        shards = [Record(**record) for record in found.pop("shards")]
+        shards = [ShardRecord(**record) for record in found.pop("shards")]
         if not found["complete"]:
             shards = self.whole_shards()
         return Manifest(**found, shards=shards)
 
-    def whole_shards(self) -> list[Record]:
+    def whole_shards(self) -> list[ShardRecord]:
         """The records of the shards that are there in full, by index."""
         found = []
         for place in sorted(self.records.glob("shard-*.json")):
-            record = Record(**json.loads(place.read_text(encoding="utf-8")))
+            record = ShardRecord(**json.loads(place.read_text(encoding="utf-8")))
             shard = self.path / record.file
             if shard.exists() and shard.stat().st_size == record.size:
                 found.append(record)
@@ -232,7 +232,7 @@ class Folder:
         content = {"format": FORMAT, "totals": totals, **asdict(manifest)}
         self._write_json(self.path / "manifest.json", content)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: ShardRecord) -> None:
         """Notes that a shard is whole."""
         self._write_json(self.records / (Path(record.file).stem + ".json"), asdict(record))
 

@@ -23,7 +23,7 @@ from bridge.hooks.listener import Listener, Scope
 T = TypeVar("T")
 
 
-class Named(Protocol):
+class NamedPoint(Protocol):
     """A hook point, as those know it who call functions at it.
 
     Attributes:
@@ -47,7 +47,7 @@ class SourceSite(Protocol):
         """The module that it stands on; None where it stands on none any more."""
 
 
-class EndsWithThePass(Protocol):
+class RunsWithPass(Protocol):
     """What runs in step with a forward pass."""
 
     def end(self) -> None:
@@ -60,7 +60,7 @@ class Generation:
     Attributes:
         step: 0 for the prompt, 1 for the first token that was generated, and so on.
         prompt: how many tokens the prompt has, padding included; None where that is not known.
-        padding: how many tokens of padding stand before each row.
+        padding: how many tokens of padding come before each row.
         of_decoder: it is the decoder's sequence that grows.
         in_order: each step processes the tokens that the sequence has gained, or all of them.
         processed: how many tokens of the sequence are processed after the present pass, where `step` does not say.
@@ -85,21 +85,21 @@ class Generation:
         return (self.prompt or 0) + self.step if self.processed is None else self.processed
 
 
-class Remembered:
+class PassMemory:
     """What a forward pass remembers, in a run or in a program.
 
     Attributes:
         written: what was written at points that others follow, by their names (see `Point.linked`).
-        bodies: what runs in step with it, by what made it (see `EndsWithThePass`).
+        bodies: what runs in step with it, by what made it (see `RunsWithPass`).
     """
 
     __slots__ = ("bodies", "written")
 
     def __init__(self) -> None:
         self.written: dict[str, Tensor] = {}
-        self.bodies: dict[object, EndsWithThePass] = {}
+        self.bodies: dict[object, RunsWithPass] = {}
 
-    def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
+    def tensor_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
         """What passed a site: the module called there, and the tensor; None where nothing did."""
         raise NotImplementedError
 
@@ -108,17 +108,17 @@ class Pass(Protocol):
     """A forward pass as hook points meet it: that of a run, or that of a program."""
 
     @property
-    def run(self) -> Remembered | None:
+    def run(self) -> PassMemory | None:
         """What it remembers; None where the code does not run in a pass."""
 
-    def show(self, listener: Listener, act: Tensor, point: Named) -> None:
+    def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
         """Shows an activation to a listener that only looks."""
 
-    def ask(self, listener: Listener, given: Tensor, point: Named) -> Any:
+    def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """What a user's function returns for a copy of an activation."""
 
 
-class ForwardPass(Remembered):
+class ForwardPass(PassMemory):
     """What the forward pass of a run remembers. It ends with the pass, and holds no tensor afterwards.
 
     Attributes:
@@ -187,7 +187,7 @@ class ForwardPass(Remembered):
         if isinstance(given, Tensor) and embedding is not None:
             self.embeddings = embedding, given
 
-    def seen_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
+    def tensor_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
         """What passed a site: the module called there, and the tensor; None where nothing did.
 
         Embeddings that were given in place of tokens passed where the model's own would have.
@@ -233,11 +233,11 @@ class RunContext:
         self.visible = shared | own if own else shared
         self._outside: RunContext | None = None
 
-    def show(self, listener: Listener, act: Tensor, point: Named) -> None:
+    def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
         """Shows an activation to a listener that only looks."""
         listener.fn(act, hook=point)
 
-    def ask(self, listener: Listener, given: Tensor, point: Named) -> Any:
+    def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
         """Calls a user's function outside of the run, since what it computes is not the model's. This context is that
         of the present code.
         """
@@ -280,7 +280,7 @@ def _takes_hook(fn: Callable[..., Any]) -> bool:
 CURRENT: ContextVar[RunContext] = ContextVar("transformer_bridge_run", default=RunContext())  # noqa: B039
 
 
-class _In(Generic[T]):
+class _ContextScope(Generic[T]):
     """A ``with`` statement in a context. (A generator would take three times as long, several times in every run.)
 
     Args:
@@ -302,7 +302,7 @@ class _In(Generic[T]):
         CURRENT.set(self._before)
 
 
-class _Pass(_In[ForwardPass]):
+class _PassScope(_ContextScope[ForwardPass]):
     """A ``with`` statement in the context of a forward pass, which ends with it."""
 
     __slots__ = ()
@@ -314,7 +314,7 @@ class _Pass(_In[ForwardPass]):
 
 def in_context(context: RunContext) -> AbstractContextManager[RunContext]:
     """Runs the body of a ``with`` statement in a context."""
-    return _In(context, context)
+    return _ContextScope(context, context)
 
 
 def without_hooks() -> AbstractContextManager[RunContext]:
@@ -340,7 +340,7 @@ def of_the_next_run(scope: Scope) -> AbstractContextManager[Scope]:
     """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
     before = CURRENT.get()
     own: frozenset[Scope | None] = frozenset((scope,))
-    return _In(RunContext(before.shared, own, None, before.generation, before.inherited), scope)
+    return _ContextScope(RunContext(before.shared, own, None, before.generation, before.inherited), scope)
 
 
 def forward_pass(
@@ -355,4 +355,4 @@ def forward_pass(
     before = CURRENT.get()
     run = ForwardPass()
     own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
-    return _Pass(RunContext(before.shared, own, run, generation or before.generation), run)
+    return _PassScope(RunContext(before.shared, own, run, generation or before.generation), run)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from adapters.points import Point
 from adapters.views import Call, Deferred, View
-from bridge.hooks.context import CURRENT, Pass, Remembered, SourceSite
+from bridge.hooks.context import CURRENT, Pass, PassMemory, SourceSite
 from bridge.hooks.listener import HookFunction, Kind, Listener
-from bridge.hooks.recomputed import refuse_older_checkpointing, refuse_unknown_recomputation
-from bridge.hooks.results import checked, listen_backward, takes_its_place, version_of, wants_gradients
+from bridge.hooks.recomputation import refuse_older_checkpointing, refuse_unknown_recomputation
+from bridge.hooks.results import checked, listen_backward, replaces_activation, version_of, wants_gradients
 from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
 
@@ -259,12 +259,12 @@ class HookPoint:
         return self._path(self, x, call, copy, self.view)
 
     @property
-    def is_heard(self) -> bool:
+    def has_visible_listeners(self) -> bool:
         """Whether the present code sees any of its listeners."""
         visible = CURRENT.get().visible
         return any(listener.scope in visible for listener in self.listeners)
 
-    def heard_by(self) -> list[Listener]:
+    def visible_listeners(self) -> list[Listener]:
         """Its listeners that the present code sees."""
         visible = CURRENT.get().visible
         return [listener for listener in self.listeners if listener.scope in visible]
@@ -273,7 +273,7 @@ class HookPoint:
         """What the present pass saw at the sites whose tensors the view needs (see `sources_in`)."""
         return self.sources_in(CURRENT.get().run)
 
-    def sources_in(self, run: Remembered | None) -> tuple[tuple[nn.Module, Tensor], ...]:
+    def sources_in(self, run: PassMemory | None) -> tuple[tuple[nn.Module, Tensor], ...]:
         """What a pass saw at the sites whose tensors the view needs: the module called there, the tensor.
 
         Args:
@@ -282,7 +282,7 @@ class HookPoint:
         Raises:
             RuntimeError: it did not come past them.
         """
-        seen = [] if run is None else [run.seen_at(source) for source in self.sources]
+        seen = [] if run is None else [run.tensor_at(source) for source in self.sources]
         found = [source for source in seen if source is not None]
         if len(found) < len(self.sources):
             where = ", ".join(source.site.path for source in self.sources)
@@ -332,7 +332,7 @@ class HookPoint:
     def _edit_with_gradients(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
         """As `_edit`, and shows the gradient at the activation that later computation uses."""
         context = CURRENT.get()
-        mine = self.heard_by()
+        mine = self.visible_listeners()
         if not wants_gradients(mine):
             return self._edit(x, call, copy, view)
         act, changed = self._asked(mine, self._seen(x, call, copy, view), context, view)
@@ -408,11 +408,11 @@ class HookPoint:
         """What one function makes of the copy that it is shown, and whether it must take the activation's place."""
         compiling = torch.compiler.is_compiling()
         version, holders = version_of(given), 0 if compiling else getrefcount(given)
-        new = now.ask(listener, given, self)
+        new = now.call_user_function(listener, given, self)
         if new is not None:
             return checked(new, act, listener, self), True
         held = not compiling and getrefcount(given) > holders
-        return given, takes_its_place(given, version, act, view, held)
+        return given, replaces_activation(given, version, act, view, held)
 
     def _put(self, x: Tensor, act: Tensor, changed: bool, call: Call, now: Pass, view: View) -> Tensor:
         """Writes an activation back, and tells the points that follow this one."""

@@ -101,7 +101,7 @@ class Finder:
         return found
 
     @property
-    def on_the_way(self) -> list[nn.Module]:
+    def modules_on_path(self) -> list[nn.Module]:
         """The modules from the model to the one that stands there, both included."""
         found: list[Any] = [self.root]
         for part in self.parts:
@@ -151,7 +151,7 @@ class TokenEmbedding:
 
 
 def check_places(finders: Iterable[Finder]) -> None:
-    """Looks whether one module stands at several places, where a hook at one would act at all.
+    """Looks whether one module is at several places, where a hook at one would act at all.
 
     Raises:
         ValueError: one does.
@@ -162,6 +162,6 @@ def check_places(finders: Iterable[Finder]) -> None:
         other = places.setdefault(id(finder.module), path)
         if other != path:
             raise ValueError(
-                f"one module stands at {other!r} and at {path!r}: a hook at one place would act at both. Give each "
+                f"one module is at {other!r} and at {path!r}: a hook at one place would act at both. Give each "
                 "place a module of its own (copy.deepcopy; parameters may be shared)"
             )

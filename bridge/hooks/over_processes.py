@@ -12,14 +12,14 @@ from adapters.gathering import Cut, agreed
 from bridge.hooks.hook_point import HookPoint
 
 
-def seen_by_all(
+def agreed_part(
     x: Tensor,
     cut: Cut | None,
     points: Sequence[HookPoint],
     see: Callable[[Tensor], Tensor],
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """What hooks make of a tensor, as the part of it that this process is to go on with.
+    """What hooks make of a tensor, as the part of it that this process continues with.
 
     Args:
         x: the part of this process, or all of it.
@@ -32,7 +32,7 @@ def seen_by_all(
         DifferentEditsError: they make something else on another process, or failed there.
     """
     group = group if cut is None else cut.group
-    editors = [point for point in points if any(listener.kind != "read" for listener in point.heard_by())]
+    editors = [point for point in points if any(listener.kind != "read" for listener in point.visible_listeners())]
     everything = x if cut is None else cut.whole(x)
     if editors:
         assert group is not None

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from adapters.views import View
-from bridge.hooks.context import CURRENT, Named, in_context
+from bridge.hooks.context import CURRENT, NamedPoint, in_context
 from bridge.hooks.listener import Listener
 
 
-def checked(new: Any, old: Tensor, listener: Listener, point: Named) -> Tensor:
+def checked(new: Any, old: Tensor, listener: Listener, point: NamedPoint) -> Tensor:
     """What a user's function returned, if it can take the place of the activation.
 
     Raises:
@@ -57,7 +57,7 @@ def changed_in_place(given: Tensor, version: int | None) -> bool:
     return version is None or given._version != version
 
 
-def takes_its_place(given: Tensor, version: int | None, act: Tensor, view: View, held: bool) -> bool:
+def replaces_activation(given: Tensor, version: int | None, act: Tensor, view: View, held: bool) -> bool:
     """Whether a copy of an activation that somebody was shown is to take the activation's place.
 
     Args:
@@ -86,7 +86,7 @@ def version_of(x: Tensor) -> int | None:
     return x._version if torch.compiler.is_compiling() or not x.is_inference() else None
 
 
-def listen_backward(listener: Listener, seen: Tensor, point: Named) -> None:
+def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint) -> None:
     """Shows the gradient of an activation to a listener when there is one.
 
     Autograd may call it on a thread of its own, where nothing of the caller's context is known: the scopes that are
@@ -103,7 +103,7 @@ def listen_backward(listener: Listener, seen: Tensor, point: Named) -> None:
         given = gradient.clone()  # autograd may hand the same tensor to others
         version = version_of(given)
         with in_context(context):
-            new = context.ask(listener, given, point)
+            new = context.call_user_function(listener, given, point)
         if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
             (new,) = new
         if new is None:

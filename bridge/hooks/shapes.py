@@ -34,6 +34,17 @@ def size_of(cfg: ModelConfig, axis: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def heads_shown(cfg: ModelConfig, axes: str) -> int:
+    """How many query heads an activation shows: some models have more in one layer than in another.
+
+    Args:
+        cfg: the facts about the model.
+        axes: of a layer's ``hook_z``, or of its ``hook_pattern``.
+    """
+    names = axes.split()
+    return size_of(cfg, names[1] if names[-1] == "key_pos" else names[-2]) or cfg.n_heads
+
+
 class BatchAxisError(ValueError, AssertionError):
     """A batch of several has no axis to drop. HookedTransformer's programs expect an `AssertionError`."""
 

@@ -1,4 +1,4 @@
-"""What the functions at one hook point are shown in one pass: copies that stand at one place in the graph."""
+"""What the functions at one hook point are shown in one pass: copies that are at one place in the graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class _Kept(torch.autograd.Function):
+class _SavedTensor(torch.autograd.Function):
     """A node that keeps a tensor, as others do for backward: what it gives back has the tensor's own edge."""
 
     @staticmethod
@@ -27,7 +27,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def at_the_same_place(x: Tensor) -> Tensor:
+def copy_at_same_edge(x: Tensor) -> Tensor:
     """A copy that stands in the graph where the tensor itself does: a gradient that reaches one reaches the other.
 
     So two functions can hold one activation, as in HookedTransformer, and what one writes into it the other does not
@@ -38,7 +38,7 @@ def at_the_same_place(x: Tensor) -> Tensor:
         x: requires a gradient, and is no leaf.
     """
     with saved_tensors_hooks(_copy, _same):
-        node = _Kept.apply(x).grad_fn
+        node = _SavedTensor.apply(x).grad_fn
     return node.saved_tensors[0]
 
 
@@ -54,7 +54,7 @@ def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
         if one_tensor and any(act is x for x in shown):
             return act
         if act.requires_grad and not act.is_leaf:
-            return at_the_same_place(act)
+            return copy_at_same_edge(act)
     return act.clone()
 
 

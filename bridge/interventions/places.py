@@ -70,14 +70,14 @@ def axis_of(field: str, hook: HookPoint) -> int:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class SequencePart:
     """Which tokens of a sequence the entries along an axis are.
 
     Attributes:
         first: the place of the first entry in the sequence, padding included.
         length: how many entries there are.
         prompt: how many tokens of the sequence are the prompt, padding included.
-        before, after: how many tokens of padding stand before each row's prompt, and behind it; None: nowhere.
+        before, after: how many tokens of padding come before each row's prompt, and behind it; None: nowhere.
     """
 
     first: int
@@ -87,7 +87,7 @@ class Tokens:
     after: Tensor | None = None
 
 
-def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Tokens:
+def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> SequencePart:
     """Which tokens the entries along an axis of positions are, in the pass that is under way.
 
     Args:
@@ -100,7 +100,7 @@ def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Tokens:
         ValueError: that cannot be known.
     """
     if torch.compiler.is_compiling():
-        return Tokens(0, length, length)
+        return SequencePart(0, length, length)
     context = CURRENT.get()
     generation = context.generation
     if generation is None or generation.prompt is None:
@@ -122,19 +122,19 @@ def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> Tokens:
     if any(generation.padding):
         copies = max(1, rows // len(generation.padding))
         before = torch.tensor(generation.padding).repeat_interleave(copies)
-    return Tokens(max(0, generation.tokens - length), length, generation.prompt, before)
+    return SequencePart(max(0, generation.tokens - length), length, generation.prompt, before)
 
 
-def _in_a_run(axis: str, length: int, run: ForwardPass | None) -> Tokens:
+def _in_a_run(axis: str, length: int, run: ForwardPass | None) -> SequencePart:
     """The tokens of a run: all of them are the prompt, but what a mask says is padding."""
     mask = None if run is None else run.masks.get(f"{'decoder_' * axis.startswith('decoder_')}attention_mask")
     if mask is None or mask.shape[1] != length or bool(mask.all()):
-        return Tokens(0, length, length)
+        return SequencePart(0, length, length)
     before, after = ((ends.cumsum(-1) == 0).sum(-1) for ends in (mask, mask.flip(-1)))
-    return Tokens(0, length, length, before, after)
+    return SequencePart(0, length, length, before, after)
 
 
-def chosen(index: Kept, tokens: Tokens, name: str, like: Tensor) -> Tensor:
+def chosen(index: Kept, tokens: SequencePart, name: str, like: Tensor) -> Tensor:
     """Which entries an index means, ``[length]`` or, where rows differ, ``[rows length]``.
 
     Args:

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 from adapters.paths import base_path, core_path, join
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
-from bridge.legacy.loaded import UnprocessedAsBefore
+from bridge.legacy.loaded import WithoutProcessing
 from bridge.run.checks import as_tokens, texts_in
 from bridge.run.protocol import Input
 
@@ -23,7 +23,7 @@ _NAMES = {
     "max_position_embeddings": "n_ctx",
 }  # fmt: skip
 _FIXED = ONLY_LOADED | {"attn_only": False, "n_key_value_heads": None, "gated_mlp": False}
-#: The parts of a HookedEncoder that are no blocks, by where their modules are: in BERT itself, or beside it.
+#: The parts of a HookedEncoder that are no blocks, by where their modules are: in BERT itself, or outside it.
 _INSIDE = {"embed": "embeddings", "pooler": "pooler"}
 _BESIDE = {"mlm_head": "cls.predictions.transform", "nsp_head": "cls.seq_relationship"}
 
@@ -38,7 +38,7 @@ class _WithItsHeads:
         return BertForMaskedLM.from_pretrained(name, **kwargs) if loaded[1]["missing_keys"] else model
 
 
-class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[misc]  # another from_pretrained
+class HookedEncoder(WithoutProcessing, HookedTransformer):  # type: ignore[misc]  # another from_pretrained
     """A model that reads in both directions, such as BERT. There is no processing, as in HookedTransformer.
 
     Example:
@@ -64,7 +64,7 @@ class HookedEncoder(UnprocessedAsBefore, HookedTransformer):  # type: ignore[mis
     def to_tokens(  # type: ignore[override]
         self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
-        """Text as tokens, with what BERT takes beside them."""
+        """Text as tokens, with what BERT takes in addition to them."""
         tokens, mask = self.tokens_and_mask(input, move_to_device, truncate)
         return tokens, torch.zeros_like(tokens), mask
 

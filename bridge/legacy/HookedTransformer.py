@@ -16,15 +16,15 @@ from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
-from bridge.legacy.loaded import LoadedAsBefore, Made, as_type, copied_tokenizer
+from bridge.legacy.loaded import LegacyLoading, Made, as_type, copied_tokenizer
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
-from bridge.legacy.own_format import own_format, take_own
+from bridge.legacy.own_format import load_own_format, own_format
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
-from bridge.legacy.reweighing import TRANSFORMS, WeightsAsBefore
-from bridge.legacy.running import Output, RunsAsBefore
+from bridge.legacy.reweighing import TRANSFORMS, LegacyWeights
+from bridge.legacy.running import LegacyRuns, Output
 from bridge.legacy.table import why_not
-from bridge.legacy.ungrouping import UngroupsAsBefore
+from bridge.legacy.ungrouping import Ungrouping
 from bridge.legacy.utils import USE_DEFAULT_VALUE
 from bridge.legacy.weight_init import draw
 from bridge.loading.request import context_fields
@@ -53,7 +53,7 @@ _KEPT = {
 }  # fmt: skip
 
 
-class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsAsBefore):  # type: ignore[misc]
+class HookedTransformer(LegacyLoading, LegacyRuns, Ungrouping, LegacyWeights):  # type: ignore[misc]
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
     The Hugging Face model runs, as in any bridge.
@@ -149,7 +149,7 @@ class HookedTransformer(LoadedAsBefore, RunsAsBefore, UngroupsAsBefore, WeightsA
                 checkpoint_value=checkpoint_value, n_ctx=n_ctx, **own.hub,
             )  # fmt: skip
             bridge: Any = cls(config, tokenizer, move_to_device, default_padding_side)
-            take_own(bridge, own, config)
+            load_own_format(bridge, own, config)
             bridge.process_weights_(*steps)
             return bridge
         bridge = cls._load(

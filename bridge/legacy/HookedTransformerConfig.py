@@ -13,8 +13,9 @@ import torch
 from transformers import set_seed
 
 from adapters.config import ModelConfig
+from adapters.config_fields import LoadedModelFields
 from bridge.hooks.names import suggestion
-from bridge.legacy.missing import says_what_is_missing
+from bridge.legacy.missing import explain_missing_name
 from bridge.legacy.utilities.devices import get_device
 from bridge.native.config import ACT_FNS, NativeConfig
 
@@ -28,7 +29,7 @@ _ROTARY = ("rotary_dim", "rotary_base")
 
 
 @dataclass(repr=False)
-class HookedTransformerConfig:
+class HookedTransformerConfig(LoadedModelFields):
     """What a `HookedTransformer` is made of: HookedTransformer's fields, defaults and checks.
 
     `docs/migration.md` and `bridge.NativeConfig` explain the fields. What is left at -1 or None is worked out from the
@@ -55,60 +56,21 @@ class HookedTransformerConfig:
     act_fn: str | None = None
     d_vocab: int = -1
     eps: float = 1e-5
-    use_attn_result: bool = False
-    use_attn_scale: bool = True
     attn_scale: float = -1.0
-    use_split_qkv_input: bool = False
-    use_hook_mlp_in: bool = False
-    use_attn_in: bool = False
-    use_qk_norm: bool = False
-    use_local_attn: bool = False
-    ungroup_grouped_query_attention: bool = False
     original_architecture: str | None = None
-    from_checkpoint: bool = False
-    checkpoint_index: int | None = None
-    checkpoint_label_type: str | None = None
-    checkpoint_value: int | None = None
-    tokenizer_name: str | None = None
-    window_size: int | None = None
-    attn_types: list[Any] | None = None
     init_mode: str = "gpt2"
     normalization_type: str | None = "LN"
     device: str | torch.device | None = None
-    n_devices: int = 1
-    attention_dir: str = "causal"
-    attn_only: bool = False
-    seed: int | None = None
     initializer_range: float = -1.0
     init_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
     positional_embedding_type: str = "standard"
-    final_rms: bool = False
     d_vocab_out: int = -1
-    parallel_attn_mlp: bool = False
-    rotary_dim: int | None = None
     n_params: int | None = None
     use_hook_tokens: bool = False
-    gated_mlp: bool = False
-    default_prepend_bos: bool = True
     dtype: torch.dtype = torch.float32
-    tokenizer_prepends_bos: bool | None = None
-    n_key_value_heads: int | None = None
-    post_embedding_ln: bool = False
     rotary_base: float = 10000
-    rotary_base_local: float | None = None
     trust_remote_code: bool = False
-    rotary_adjacent_pairs: bool = False
     load_in_4bit: bool = False
-    num_experts: int | None = None
-    experts_per_token: int | None = None
-    relative_attention_max_distance: int | None = None
-    relative_attention_num_buckets: int | None = None
-    decoder_start_token_id: int | None = None
-    tie_word_embeddings: bool = False
-    use_normalization_before_and_after: bool = False
-    attn_scores_soft_cap: float = -1.0
-    output_logits_soft_cap: float = -1.0
     use_NTK_by_parts_rope: bool = False
     NTK_by_parts_low_freq_factor: float = 1.0
     NTK_by_parts_high_freq_factor: float = 4.0
@@ -312,4 +274,4 @@ class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[m
         return {name: value for name, value in self.__dict__.items() if name != "acts"}
 
 
-__getattr__ = says_what_is_missing(__name__)
+__getattr__ = explain_missing_name(__name__)

@@ -38,9 +38,9 @@ if not any(type(finder).__name__ == "Tabled" for finder in sys.meta_path):
 def __getattr__(name: str) -> Any:
     if name in table.NAMES:
         return table.named(name)
-    from bridge.legacy.missing import says_what_is_missing
+    from bridge.legacy.missing import explain_missing_name
 
-    return says_what_is_missing(__name__)(name)
+    return explain_missing_name(__name__)(name)
 
 
 def __dir__() -> list[str]:

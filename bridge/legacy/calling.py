@@ -31,21 +31,21 @@ from bridge.taps.tap import Tap
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-class InPlace:
+class ReplacedForward:
     """The forward of a Hugging Face module in whose place another module is called.
 
     The Hugging Face module stays where it is, with its torch hooks, weights and path.
 
     Args:
         part: the part that it plays.
-        standing: what is called: the part itself, or a module of the user's, which may call the part.
+        replacement: what is called: the part itself, or a module of the user's, which may call the part.
         view: how what the module returns is seen as what the part makes.
     """
 
-    def __init__(self, part: Part, standing: Callable[[], nn.Module], view: View) -> None:
-        self.part, self.standing, self.module, self.view = part, standing, part.module, view
+    def __init__(self, part: Part, replacement: Callable[[], nn.Module], view: View) -> None:
+        self.part, self.replacement, self.module, self.view = part, replacement, part.module, view
         own = self.module.__dict__.get("forward")
-        if isinstance(own, Tap):  # which goes on to stand before it
+        if isinstance(own, Tap):  # which still wraps it
             self.inner: Callable[..., Any] = own.original
             own.original = own.own = self
         else:
@@ -73,11 +73,11 @@ class InPlace:
         token = CALLS.set({**calls, self.part: inner})
         try:
             if isinstance(self.part, AbstractAttention):
-                out = self.standing()(
+                out = self.replacement()(
                     query_input=x, key_input=x, value_input=x, past_kv_cache_entry=None, attention_mask=None
                 )
             else:
-                out = self.standing()(x)
+                out = self.replacement()(x)
         finally:
             CALLS.reset(token)
         if not made:
@@ -87,7 +87,7 @@ class InPlace:
 
     @torch.no_grad()
     def _without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns, where the user's module does not call it and knows nothing of what is beside the
+        """What the module returns, where the user's module does not call it and knows nothing of what follows the
         first tensor."""
         return self.inner(*args, **{key: value for key, value in kwargs.items() if key not in _CACHES})
 
@@ -96,11 +96,11 @@ def _first(made: Any) -> Tensor:
     return made if isinstance(made, Tensor) else made[0]  # type: ignore[no-any-return]
 
 
-class CallsParts(TransformerBridge):
+class CallableParts(TransformerBridge):
     """A bridge whose parts can be called by themselves."""
 
     #: What stands in the forward of Hugging Face modules, by part.
-    calls: dict[str, InPlace]
+    calls: dict[str, ReplacedForward]
     #: The parts by name.
     parts: dict[str, Any]
 
@@ -137,7 +137,7 @@ class CallsParts(TransformerBridge):
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Tensor:
         """What a part of the model makes of tensors: ``embed`` and ``pos_embed`` of tokens, a block of a residual
         stream, norms, attention, MLP and ``unembed`` of what they read. Hooks inside of it act. Attention is run within
-        its block, where hook points that stand before it see zeros.
+        its block, where hook points that come before it see zeros.
 
         Raises:
             TypeError: the part cannot be called by itself, or not with these.
@@ -243,7 +243,7 @@ class CallsParts(TransformerBridge):
         return made
 
     def buffer_of(self, name: str, buffer: str) -> Tensor:
-        """What HookedTransformer's attention keeps beside its parameters: ``mask`` (what positions see, ``[n_ctx,
+        """What HookedTransformer's attention keeps besides its parameters: ``mask`` (what positions see, ``[n_ctx,
         n_ctx]``), ``IGNORE``, ``rotary_sin`` and ``rotary_cos`` (the model's own, ``[n_ctx, rotary_dim]``)."""
         n, device = self.cfg.n_ctx or 0, self.cfg.device
         if buffer == "IGNORE":

@@ -6,11 +6,11 @@ from bridge.legacy import kinds
 from bridge.legacy.HookedTransformer import HookedTransformer as _HookedTransformer  # which makes parts by themselves
 from bridge.legacy.kinds import *  # noqa: F403
 from bridge.legacy.kinds import Part
-from bridge.legacy.missing import says_what_is_missing
+from bridge.legacy.missing import explain_missing_name
 
 __all__ = kinds.__all__
 __path__: list[str] = []  # the modules of the table are below it
 
-__getattr__ = says_what_is_missing(__name__)
+__getattr__ = explain_missing_name(__name__)
 
 assert Part.makes_host is not None, _HookedTransformer

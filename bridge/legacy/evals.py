@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from bridge.legacy.datasets import load_from_hub, tokenize_and_concatenate
-from bridge.legacy.missing import not_done, says_what_is_missing
+from bridge.legacy.missing import explain_missing_name, not_done
 from bridge.run.loss import lm_loss
 
 _TEXT = (
@@ -108,7 +108,7 @@ class IOIDataset(Dataset[dict[str, Tensor]]):
     """Prompts for indirect object identification (Wang et al. 2022, "Interpretability in the Wild").
 
     Templates have places for ``[A]``, the indirect object, which ends them, ``[B]``, the subject, and kinds of nouns.
-    With `symmetric` each comes with its twin, in which the names are exchanged. The choices are made apart from
+    With `symmetric` each comes with a second prompt, in which the names are exchanged. The choices are made apart from
     everybody else's.
 
     Raises:
@@ -156,7 +156,7 @@ class IOIDataset(Dataset[dict[str, Tensor]]):
         return {key: torch.tensor(row, dtype=torch.long) for key, row in ids.items()}
 
     def get_sample(self, symmetric: bool = False) -> list[dict[str, str]]:
-        """The next prompt, with the names in it: ``{"text", "IO", "S"}``; with its twin where `symmetric` is true."""
+        """The next prompt, with the names in it: ``{"text", "IO", "S"}``; with the second one if `symmetric`."""
         template = self._random.choice(self.templates)
         for kind, choices in self.nouns.items():
             template = template.replace(f"[{kind}]", self._random.choice(choices))
@@ -206,4 +206,4 @@ def ioi_eval(
 
 mmlu_eval = not_done("mmlu_eval")
 make_mmlu_data_loader = not_done("make_mmlu_data_loader")
-__getattr__ = says_what_is_missing(__name__)
+__getattr__ = explain_missing_name(__name__)

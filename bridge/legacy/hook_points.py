@@ -45,7 +45,7 @@ class LensHandle(NamedTuple):
         self.hook.remove()
 
 
-class Loose:
+class StandaloneHooks:
     """Attaches listeners to a hook point that belongs to no model: calling it is what runs them."""
 
     def add(self, point: bridge_point.HookPoint, listener: Listener, prepend: bool = False) -> None:
@@ -63,7 +63,7 @@ def point_named(name: str, depth: int = -1, stacks: Collection[str] | None = Non
     Args:
         name: its name; one such as ``blocks.3.mlp.hook_post`` says its layer.
         depth: the layer, where the name does not say it.
-        stacks: what names of layers begin with; None: whatever stands before a number.
+        stacks: what names of layers begin with; None: whatever comes before a number.
     """
     stack, _, rest = name.partition(".")
     index = rest.partition(".")[0]
@@ -94,8 +94,8 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
 
     def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
         nn.Module.__init__(self)
-        super().__init__(point or point_named(""), order, attaches or Loose())
-        self.is_loose = point is None
+        super().__init__(point or point_named(""), order, attaches or StandaloneHooks())
+        self.is_standalone = point is None
         if point is None:
             self.name = None  # type: ignore[assignment]  # until `setup` gives it one
 
@@ -170,7 +170,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         """Takes its hooks away, and makes it belong to nobody. Gives the hooks."""
         hooks = self.listeners
         self._attaches.remove(self, hooks)
-        self._attaches = Loose()
+        self._attaches = StandaloneHooks()
         return hooks
 
     def join(self, attaches: AttachesListeners, hooks: tuple[Listener, ...]) -> None:
@@ -180,7 +180,7 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
             attaches.add(self, listener)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"name": self.name, "ctx": self.ctx, "is_loose": True}
+        return self.__dict__ | {"name": self.name, "ctx": self.ctx, "is_standalone": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has no hooks, and belongs to no model until that model's `setup`."""
@@ -271,7 +271,7 @@ class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
                     module.name = name  # type: ignore[assignment]
                 self.mod_dict[name] = module
                 if isinstance(module, HookPoint):
-                    if module.is_loose:
+                    if module.is_standalone:
                         module.order, module.point = len(self.hook_dict), point_named(name)
                     self.hook_dict[name] = module
 

@@ -25,7 +25,7 @@ from bridge.run.tokenization import TokenError
 Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
 
 
-class LoadedAsBefore(TransformerBridge):
+class LegacyLoading(TransformerBridge):
     """A bridge that is loaded with HookedTransformer's arguments, or made from its configuration."""
 
     @classmethod
@@ -93,7 +93,7 @@ class LoadedAsBefore(TransformerBridge):
         raise NotImplementedError
 
 
-class UnprocessedAsBefore(LoadedAsBefore):
+class WithoutProcessing(LegacyLoading):
     """`HookedEncoder` and `HookedEncoderDecoder`: no processing, and the tokenizer is used as it is.
 
     Args:

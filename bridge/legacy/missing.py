@@ -12,12 +12,12 @@ from bridge.hooks.names import suggestion
 from bridge.legacy.table import MISSING, ROOM, why_not
 
 
-def says_what_is_missing(module: str) -> Callable[[str], NoReturn]:
+def explain_missing_name(module: str) -> Callable[[str], NoReturn]:
     """A module's ``__getattr__``. What it says is shown by ``from module import name``, too.
 
     Example:
-        >>> from bridge.legacy.missing import says_what_is_missing
-        >>> says_what_is_missing("bridge.legacy")("lit")
+        >>> from bridge.legacy.missing import explain_missing_name
+        >>> explain_missing_name("bridge.legacy")("lit")
         Traceback (most recent call last):
         AttributeError: bridge.legacy has no lit: there is no connection to LIT. See docs/migration.md
     """

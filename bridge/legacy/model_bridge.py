@@ -31,8 +31,8 @@ from bridge.legacy.hook_points import HookFunction as HookFunction
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loaded import copied_tokenizer
-from bridge.legacy.missing import says_what_is_missing
-from bridge.legacy.placing import PartsAsBefore
+from bridge.legacy.missing import explain_missing_name
+from bridge.legacy.module_tree import ModuleTree
 from bridge.native import NativeConfig
 from bridge.run.checks import as_tokens, texts_in
 from bridge.run.protocol import HookSpec, Input
@@ -53,7 +53,7 @@ NormalizationBridge, LayerNormPreBridge, RMSNormPreBridge, RMSNormalizationBridg
 _ARGUMENTS = dict[str, Any]
 
 
-class TransformerBridge(PartsAsBefore):
+class TransformerBridge(ModuleTree):
     """`bridge.TransformerBridge` with what programs for TransformerLens 3 and 4 ask of one, besides: parts are modules
     that can be called and replaced, hook points are modules, and `hook_dict` has the aliases.
 
@@ -274,4 +274,4 @@ def _without_batch(fn: HookFunction) -> HookFunction:
     return called
 
 
-__getattr__ = says_what_is_missing(__name__)
+__getattr__ = explain_missing_name(__name__)

@@ -140,7 +140,7 @@ def own_format(name: str, given: Mapping[str, Any]) -> OwnFormat | None:
     return None if "model_type" in stored or "d_model" not in stored else OwnFormat(name, {})
 
 
-def take_own(model: Any, own: OwnFormat, config: HookedTransformerConfig) -> None:
+def load_own_format(model: Any, own: OwnFormat, config: HookedTransformerConfig) -> None:
     """Loads weights that are stored in HookedTransformer's own format into the model that `config` describes.
 
     Raises:

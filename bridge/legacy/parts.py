@@ -13,13 +13,13 @@ from adapters.config import ModelConfig
 from adapters.paths import join
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
-from bridge.legacy.held import HoldsParameters
 from bridge.legacy.hook_points import CALLS, HookFunction, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.legacy.parameters import HoldsParameters
 from bridge.legacy.table import why_not
-from bridge.weights.component_tree import Component, Tree
+from bridge.weights.component_tree import Component, NameTree
 
-#: What HookedTransformer's attention keeps beside its parameters: read from the model, and fixed by it.
+#: What HookedTransformer's attention keeps in addition to its parameters: read from the model, and fixed by it.
 BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _ENDS = {"output": "hook_out", "input": "hook_in"}
 _IN_TRACES = ("input", "inputs", "output", "outputs")
@@ -42,7 +42,7 @@ class HoldsParts(Protocol):
     parts: dict[str, Any]
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> NameTree:
         """Its parts' names and weights."""
 
     def module_of(self, name: str) -> nn.Module:
@@ -52,12 +52,12 @@ class HoldsParts(Protocol):
         """The same; None where there is none."""
 
     def buffer_of(self, name: str, attribute: str) -> Tensor:
-        """What attention keeps beside its parameters."""
+        """What attention keeps in addition to its parameters."""
 
     def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
         """What a part computes."""
 
-    def stand_in(self, part: Part) -> None:
+    def call_in_place_of(self, part: Part) -> None:
         """Lets the model call a part."""
 
     def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
@@ -80,7 +80,7 @@ def _calls_it(register: str) -> Callable[..., Any]:
     """A method of `torch.nn.Module` that adds a hook to a part: the model calls this part from now on."""
 
     def added(part: Part, *args: Any, **kwargs: Any) -> Any:
-        part.host.stand_in(part)
+        part.host.call_in_place_of(part)
         return getattr(nn.Module, register)(part, *args, **kwargs)
 
     return added

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
+from bridge.legacy.module_tree import ENDS, ModuleTree
 from bridge.legacy.parts import BUFFERS
-from bridge.legacy.placing import ENDS, PartsAsBefore
 from weight_processing.process import OFF, ON
 
 _LOG = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ TRANSFORMS = (
 )  # fmt: skip
 
 
-class WeightsAsBefore(PartsAsBefore):
+class LegacyWeights(ModuleTree):
     """Weights through HookedTransformer's methods."""
 
     @property

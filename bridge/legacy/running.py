@@ -30,7 +30,7 @@ class Output(NamedTuple):
     loss: Float[Tensor, "..."]
 
 
-class RunsAsBefore(TransformerBridge):
+class LegacyRuns(TransformerBridge):
     """Runs with HookedTransformer's arguments, in its order."""
 
     counts_norm_weights = False
@@ -204,7 +204,7 @@ class RunsAsBefore(TransformerBridge):
     def _named(self, model_args: tuple[Any, ...]) -> dict[str, Any]:
         found = inspect.signature(self.forward).parameters
         if any(each.kind is each.VAR_POSITIONAL for each in found.values()):  # of a class of the user's
-            found = inspect.signature(RunsAsBefore.forward.__get__(self)).parameters
+            found = inspect.signature(LegacyRuns.forward.__get__(self)).parameters
         names = ["input", *list(found)[1:]][: len(model_args)]  # a class of the user's may call it `tokens`
         return dict(zip(names, model_args, strict=True))
 

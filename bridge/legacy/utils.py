@@ -20,7 +20,7 @@ from torch import Tensor
 from bridge.analysis.composition import composition_scores
 from bridge.hooks.act_names import act_name as get_act_name
 from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
-from bridge.legacy.missing import not_done, says_what_is_missing
+from bridge.legacy.missing import explain_missing_name, not_done
 from bridge.legacy.slices import Slice, SliceInput
 from bridge.legacy.tokens import (
     get_attention_mask,
@@ -123,4 +123,4 @@ clear_huggingface_cache = not_done(
     "it would delete every model of every program; `hf cache rm` deletes the one that you name",
 )
 
-__getattr__ = says_what_is_missing(__name__)
+__getattr__ = explain_missing_name(__name__)

@@ -27,8 +27,8 @@ def as_read(bridge: Readable, decode: Decode, hooked: bool) -> Decode:
     modules = [bridge.core.get_output_embeddings(), *[module_at(bridge.original_model, path) for path in paths if path]]
 
     def hooks() -> list[tuple[str, object]]:
-        heard = [(hook.name, listener) for hook in behind if hook.listeners for listener in hook.heard_by()]
-        return [(name, listener.fn) for name, listener in heard if hooked and listener.kind == "fwd"]
+        active = [(hook.name, listener) for hook in behind if hook.listeners for listener in hook.visible_listeners()]
+        return [(name, listener.fn) for name, listener in active if hooked and listener.kind == "fwd"]
 
     hooks_then, weights_then = hooks(), [written_to(module) for module in modules]
 
@@ -41,8 +41,8 @@ def as_read(bridge: Readable, decode: Decode, hooked: bool) -> Decode:
             )
         if [written_to(module) for module in modules] != weights_then:
             raise ValueError(
-                "the weights behind the blocks were changed since this reading was made (processed, trained or written "
-                "to): read again"
+                "the weights behind the blocks were changed since this reading was made (processed, trained, written "
+                "to, or adapters switched): read again"
             )
         here = CURRENT.get()
         with in_context(RunContext(here.shared, generation=here.generation, inherited=here.shared)):

@@ -1,7 +1,7 @@
 """Classes of transformers replaced for one load: `boot_transformers(..., patches=...)`.
 
 transformers' registry of patches, and what it does with it (it puts the new class in the place of the old one in all
-its modules while a model is made), are global. Here what stands in that place meanwhile asks who makes the module: the
+its modules while a model is made), are global. Here the class in that place meanwhile asks who makes the module: the
 load that the patches are for gets the new class, everyone else the old one. All is put back afterwards, also after an
 error, and so is what transformers changes in its classes for good (which classes' outputs it records).
 """
@@ -42,13 +42,13 @@ _LOCK = threading.RLock()
 _LOAD: ContextVar[object | None] = ContextVar("transformer_bridge_patched_load", default=None)
 
 
-class _Stand(type):
-    """The class of what stands in the place of a replaced class.
+class _ReplacementClass(type):
+    """The class of what takes the place of a replaced class.
 
     Attributes:
         load: the load that the replacement is for.
         new: the replacement.
-        old: what was replaced, by the name of the module that it stood in.
+        old: what was replaced, by the name of the module that it was in.
     """
 
     load: object
@@ -58,9 +58,9 @@ class _Stand(type):
     def __call__(cls, *args: object, **kwargs: object) -> Any:
         if _LOAD.get() is cls.load:
             return cls.new(*args, **kwargs)
-        return cls.stood_in(sys._getframe(1).f_globals.get("__name__", ""))(*args, **kwargs)
+        return cls.replaced_in(sys._getframe(1).f_globals.get("__name__", ""))(*args, **kwargs)
 
-    def stood_in(cls, module: str) -> type[nn.Module]:
+    def replaced_in(cls, module: str) -> type[nn.Module]:
         """What was replaced in a module."""
         return cls.old.get(module) or next(iter(cls.old.values()))
 
@@ -96,21 +96,21 @@ def patched(
     _import_model(loader, config)
     load = object()
     with _LOCK:
-        stands = _stands(_checked(patches or {}), load)
-        registered, recorders = get_patch_mapping(), _recorders(stands)
+        replacements = _replacements(_checked(patches or {}), load)
+        registered, recorders = get_patch_mapping(), _recorders(replacements)
         places = _places(registered)
         converted = {name: get_checkpoint_conversion_mapping(name) for name in conversions or {}}
         users = set(registered_conversions())
         token = _LOAD.set(load)
         try:
-            register_patch_mapping({**stands}, overwrite=True)
+            register_patch_mapping({**replacements}, overwrite=True)
             for name, made in (conversions or {}).items():
                 mapping: Any = _Conversions(load, list(made), converted[name])
                 register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
             yield
         finally:
             _LOAD.reset(token)
-            _put_back(stands, registered, places)
+            _restore(replacements, registered, places)
             for table, recorded in recorders:
                 table.update(recorded)
             for name, before in converted.items():
@@ -171,8 +171,8 @@ def _modules() -> list[ModuleType]:
     ]
 
 
-def _stands(patches: Patches, load: object) -> Table:
-    """What is to stand in the place of each class that the patches name.
+def _replacements(patches: Patches, load: object) -> Table:
+    """What takes the place of each class that the patches name.
 
     Raises:
         ValueError: a patch names none.
@@ -189,13 +189,13 @@ def _stands(patches: Patches, load: object) -> Table:
                 f"patches[{pattern!r}] is the name, or a pattern of the names, of no class in transformers' modules "
                 f"for this model.{suggestion(pattern, known)}"
             )
-    stands = {}
+    replacements: dict[str, Any] = {}
     for name, old in found.items():
         key = _patch_for(name, patches)
         assert key is not None
         fields = {"load": load, "new": patches[key], "old": old, "__doc__": patches[key].__doc__}
-        stands[name] = _Stand(name, (nn.Module,), fields)
-    return stands
+        replacements[name] = _ReplacementClass(name, (nn.Module,), fields)
+    return replacements
 
 
 def _patch_for(name: str, patches: Patches) -> str | None:
@@ -205,10 +205,10 @@ def _patch_for(name: str, patches: Patches) -> str | None:
     return next((pattern for pattern in patches if re.search(pattern, name)), None)
 
 
-def _recorders(stands: Mapping[str, _Stand]) -> list[tuple[Table, Table]]:
+def _recorders(replacements: Mapping[str, _ReplacementClass]) -> list[tuple[Table, Table]]:
     """What transformers records the outputs of, and copies of it: it puts new classes there for good."""
     found: list[tuple[Table, Table]] = []
-    for module in _modules() if stands else ():
+    for module in _modules() if replacements else ():
         for value in list(vars(module).values()):
             table = vars(value).get("_can_record_outputs") if isinstance(value, type) else None
             if isinstance(table, dict) and all(table is not other for other, _ in found):
@@ -223,7 +223,7 @@ def _copied(recorders: Any) -> Any:
 
 
 def _places(patches: Patches) -> dict[tuple[str, str], object]:
-    """What stands now where patches apply, by module and name."""
+    """What is there now where patches apply, by module and name."""
     return {
         (module.__name__, name): value
         for module in _modules()
@@ -232,10 +232,12 @@ def _places(patches: Patches) -> dict[tuple[str, str], object]:
     }
 
 
-def _put_back(stands: Mapping[str, _Stand], registered: Patches, places: Mapping[tuple[str, str], object]) -> None:
+def _restore(
+    replacements: Mapping[str, _ReplacementClass], registered: Patches, places: Mapping[tuple[str, str], object]
+) -> None:
     """Takes back what was registered, and what transformers leaves behind where a load fails."""
-    for name, stand in stands.items():
-        if get_patch_mapping().get(name) is stand:
+    for name, replacement in replacements.items():
+        if get_patch_mapping().get(name) is replacement:
             if name in registered:
                 register_patch_mapping({name: registered[name]}, overwrite=True)
             else:
@@ -245,6 +247,6 @@ def _put_back(stands: Mapping[str, _Stand], registered: Patches, places: Mapping
         if vars(module).get(name) is not value:
             setattr(module, name, value)
     for module in _modules():  # what was imported meanwhile
-        for name, stand in stands.items():
-            if vars(module).get(name) is stand:
-                setattr(module, name, stand.stood_in(module.__name__))
+        for name, replacement in replacements.items():
+            if vars(module).get(name) is replacement:
+                setattr(module, name, replacement.replaced_in(module.__name__))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, no_type_check
 import torch
 from transformers import PreTrainedConfig
 
+from adapters.config_fields import ModelFields
 from bridge.hooks.names import suggestion
 
 ACT_FNS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "solu", "solu_ln")
@@ -42,7 +43,7 @@ _ELSEWHERE = {
 
 
 @no_type_check  # transformers makes a dataclass of it whose constructor takes more than its fields
-class NativeConfig(PreTrainedConfig):
+class NativeConfig(PreTrainedConfig, ModelFields):
     """What a native model is made of. All fields are given by name, and completed when the configuration is made.
 
     Args:
@@ -123,32 +124,14 @@ class NativeConfig(PreTrainedConfig):
     d_vocab: int = _NOT_SET
     n_heads: int = _NOT_SET
     d_head: int = _NOT_SET
-    n_key_value_heads: int | None = None
     d_mlp: int | None = None
     act_fn: str | None = None
     d_vocab_out: int = _NOT_SET
     eps: int | float = 1e-5
-    attn_only: bool = False
-    gated_mlp: bool = False
-    parallel_attn_mlp: bool = False
     normalization_type: str | None = "LN"
-    final_rms: bool = False
     positional_embedding_type: str = "standard"
-    rotary_dim: int | None = None
     rotary_base: int | float | None = None
-    attention_dir: str = "causal"
-    use_attn_scale: bool = True
     attn_scale: int | float | None = None
-    scale_attn_by_inverse_layer_idx: bool = False
-    use_local_attn: bool = False
-    window_size: int | None = None
-    attn_types: list[str] | None = None
-    use_qk_norm: bool = False
-    use_normalization_before_and_after: bool = False
-    attn_scores_soft_cap: int | float = _NOT_SET
-    output_logits_soft_cap: int | float = _NOT_SET
-    num_experts: int | None = None
-    experts_per_token: int | None = None
     use_NTK_by_parts_rope: bool = False
     NTK_by_parts_low_freq_factor: int | float = 1.0
     NTK_by_parts_high_freq_factor: int | float = 4.0
@@ -157,16 +140,14 @@ class NativeConfig(PreTrainedConfig):
     init_weights: bool = True
     init_mode: str = "gpt2"
     initializer_range: int | float = _NOT_SET
-    seed: int | None = None
     device: str | torch.device | None = None
     model_name: str = "native"
-    tokenizer_name: str | None = None
-    default_prepend_bos: bool = True
-    use_attn_result: bool = False
-    use_split_qkv_input: bool = False
-    use_attn_in: bool = False
-    use_hook_mlp_in: bool = False
-    tie_word_embeddings: bool = False
+
+    @property
+    def local_layers(self) -> list[bool]:
+        """Which layers have a window."""
+        types = (self.attn_types or []) if self.use_local_attn else []
+        return [i < len(types) and types[i] == "local" for i in range(self.n_layers)]
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_names(type(self), kwargs)
@@ -315,7 +296,7 @@ def _check_kinds(cfg: NativeConfig) -> None:
     if (cfg.num_experts is None) != (cfg.experts_per_token is None):
         raise ValueError("num_experts and experts_per_token go together: give both or neither")
     no_experts = cfg.attn_only or str(cfg.act_fn).startswith("solu")
-    if cfg.num_experts is not None and (no_experts or cfg.experts_per_token > cfg.num_experts):
+    if cfg.num_experts is not None and (no_experts or (cfg.experts_per_token or 0) > cfg.num_experts):
         raise ValueError(
             f"experts_per_token={cfg.experts_per_token} of num_experts={cfg.num_experts}, act_fn={cfg.act_fn!r} "
             f"and attn_only={cfg.attn_only} exclude each other"

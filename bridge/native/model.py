@@ -124,8 +124,7 @@ class NativeAttention(nn.Module):
         self.o = nn.Linear(config.n_heads * config.d_head, config.d_model)
         if config.use_qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.d_head, eps=config.eps) for _ in "qk")
-        self.is_local = config.use_local_attn and config.attn_types[layer_idx] == "local"
-        self.sliding_window = config.window_size if self.is_local else None
+        self.sliding_window = config.window_size if config.local_layers[layer_idx] else None
 
     def forward(
         self,
@@ -282,9 +281,9 @@ class NativeModel(PreTrainedModel, GenerationMixin):
             out, into = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
             init.copy_(module.weight, _draw(self.config, module.weight.shape, fan_in=into, fan_out=out))
         elif isinstance(module, MixtralTopKRouter | MixtralExperts):
-            for weight in module.parameters():
-                drawn = _draw(self.config, weight.shape, fan_in=weight.shape[-1], fan_out=weight.shape[-2])
-                init.copy_(weight, drawn)
+            for matrix in module.parameters():
+                drawn = _draw(self.config, matrix.shape, fan_in=matrix.shape[-1], fan_out=matrix.shape[-2])
+                init.copy_(matrix, drawn)
         elif isinstance(weight := getattr(module, "weight", None), Tensor):
             init.ones_(weight)
         if isinstance(bias := getattr(module, "bias", None), Tensor):
@@ -344,8 +343,8 @@ class NativeModel(PreTrainedModel, GenerationMixin):
                 x = x + positions
         elif self.config.rotary_dim is not None:
             kwargs["rotated"] = rotation(position_ids, self.config, x.dtype)
-        for block in self.blocks:
-            x = block(x, attention_mask=local if block.attn.is_local else mask, **kwargs)
+        for block, is_local in zip(self.blocks, self.config.local_layers, strict=True):
+            x = block(x, attention_mask=local if is_local else mask, **kwargs)
         logits = self.unembed(self.ln_final(x))
         if (cap := self.config.output_logits_soft_cap) > 0:
             logits = cap * torch.tanh(logits / cap)

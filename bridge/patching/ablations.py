@@ -11,12 +11,12 @@ from bridge.hooks.arguments import refuse_wrong_types
 from bridge.interventions.operations import mean
 
 
-class Ablated(Mapping[str, Tensor]):
+class AblatedActivations(Mapping[str, Tensor]):
     """Activations of a run as an ablation replaces them, worked out when they are asked for.
 
     Args:
         cache: the activations of a run, with their batch axis.
-        replace: makes what stands in for one of them.
+        replace: makes what replaces one of them.
     """
 
     def __init__(self, cache: Mapping[str, Tensor], replace: Callable[[Tensor], Tensor]) -> None:
@@ -36,7 +36,7 @@ class Ablated(Mapping[str, Tensor]):
 
 
 @refuse_wrong_types
-def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> Ablated:
+def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> AblatedActivations:
     """Activations to patch with, in the place of a clean cache, so that a sweep ablates piece by piece.
 
     Args:
@@ -60,9 +60,9 @@ def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> Ablated:
         torch.Size([4, 4])
     """
     if how == "zero":
-        return Ablated(cache, lambda x: torch.zeros_like(x[:1]))
+        return AblatedActivations(cache, lambda x: torch.zeros_like(x[:1]))
     if how == "mean":
-        return Ablated(cache, lambda x: mean(x, 0))
+        return AblatedActivations(cache, lambda x: mean(x, 0))
     if how != "resample":
         raise ValueError(f'how is {how!r}; it must be "zero", "mean" or "resample"')
 
@@ -72,4 +72,4 @@ def ablated(cache: Mapping[str, Tensor], how: str, seed: int = 0) -> Ablated:
         by = int(torch.randint(1, len(x), (), generator=torch.Generator().manual_seed(seed)))
         return x.roll(by, 0)
 
-    return Ablated(cache, resample)
+    return AblatedActivations(cache, resample)

@@ -11,7 +11,7 @@ from torch import Tensor
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.memory import tokens_per_run
-from bridge.patching.steps import Step
+from bridge.patching.steps import PatchStep
 
 #: How `torch.compile` is told to compile.
 Options = Mapping[str, object]
@@ -20,7 +20,7 @@ Options = Mapping[str, object]
 def compiled_sweep(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
-    steps: Sequence[Step],
+    steps: Sequence[PatchStep],
     metric: Callable[[Float[Tensor, "batch pos d_vocab"]], float],
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | None,
@@ -78,7 +78,7 @@ def compiled_sweep(
     return found
 
 
-def _patched(step: Step, corrupted: Tensor) -> Tensor:
+def _patched(step: PatchStep, corrupted: Tensor) -> Tensor:
     """The activation with the patch in it."""
     activation = corrupted.clone()
     made = step.whole(activation)

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from adapters.inputs.arguments import gives_cache
 from bridge.bridge import TransformerBridge
+from bridge.run.layer_range import StopRun
 
 #: How far logits of the same computation in another batch may be from each other, of the largest of them.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -71,14 +72,14 @@ class CorruptedRun:
             output = model(tokens, **options)
         self.logits: Float[Tensor, "batch pos d_vocab"] = output[0] if caching else output
         self._past: DynamicCache | None = _plain_cache(output[1], self.length) if caching else None
-        self.positions = self._streams_known and self._past is not None and self._gives_logits_again(self.length // 2)
+        self.positions = self._streams_known and self._past is not None and self._reproduces_logits(self.length // 2)
 
     @cached_property
     def steps(self) -> bool:
         """Whether going from layer to layer gives these logits again for runs of all positions; tried when asked."""
-        return self._streams_known and self._gives_logits_again(0)
+        return self._streams_known and self._reproduces_logits(0)
 
-    def _gives_logits_again(self, start: int) -> bool:
+    def _reproduces_logits(self, start: int) -> bool:
         """Whether each layer of the corrupted run alone, from its stream, gives the next, and the last one the logits.
 
         The last layer comes first, so that a layer that waits for what an earlier one leaves it does not find that.
@@ -95,6 +96,35 @@ class CorruptedRun:
                 return False
             right = stream
         return True
+
+    @cached_property
+    def ends_early(self) -> bool:
+        """Whether the last block at the last position alone gives these logits again; tried when asked."""
+        last, layer = self.length - 1, self.model.cfg.n_layers - 1
+        if not self._streams_known or self._past is None or len(self._past.layers) != layer + 1:
+            return False
+        found = self.last_block(self.streams[layer], 0, last)
+        return found.shape[1] == 1 and close(self.logits_of(found), self.logits[:, last:])
+
+    def last_block(
+        self, rows: Float[Tensor, "rows pos d_model"], start: int, begin: int
+    ) -> Float[Tensor, "rows later d_model"]:
+        """The stream after the last block at some positions alone: of those before, it makes keys and values, no more.
+
+        Args:
+            rows: the stream before the block.
+            start: the position of their first column.
+            begin: the first column that is wanted.
+        """
+        layer, repeats = self.model.cfg.n_layers - 1, len(rows) // self.batch
+        options = self.options(layer, layer + 1, repeats, start)
+        if begin:
+            before = {name: mask[:, : start + begin] for name, mask in options.items() if name == "attention_mask"}
+            keys = _KeysAlone(self._prefix(range(layer, layer + 1), repeats, start))
+            self.model(rows[:, :begin], start_at_layer=layer, stop_at_layer=layer + 1, past_key_values=keys, **before)
+            cache = options["past_key_values"] = self._prefix(range(0), repeats, start + begin)
+            cache.layers[layer] = keys.layers[layer]
+        return self.model(rows[:, begin:], start_at_layer=layer, stop_at_layer=layer + 1, **options)
 
     def logits_of(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
         """What follows the blocks, at these positions.
@@ -135,6 +165,21 @@ class CorruptedRun:
                 new.cumulative_length = start
             cache.layers.append(new)
         return cache
+
+
+class _KeysAlone(DynamicCache):
+    """A cache that ends a run as soon as it has a layer's keys and values.
+
+    Args:
+        cache: where they go.
+    """
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self.__dict__.update(cache.__dict__)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        super().update(key_states, value_states, *args, **kwargs)
+        raise StopRun(key_states)
 
 
 def close(found: Tensor, right: Tensor) -> bool:

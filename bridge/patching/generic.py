@@ -20,7 +20,7 @@ from bridge.hooks.names import suggestion
 from bridge.patching.compiled import compiled_sweep
 from bridge.patching.measured import measure
 from bridge.patching.setters import PatchSetter
-from bridge.patching.steps import Step
+from bridge.patching.steps import PatchStep
 from bridge.run.checks import as_tokens
 
 #: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number.
@@ -147,14 +147,14 @@ def _steps(
     activation_name: str,
     rows: Sequence[list[int]],
     setter: PatchSetter,
-) -> list[Step]:
+) -> list[PatchStep]:
     clean: dict[HookPoint, Tensor] = {}  # taken once: a cache may compute what it holds when it is asked
     steps = []
     for row in rows:
         hook = model.names.find(act_name(activation_name, row[0]))
         if hook not in clean:
             clean[hook] = _clean(clean_cache, hook)
-        steps.append(Step(hook, row, clean[hook], setter))
+        steps.append(PatchStep(hook, row, clean[hook], setter))
     return steps
 
 

@@ -16,9 +16,9 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.memory import tokens_per_run
-from bridge.patching.regions import differences, first_change
+from bridge.patching.regions import changed_positions, differences
 from bridge.patching.runs import PatchedRuns, may_start_later
-from bridge.patching.steps import Step
+from bridge.patching.steps import PatchStep
 from bridge.patching.sweep import Job, Patch, Sweep, by_position, starts_at_first
 
 #: From the logits ``[batch, pos, d_vocab]`` of one patched run to a number.
@@ -30,7 +30,7 @@ WORTHWHILE = 4
 def measure(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
-    steps: Sequence[Step],
+    steps: Sequence[PatchStep],
     metric: Number,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | Literal["auto"],
@@ -59,7 +59,7 @@ def measure(
 def _one_by_one(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
-    steps: Sequence[Step],
+    steps: Sequence[PatchStep],
     metric: Number,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | Literal["auto"],
@@ -85,7 +85,7 @@ class _Measured:
         self,
         model: TransformerBridge,
         tokens: Int[Tensor, "batch pos"],
-        steps: Sequence[Step],
+        steps: Sequence[PatchStep],
         metric: Number,
         attention_mask: Int[Tensor, "batch pos"] | None,
         patches_per_run: int | Literal["auto"],
@@ -150,21 +150,22 @@ class _Measured:
                 differs[step.hook] = differences(step.clean, self.run.kept[step.hook.name])
         jobs = []
         for index, step in enumerate(self.steps):
-            start = self._start(step, differs.get(step.hook))
-            if start is not None:
-                start = start if self.run.positions else 0
-                jobs.append(Job(index, step.hook, start, _patch_from(step), by_position=step.hook not in self.whole))
+            changed = self._changed(step, differs.get(step.hook))
+            if changed != []:
+                start = changed[0] if changed and self.run.positions else 0
+                jobs.append(Job(index, step.hook, start, _patch_from(step), changed, step.hook not in self.whole))
         return jobs
 
-    def _start(self, step: Step, differs: Bool[Tensor, "..."] | None) -> int | None:
+    def _changed(self, step: PatchStep, differs: Bool[Tensor, "..."] | None) -> list[int] | None:
+        """The positions that a patch changes; None where that is not known."""
         region = step.region
         if region is None or differs is None or step.hook in self.whole:
-            return 0
+            return None
         try:
-            return first_change(region, step.place, differs)
+            return changed_positions(region, step.place, differs)
         except (IndexError, ValueError):
-            return 0  # the setter says what does not fit
+            return None  # the setter says what does not fit
 
 
-def _patch_from(step: Step) -> Callable[[int], Patch]:
+def _patch_from(step: PatchStep) -> Callable[[int], Patch]:
     return lambda start: lambda activation: step.later(activation, start)

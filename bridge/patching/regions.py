@@ -85,8 +85,8 @@ def differences(
     return (clean.to(corrupted.device) != corrupted).any(0)
 
 
-def first_change(region: Region, place: Sequence[int], differs: Bool[Tensor, "..."]) -> int | None:
-    """The first position at which a patch changes anything; None where it changes nothing.
+def changed_positions(region: Region, place: Sequence[int], differs: Bool[Tensor, "..."]) -> list[int]:
+    """The positions at which a patch changes anything.
 
     Args:
         region: what the setter writes.
@@ -99,11 +99,11 @@ def first_change(region: Region, place: Sequence[int], differs: Bool[Tensor, "..
     Example:
         >>> import torch
         >>> from bridge.patching import layer_head_vector_patch_setter
-        >>> from bridge.patching.regions import first_change, region_of
+        >>> from bridge.patching.regions import changed_positions, region_of
         >>> differs = torch.tensor([[False, False], [False, True], [True, True]])[..., None]  # pos head d_head
         >>> region = region_of(layer_head_vector_patch_setter, "batch pos n_heads d_head")
-        >>> first_change(region, [0, 1], differs), first_change(region, [0, 0], differs)
-        (1, 2)
+        >>> changed_positions(region, [0, 1], differs), changed_positions(region, [0, 0], differs)
+        ([1, 2], [2])
     """
     index: list[int | slice] = [slice(None)] * differs.ndim
     for axis, at in zip(region.axes, place[1:], strict=True):
@@ -111,9 +111,9 @@ def first_change(region: Region, place: Sequence[int], differs: Bool[Tensor, "..
     found = differs[tuple(index)]
     if region.pos in region.axes:
         at = place[1 + region.axes.index(region.pos)]
-        return at % differs.shape[region.pos] if bool(found.any()) else None
+        return [at % differs.shape[region.pos]] if bool(found.any()) else []
     by_position = found.flatten(1).any(1) if found.ndim > 1 else found
-    return int(by_position.int().argmax()) if bool(by_position.any()) else None
+    return by_position.nonzero().flatten().tolist()
 
 
 def from_position(

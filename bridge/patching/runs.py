@@ -98,7 +98,7 @@ def may_start_later(model: TransformerBridge) -> bool:
     """
     if model.no_layer_runs:
         return False
-    # Listeners of the bridge stand behind torch hooks, too; those that do not are asked for one by one.
+    # Listeners of the bridge are behind torch hooks, too; those that do not are asked for one by one.
     if any(point.listeners for point in model.hook_dict.values()):
         return False
     return not any(

@@ -12,7 +12,7 @@ from bridge.patching.setters import PatchSetter
 
 
 @dataclass(frozen=True)
-class Step:
+class PatchStep:
     """One patch.
 
     Attributes:

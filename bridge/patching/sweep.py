@@ -21,12 +21,12 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun, close
 from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
 
-#: What a run costs beside its tokens, for each layer, in tokens of one layer: reading the weights, mostly. (A sweep of
+#: What a run costs besides its tokens, for each layer, in tokens of one layer: reading the weights, mostly. (A sweep of
 #: 12-layer GPT-2 on two cores takes the same time with 60 as with 160, 3 % more with 40, 6 % more with 20.)
 RUN_COST = 80
 #: More logits than this are not computed for all patches at once.
 MOST_LOGITS = 2**25
-#: Sets of positions whose logits are kept for the patches beside; a metric that looks at more pays for each.
+#: Sets of positions whose logits are kept for neighbouring patches; a metric that looks at more pays for each.
 MOST_KEPT = 4
 #: Starting positions that are told apart.
 MOST_STARTS = 128
@@ -43,16 +43,18 @@ class Job:
         hook: where it stands.
         start: the first position that it changes; 0 where that is not known.
         patch: called with the first position that runs; gives what makes the patched activation.
-        basis: the point in a basis whose activation is patched, where `hook` is one that shows what it stands on.
+        changed: the positions that it changes; None where they are not known.
         by_position: whether what is done to one position is the same whatever the others are (see `by_position`).
+        basis: the point in a basis whose activation is patched, where `hook` is one that shows what it stands on.
     """
 
     index: int
     hook: HookPoint
     start: int
     patch: Callable[[int], Patch]
-    basis: HookPoint | None = None
+    changed: list[int] | None = None
     by_position: bool = True
+    basis: HookPoint | None = None
 
     @property
     def layer(self) -> int:
@@ -133,12 +135,13 @@ class Sweep:
             jobs: the patches.
         """
         run = self.corrupted
-        jobs = [self._later(below_its_basis(job, run.model.hook_dict)) for job in jobs]
+        jobs = [self._later(patch_below_basis(job, run.model.hook_dict)) for job in jobs]
         for start, together in groups(jobs, run.length, run.batch, self.n_layers):
             together.sort(key=lambda job: (job.layer, job.hook.order, job.basis is not None, job.index))
             most = self.most(run.length - start)
-            for some in _batches(together, most):
-                ends = _Ends(run, self._through(some, start), start)
+            for some in _batches(together, most, self.n_layers - 1):
+                stop = self._stop(some)
+                ends = _Ends(run, self._through(some, start, stop), start, stop < self.n_layers)
                 for number, job in enumerate(some):
                     yield job, ends.logits(number)
 
@@ -147,8 +150,13 @@ class Sweep:
         after = self.corrupted.handed_on.get(job.hook.name)
         return job if after is None else replace(job, hook=self.corrupted.model.hook_dict[after])
 
-    def _through(self, jobs: Sequence[Job], start: int) -> Float[Tensor, "rows pos d_model"]:
-        """The residual stream after the last block, patch by patch. The patches are sorted by layer."""
+    def _stop(self, jobs: Sequence[Job]) -> int:
+        """The layer before which patches are all made: the last block is then run where logits are looked at."""
+        early = all(job.layer < self.n_layers - 1 and not job.hook.point.linked for job in jobs)
+        return self.n_layers - 1 if early and self.corrupted.ends_early else self.n_layers
+
+    def _through(self, jobs: Sequence[Job], start: int, end: int) -> Float[Tensor, "rows pos d_model"]:
+        """The residual stream before a layer, patch by patch. The patches are sorted by layer."""
         run = self.corrupted
         rows: Tensor | None = None
         done = 0
@@ -156,18 +164,19 @@ class Sweep:
             layer = jobs[done].layer
             joining = [job for job in jobs[done:] if job.layer == layer]
             done += len(joining)
-            stop = jobs[done].layer if done < len(jobs) else self.n_layers
+            stop = jobs[done].layer if done < len(jobs) else end
             fresh = run.streams[layer][:, start:].repeat(len(joining), 1, 1)
             before = 0 if rows is None else len(rows)
             rows = fresh if rows is None else torch.cat([rows, fresh])
             hooks = []
             for (hook, basis), group in itertools.groupby(joining, key=lambda job: (job.hook, job.basis)):
-                patches = [job.patch(start) for job in group]
+                some = list(group)
                 if basis is None:
+                    patches = [job.patch(start) for job in some]
                     hooks.append((hook, _patching(patches, before, run.batch, len(rows))))
                 else:
-                    hooks.append((hook, _patching_features(basis, patches, before, run.batch)))
-                before += run.batch * len(patches)
+                    hooks.append((hook, _patching_features(basis, some, start, before, run.batch)))
+                before += run.batch * len(some)
             rows = run.model.run_with_hooks(
                 rows,
                 fwd_hooks=hooks,
@@ -179,20 +188,20 @@ class Sweep:
         return rows
 
 
-def _batches(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
+def _batches(jobs: Sequence[Job], most: int, last: int) -> Iterator[Sequence[Job]]:
     """The patches that run together.
 
     Others join them at later layers, where a new run begins: what hook points in later layers take over from an earlier
-    one would be lost there.
+    one would be lost there. Those of the last layer go through all of it, the others do not.
 
     Args:
         jobs: the patches, sorted by layer.
         most: how many may run together.
+        last: the last layer.
     """
-    parts = [jobs]
-    if any(job.hook.point.linked for job in jobs):
-        parts = [list(part) for _, part in itertools.groupby(jobs, key=lambda job: job.layer)]
-    for part in parts:
+    alone = any(job.hook.point.linked for job in jobs)
+    for _, group in itertools.groupby(jobs, key=lambda job: job.layer if alone else job.layer == last):
+        part = list(group)
         for at in range(0, len(part), most):
             yield part[at : at + most]
 
@@ -231,7 +240,7 @@ def by_position(view: InBasis, read: Tensor) -> bool:
     return read.shape[1] == 1 or close(reconstructed(moved)[:, 1::2], reconstructed(read).roll(1, 1)[:, 1::2])
 
 
-def below_its_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
+def patch_below_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
     """A patch in a basis as one of the point that the basis stands on, where that is the same.
 
     All patches that join at a layer begin with the same activation: there it is encoded once, not for each.
@@ -250,12 +259,16 @@ def below_its_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:
     return replace(job, hook=base, basis=job.hook)
 
 
-def _patching_features(basis: HookPoint, patches: Sequence[Patch], before: int, batch: int) -> Callable[..., Tensor]:
+def _patching_features(
+    basis: HookPoint, jobs: Sequence[Job], start: int, before: int, batch: int
+) -> Callable[..., Tensor]:
     """A hook that patches the features of what it sees.
 
     Args:
         basis: the point in the basis.
-        patches, before, batch: as for `_patching`.
+        jobs: the patches.
+        start: the first position that runs.
+        before, batch: as for `_patching`.
     """
     view = basis.view
     assert isinstance(view, InBasis)
@@ -266,11 +279,16 @@ def _patching_features(basis: HookPoint, patches: Sequence[Patch], before: int, 
         kept = view.decoded(old, own)
         new = activation.clone()
         places, rows = [], []
-        for number, function in enumerate(patches):
+        for number, job in enumerate(jobs):
             features = old.clone()
-            made = function(features)
+            made = job.patch(start)(features)
             features = features if made is None else made
-            changed = (features != old).flatten(2).any(-1).nonzero(as_tuple=True)
+            if job.changed is None:
+                where = (features != old).flatten(2).any(-1)
+            else:
+                where = torch.zeros(own.shape[:2], dtype=torch.bool, device=own.device)
+                where[:, [position - start for position in job.changed]] = True
+            changed = where.nonzero(as_tuple=True)
             places.append((changed[0] + before + number * batch, changed[0], changed[1]))
             rows.append(features[changed])
         into, row, position = (torch.cat(parts) for parts in zip(*places, strict=True))
@@ -290,12 +308,15 @@ class _Ends:
 
     Args:
         run: the corrupted run.
-        rows: the residual stream after the last block, ``[patch * batch, pos, d_model]``.
+        rows: the residual stream after the last block, ``[patch * batch, pos, d_model]``, or before it.
         start: the position that the rows start at.
+        before_last: whether it is before it.
     """
 
-    def __init__(self, run: CorruptedRun, rows: Tensor, start: int) -> None:
-        self.run, self.rows, self.start = run, rows, start
+    def __init__(self, run: CorruptedRun, rows: Tensor, start: int, before_last: bool) -> None:
+        self.run, self.rows, self.start, self.before_last = run, rows, start, before_last
+        self._begin = rows.shape[1] if before_last else 0
+        self._after = rows
         self._found: dict[tuple[int, ...], tuple[int, Tensor]] = {}
 
     def logits(self, number: int) -> LazyLogits:
@@ -318,15 +339,25 @@ class _Ends:
         return whole
 
     def _new(self, number: int, wanted: tuple[int, ...]) -> Tensor:
-        """One patch's logits at some of the positions that ran, computed with those of the patches beside it."""
+        """One patch's logits at some of the positions that ran, computed with those of neighbouring patches."""
         batch, d_vocab = self.run.batch, self.run.logits.shape[-1]
         patches = len(self.rows) // batch
+        ends = self._ends(min(wanted))
+        columns = [column - self._begin for column in wanted]
         if wanted not in self._found and len(self._found) == MOST_KEPT:
-            return self.run.logits_of(self.rows[number * batch : (number + 1) * batch, list(wanted)])
+            return self.run.logits_of(ends[number * batch : (number + 1) * batch, columns])
         most = max(1, MOST_LOGITS // (batch * len(wanted) * d_vocab))
         together = -(-patches // -(-patches // most))  # parts of one size
         part, within = divmod(number, together)
         if self._found.get(wanted, (-1,))[0] != part:
-            rows = self.rows[part * together * batch : (part + 1) * together * batch]
-            self._found[wanted] = part, self.run.logits_of(rows[:, list(wanted)])
+            rows = ends[part * together * batch : (part + 1) * together * batch]
+            self._found[wanted] = part, self.run.logits_of(rows[:, columns])
         return self._found[wanted][1][within * batch : (within + 1) * batch]
+
+    def _ends(self, begin: int) -> Tensor:
+        """The stream after the last block, from this column on or an earlier one, which is then `_begin`."""
+        if begin < self._begin:
+            # A metric that looks farther to the front once may do so again: then it is all of them.
+            self._begin = begin if self._begin == self.rows.shape[1] else 0
+            self._after = self.run.last_block(self.rows, self.start, self._begin)
+        return self._after

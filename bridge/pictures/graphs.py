@@ -9,7 +9,7 @@ import altair as alt
 import torch
 
 from bridge.pictures.labels import visible, width_of
-from bridge.pictures.layered_graph import Layout, columns_of, layout
+from bridge.pictures.layered_graph import GraphLayout, columns_of, layout
 from bridge.pictures.picture import Picture
 from bridge.pictures.style import colour, configuration, dark_parameter
 from bridge.pictures.values import checked, compact
@@ -70,7 +70,7 @@ def circuit(
 def _drawn(
     pairs: Sequence[tuple[str, str]],
     scores: Sequence[float],
-    found: Layout,
+    found: GraphLayout,
     measure: str,
     title: str,
     supports: Literal["positive", "negative"] | None,

@@ -56,8 +56,8 @@ def grid(
         measure: what the value is, for legend and hover.
         title: over the picture.
         panels: a name for each panel.
-        panels_wide: how many panels stand beside each other.
-        wrap: whether a narrow page may put fewer of them beside each other.
+        panels_wide: how many panels are side by side.
+        wrap: whether a narrow page may put fewer of them side by side.
         numbers: write each value into its cell (without `panels`).
         blank: what the hover says over a cell that stays blank; None: there is no hover.
 

@@ -16,7 +16,7 @@ _Stop = str | tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
+class GraphLayout:
     """Places in columns and rows; rows are counted from the middle.
 
     Attributes:
@@ -64,7 +64,7 @@ def columns_of(edges: Sequence[tuple[str, str]]) -> dict[str, int]:
     return column
 
 
-def layout(edges: Sequence[tuple[str, str]], columns: Mapping[str, int]) -> Layout:
+def layout(edges: Sequence[tuple[str, str]], columns: Mapping[str, int]) -> GraphLayout:
     """Rows for the nodes, and the stops of each edge.
 
     Args:
@@ -114,7 +114,7 @@ def layout(edges: Sequence[tuple[str, str]], columns: Mapping[str, int]) -> Layo
         for column in sorted(members, reverse=bool(sweep % 2)):
             members[column].sort(key=lambda stop: sum(row[other] for other in near[stop]) / len(near[stop]))
             row |= _rows(members[column])
-    return Layout(
+    return GraphLayout(
         nodes={stop: (c, row[stop]) for c, stops in members.items() for stop in stops if isinstance(stop, str)},
         paths=[[(c, row[stop]) for c, stop in chain[1:]] for chain in chains],
         n_columns=len(shown),

@@ -19,7 +19,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.results import checked
 from bridge.programs.functions import Function
-from bridge.programs.one_pass import AnyFunction, OnePass
+from bridge.programs.program_pass import AnyFunction, ProgramPass
 from bridge.trace.edit import BodyInStep, Edit, EditHook
 from bridge.trace.errors import PointPassedError
 
@@ -63,30 +63,30 @@ class Body:
     def __init__(self, edit: Edit) -> None:
         self.edit = edit
 
-    def __call__(self, given: Tensor, hook: HookPoint, one_pass: OnePass) -> Tensor | None:
+    def __call__(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """What becomes of an activation; None where the body leaves it, or changes it in place."""
-        return (self._anew if torch.compiler.is_compiling() else self._in_step)(given, hook, one_pass)
+        return (self._anew if torch.compiler.is_compiling() else self._in_step)(given, hook, program_pass)
 
-    def _in_step(self, given: Tensor, hook: HookPoint, one_pass: OnePass) -> Tensor | None:
+    def _in_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """With the body paused in between."""
-        body = one_pass.bodies.get(self)
+        body = program_pass.bodies.get(self)
         if not isinstance(body, BodyInStep):
-            body = one_pass.bodies[self] = BodyInStep(self.edit, None)
-        return body.come_to(hook, given)
+            body = program_pass.bodies[self] = BodyInStep(self.edit, None)
+        return body.visit(hook, given)
 
-    def _anew(self, given: Tensor, hook: HookPoint, one_pass: OnePass) -> Tensor | None:
+    def _anew(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """With the body run up to it once more."""
-        seen = one_pass.bodies.get(self)
-        if not isinstance(seen, Seen):
-            seen = one_pass.bodies[self] = Seen()
+        seen = program_pass.bodies.get(self)
+        if not isinstance(seen, PassActivations):
+            seen = program_pass.bodies[self] = PassActivations()
         seen.values[hook.name] = given
-        again = Again(self.edit, seen.values, hook)
-        with _NothingRandom(self.edit), contextlib.suppress(_Later):
+        again = ReplayedActivations(self.edit, seen.values, hook)
+        with _RefuseRandom(self.edit), contextlib.suppress(_PointNotReached):
             self.edit.body(again)
         return again.result
 
 
-class Seen:
+class PassActivations:
     """The activations that a body was given in one pass, in turn, by name."""
 
     def __init__(self) -> None:
@@ -97,11 +97,11 @@ class Seen:
         self.values.clear()
 
 
-class _Later(Exception):
+class _PointNotReached(Exception):
     """The body asks for a point that has not come yet."""
 
 
-class Again:
+class ReplayedActivations:
     """What a body is given that is run up to a point once more.
 
     Args:
@@ -127,7 +127,7 @@ class Again:
                 f"{', '.join(point.name for point in self._edit.points)}. Name them all: trace_edit(fn, points=[...])"
             )
         if hook.name not in self._given:
-            raise _Later
+            raise _PointNotReached
         passed = list(self._given).index(hook.name) < self._at
         if passed:
             raise PointPassedError(f"{hook.name} has passed. Ask for points in the model's order")
@@ -149,7 +149,7 @@ class Again:
         self._note(found)
 
 
-class _NothingRandom(TorchFunctionMode):
+class _RefuseRandom(TorchFunctionMode):
     """Refuses random numbers in a body that is run more than once."""
 
     def __init__(self, edit: Edit) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.interventions.operation import Operation
-from bridge.programs.one_pass import AnyFunction, OnePass
+from bridge.programs.program_pass import AnyFunction, ProgramPass
 
 
 class Function:
@@ -32,9 +32,9 @@ class Function:
         self.fn, self.takes = fn, _taken(fn, hook, declared)
         self.__name__ = getattr(fn, "__name__", None) or repr(fn)
 
-    def __call__(self, given: Tensor, hook: HookPoint, one_pass: OnePass) -> object:
+    def __call__(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> object:
         """What the function returns."""
-        return self.fn(given, hook=hook, **{name: one_pass.inputs[name] for name in self.takes})
+        return self.fn(given, hook=hook, **{name: program_pass.inputs[name] for name in self.takes})
 
 
 def _taken(fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> tuple[str, ...]:

@@ -11,20 +11,20 @@ from torch import nn
 from adapters.paths import call_number, has_module, module_path, token_embedding
 from adapters.points import Site
 from adapters.views import Kwargs
-from bridge.hooks.followers import TakeOver
 from bridge.hooks.hook_point import HookPoint
+from bridge.hooks.linked_points import LeaderEdit
 from bridge.hooks.listener import Listener
 from bridge.hooks.results import wants_gradients
 from bridge.interventions.operation import Operation
 from bridge.programs.edits import listeners_of
 from bridge.programs.functions import Function
 from bridge.programs.mixtures import LoweredExperts
-from bridge.programs.one_pass import AnyFunction, OnePass
+from bridge.programs.program_pass import AnyFunction, ProgramPass
 from bridge.programs.shells import shell_of, written
 from bridge.programs.sites import LoweredSite
-from bridge.programs.steps import Step
+from bridge.programs.steps import LoweredPoint
 from bridge.programs.taps import LoweredAttention, LoweredRouter, LoweredTap
-from bridge.run.protocol import Runs
+from bridge.run.protocol import RunnableBridge
 from bridge.taps.kernels import implementation_of, is_looked_up, is_opaque
 
 _TAPS: Mapping[str, type[LoweredTap]] = {
@@ -50,7 +50,7 @@ class Lowered:
     model: nn.Module
     here: threading.local
     embeddings: tuple[nn.Module, tuple[Site, ...]] | None
-    steps: tuple[Step, ...]
+    steps: tuple[LoweredPoint, ...]
     one_by_one: bool
 
     @property
@@ -68,17 +68,17 @@ class Lowered:
                     return step.hook.name
         return None
 
-    def take_embeddings(self, one_pass: OnePass, arguments: Kwargs) -> None:
+    def take_embeddings(self, program_pass: ProgramPass, arguments: Kwargs) -> None:
         """Notes what the model is given in place of the output of its token embeddings, if it is."""
         given = arguments.get("inputs_embeds")
         if given is not None and self.embeddings is not None:
             module, sites = self.embeddings
             for site in sites:
-                one_pass.sources[site] = (module, given)
+                program_pass.sources[site] = (module, given)
 
 
 def lower(
-    bridge: Runs,
+    bridge: RunnableBridge,
     capture: Sequence[HookPoint],
     interventions: Sequence[tuple[HookPoint, AnyFunction]],
     declared: Collection[str],
@@ -107,14 +107,14 @@ def lower(
     for hook in list(changes):
         for follower in hook.point.linked:
             other = bridge.wiring.points[follower.name]
-            changes.setdefault(other, []).insert(0, Listener("leader", TakeOver(hook.name, follower)))
+            changes.setdefault(other, []).insert(0, Listener("leader", LeaderEdit(hook.name, follower)))
     chosen = sorted({*changes, *capture}, key=lambda hook: hook.order)
-    steps = tuple([Step(hook, changes.get(hook, ()), hook in capture) for hook in chosen])
-    by_site: dict[Site, list[Step]] = {}
+    steps = tuple([LoweredPoint(hook, changes.get(hook, ()), hook in capture) for hook in chosen])
+    by_site: dict[Site, list[LoweredPoint]] = {}
     for step in steps:
         by_site.setdefault(step.hook.point.site, []).append(step)
     sources = dict.fromkeys(site for step in steps for site in step.hook.point.sources)
-    taps: dict[tuple[str, type[LoweredTap]], dict[str, list[Step]]] = {}
+    taps: dict[tuple[str, type[LoweredTap]], dict[str, list[LoweredPoint]]] = {}
     for site in dict.fromkeys([*by_site, *sources]):
         module = _module_at(model, site, prefix, by_site.get(site, ()))
         if site.kind not in (*_TAPS, "input", "output"):
@@ -128,7 +128,7 @@ def lower(
         else:
             LoweredSite(site, module, by_site.get(site, ()), site in sources, here)
     for (path, tap), inside in taps.items():
-        tap(model.get_submodule(path.removeprefix(prefix)), inside, here).stand()
+        tap(model.get_submodule(path.removeprefix(prefix)), inside, here).install()
     core = bridge.core
     embedding = token_embedding(core)
     found = None
@@ -147,21 +147,21 @@ def _heard(hook: HookPoint) -> Iterable[Listener]:
     """
     if not hook.listeners:
         return ()
-    heard = hook.heard_by()
-    if wants_gradients(heard) or any(listener.kind == "bwd" for listener in heard):
+    active = hook.visible_listeners()
+    if wants_gradients(active) or any(listener.kind == "bwd" for listener in active):
         raise ValueError(
             f"{hook.name} has a hook that is given gradients, which a program has no place for: remove it "
             "(reset_hooks), or use tensor.register_hook on what the program returns"
         )
-    if any(listener.kind == "follow" for listener in heard):
+    if any(listener.kind == "follow" for listener in active):
         raise ValueError(
             f"{hook.name} has a module in its place, which a program has no place for: take it away, and give a "
             "function that calls it as an intervention"
         )
-    return [listener for listener in heard if listener.kind == "fwd"]
+    return [listener for listener in active if listener.kind == "fwd"]
 
 
-def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[Step]) -> nn.Module:
+def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[LoweredPoint]) -> nn.Module:
     path = site.path.removeprefix(prefix)
     if call_number(path) is not None:
         names = ", ".join(step.hook.name for step in steps) or site.path
@@ -172,7 +172,7 @@ def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[Step])
     return model.get_submodule(path)
 
 
-def _check_tap(module: nn.Module, steps: Sequence[Step]) -> None:
+def _check_tap(module: nn.Module, steps: Sequence[LoweredPoint]) -> None:
     """Refuses attention that is no torch function.
 
     Raises:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked
 from adapters.views import Call
-from bridge.programs.one_pass import current
+from bridge.programs.program_pass import current
 from bridge.programs.taps import LoweredTap
 
 
@@ -20,7 +20,7 @@ class LoweredExperts(LoweredTap):
     values; here these have no rows.
     """
 
-    def stand(self) -> None:
+    def install(self) -> None:
         """Takes the place of the module's forward.
 
         Raises:
@@ -29,12 +29,12 @@ class LoweredExperts(LoweredTap):
         if stacked(self.module):
             name = next(iter(self.steps.values()))[0].hook.name
             raise ValueError(f"{name} is inside experts whose matrices are stacked, where a program cannot stand")
-        super().stand()
+        super().install()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's forward."""
         module: Any = self.module
-        one_pass = current(self.here)
+        program_pass = current(self.here)
         call = Call(module, args, kwargs)
         given: Any = (*args, *kwargs.values())
         hidden_states, top_k_index, top_k_weights = given
@@ -43,17 +43,20 @@ class LoweredExperts(LoweredTap):
         for e in range(module.num_experts):
             rank, token = torch.where(chosen[e])
             both = _linear(
-                module, first_projection(module), self.show(f"{e}.in", hidden_states[token], call, one_pass), e
+                module, first_projection(module), self.show(f"{e}.in", hidden_states[token], call, program_pass), e
             )
             if not has_gate(module):
-                both = self.show(f"{e}.pre", both, call, one_pass)
+                both = self.show(f"{e}.pre", both, call, program_pass)
             elif f"{e}.gate" in self.steps or f"{e}.pre" in self.steps:
                 gate, up = gate_and_up(module, both)
-                gate, up = self.show(f"{e}.gate", gate, call, one_pass), self.show(f"{e}.pre", up, call, one_pass)
+                gate, up = (
+                    self.show(f"{e}.gate", gate, call, program_pass),
+                    self.show(f"{e}.pre", up, call, program_pass),
+                )
                 both = joined(module, gate, up)
             made = module._apply_gate(both) if has_gate(module) else module.act_fn(both)
-            post = self.show(f"{e}.post", made, call, one_pass)
-            out = self.show(f"{e}.out", _linear(module, "down_proj", post, e), call, one_pass)
+            post = self.show(f"{e}.post", made, call, program_pass)
+            out = self.show(f"{e}.out", _linear(module, "down_proj", post, e), call, program_pass)
             total.index_add_(0, token, (out * top_k_weights[token, rank, None]).to(total.dtype))
         return total
 

@@ -22,9 +22,9 @@ from bridge.hooks.names import suggestion
 from bridge.programs.generation import Run, generating, with_row_counts
 from bridge.programs.inputs import checked_inputs, declared_inputs
 from bridge.programs.lower import Lowered, lower
-from bridge.programs.one_pass import AnyFunction, OnePass
+from bridge.programs.program_pass import AnyFunction, ProgramPass
 from bridge.run.model_inputs import places_among_tokens, places_of
-from bridge.run.protocol import Runs
+from bridge.run.protocol import RunnableBridge
 from bridge.taps.attention import AttentionWatch
 
 
@@ -32,7 +32,8 @@ class Program(nn.Module):
     """A run of a model with captured activations and interventions. Made by `TransformerBridge.program`.
 
     It is around module objects of its own that share the model's parameters: the model does not see it, and a change of
-    the parameters is seen by both. Its mode (`train`, `eval`) is its own; it begins with the model's.
+    the parameters is seen by both. Its mode (`train`, `eval`), and which adapters of PEFT are at work, are its own; it
+    begins with the model's. (Make another program for other adapters.)
 
     Args:
         bridge: the bridge.
@@ -53,7 +54,7 @@ class Program(nn.Module):
 
     def __init__(
         self,
-        bridge: Runs,
+        bridge: RunnableBridge,
         capture: Sequence[HookPoint],
         interventions: Sequence[tuple[HookPoint, AnyFunction]],
         inputs: Mapping[str, object],
@@ -164,8 +165,8 @@ class Program(nn.Module):
         inputs = {name: given.pop(name) for name in self.inputs if name in given}
         checked = checked_inputs(self.inputs, inputs)
         self._check(input_ids, given)
-        if not hasattr(self._lowered.here, "one_pass"):
-            self._lowered.here.one_pass = (
+        if not hasattr(self._lowered.here, "program_pass"):
+            self._lowered.here.program_pass = (
                 None  # else compiled code would be made once more for each thread's first call
             )
         return self._run(input_ids, checked, given)
@@ -180,20 +181,20 @@ class Program(nn.Module):
         """
         arguments = self._arguments(input_ids, given)
         here = self._lowered.here
-        outer = getattr(here, "one_pass", None)
-        one_pass = OnePass(inputs)
-        self._lowered.take_embeddings(one_pass, arguments)
-        here.one_pass = one_pass
+        outer = getattr(here, "program_pass", None)
+        program_pass = ProgramPass(inputs)
+        self._lowered.take_embeddings(program_pass, arguments)
+        here.program_pass = program_pass
         try:
             output = self.model(**arguments)
         finally:
-            here.one_pass = outer
-            one_pass.end()
+            here.program_pass = outer
+            program_pass.end()
         made: Kwargs = {"logits": output.logits if hasattr(output, "logits") else output[0]}
         for name in self.captured:
-            if name not in one_pass.kept:
+            if name not in program_pass.kept:
                 raise RuntimeError(f"{name} did not run")
-            made[name] = one_pass.kept[name]
+            made[name] = program_pass.kept[name]
         if given.get("labels") is not None:
             made["loss"] = output.loss
         past = getattr(output, "past_key_values", None)
@@ -251,7 +252,7 @@ class Program(nn.Module):
                 raise ValueError(f"the tokens have {length} positions; the model has a context of {self._max_length}")
 
     def _refuse_past(self, what: str) -> None:
-        """Refuses to go on with a sequence of which an operation would have to know what was before.
+        """Refuses to continue a sequence of which an operation would have to know what was before.
 
         Raises:
             ValueError: there is such an operation.
@@ -283,8 +284,8 @@ class Program(nn.Module):
             raise ValueError(
                 "a program around a PEFT model cannot generate: merge its weights first, merge_and_unload()"
             )
-        if not hasattr(self._lowered.here, "one_pass"):
-            self._lowered.here.one_pass = None
+        if not hasattr(self._lowered.here, "program_pass"):
+            self._lowered.here.program_pass = None
         return generating(self.core, self._run, checked_inputs(self.inputs, inputs))
 
     def compile(self, **options: Any) -> Program:  # type: ignore[override]

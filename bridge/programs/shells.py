@@ -13,7 +13,7 @@ from torch import nn
 
 from bridge.taps.tap import Tap
 from bridge.wiring.boundary import strip
-from bridge.wiring.compiled import AsWritten
+from bridge.wiring.compiled import ForcedEager
 
 #: The dictionaries of torch hooks, of which a shell has copies.
 _HOOKS = (
@@ -71,7 +71,7 @@ def _take_over_forward(shell: nn.Module, module: nn.Module, path: str) -> None:
         ValueError: someone else's stands there.
     """
     forward: Any = shell.__dict__.pop("forward", None)
-    while isinstance(forward, Tap | AsWritten):
+    while isinstance(forward, Tap | ForcedEager):
         forward = forward.original
     while hasattr(forward, "_torchdynamo_orig_callable"):  # what torch.compile(model.forward) left there
         forward = forward._torchdynamo_orig_callable

@@ -1,4 +1,4 @@
-"""What stands at a module's input or output in a program: a torch hook on a shell, put there once."""
+"""What is at a module's input or output in a program: a torch hook on a shell, put there once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from adapters.points import Site
 from adapters.views import Args, Call, Kwargs
-from bridge.programs.one_pass import current
-from bridge.programs.steps import Step
-from bridge.wiring.site import AtSite
+from bridge.programs.program_pass import current
+from bridge.programs.steps import LoweredPoint
+from bridge.wiring.site import SiteHandler
 
 
-class LoweredSite(AtSite):
+class LoweredSite(SiteHandler):
     """One site.
 
     Args:
@@ -26,7 +26,7 @@ class LoweredSite(AtSite):
     """
 
     def __init__(
-        self, site: Site, module: nn.Module, steps: Sequence[Step], is_source: bool, here: threading.local
+        self, site: Site, module: nn.Module, steps: Sequence[LoweredPoint], is_source: bool, here: threading.local
     ) -> None:
         self.site, self.steps, self.is_source, self._here = site, tuple(steps), is_source, here
         writers = [step.changes and step.hook.view.writes_through for step in self.steps]
@@ -39,10 +39,10 @@ class LoweredSite(AtSite):
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the steps in turn, and keeps the tensor for those who need it elsewhere."""
-        one_pass = current(self._here)
+        program_pass = current(self._here)
         call = Call(module, args, kwargs)
         for step in self.steps:
-            x = step.apply(x, call, one_pass)
+            x = step.apply(x, call, program_pass)
         if self.is_source:
-            one_pass.sources[self.site] = (module, x)
+            program_pass.sources[self.site] = (module, x)
         return x

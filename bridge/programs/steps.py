@@ -9,12 +9,12 @@ from torch import Tensor
 from adapters.views import Call
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
-from bridge.programs.one_pass import OnePass
+from bridge.programs.program_pass import ProgramPass
 
 _CAPTURES = Listener("read", lambda act, hook: None)
 
 
-class Step:
+class LoweredPoint:
     """One hook point of a program.
 
     Args:
@@ -31,15 +31,15 @@ class Step:
         self.copies = False
         self._listeners = (*changes, _CAPTURES) if captured else self.changes
 
-    def apply(self, x: Tensor, call: Call, one_pass: OnePass) -> Tensor:
+    def apply(self, x: Tensor, call: Call, program_pass: ProgramPass) -> Tensor:
         """What the tensor at the site becomes.
 
         Args:
             x: the tensor.
             call: the call of the module that it belongs to.
-            one_pass: the pass.
+            program_pass: the pass.
         """
         hook = self.hook
         if hook.sources:
-            call.sources = hook.sources_in(one_pass)
-        return hook.edited(x, call, one_pass, self._listeners, self.copies, hook.view)
+            call.sources = hook.sources_in(program_pass)
+        return hook.edited(x, call, program_pass, self._listeners, self.copies, hook.view)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from adapters.views import Call
 from bridge.hooks.hook_point import HookPoint
-from bridge.programs.one_pass import OnePass, current
-from bridge.programs.steps import Step
-from bridge.taps.attention import AttentionWatch, shown_in_full
+from bridge.programs.program_pass import ProgramPass, current
+from bridge.programs.steps import LoweredPoint
+from bridge.taps.attention import AttentionWatch, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall
 from bridge.taps.kernels import implementation_of, is_looked_up
 from bridge.taps.router import RouterWatch
@@ -26,19 +26,19 @@ class LoweredTap:
         here: finds the pass that is under way.
     """
 
-    def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[Step]], here: threading.local) -> None:
+    def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> None:
         self.module, self.here = module, here
         self.steps = {channel: tuple(points) for channel, points in steps.items()}
         self.original = module.forward
 
-    def stand(self) -> None:
+    def install(self) -> None:
         """Puts it in the place of the shell's forward."""
         self.module.__dict__["forward"] = self
 
-    def show(self, channel: str, x: Tensor, call: Call, one_pass: OnePass) -> Tensor:
+    def show(self, channel: str, x: Tensor, call: Call, program_pass: ProgramPass) -> Tensor:
         """What the points of a channel make of a tensor."""
         for step in self.steps.get(channel, ()):
-            x = step.apply(x, call, one_pass)
+            x = step.apply(x, call, program_pass)
         return x
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -51,7 +51,7 @@ class _CallInProgram:
 
     def __init__(self, tap: LoweredTap, call: Call) -> None:
         self.tap, self.call, self.module = tap, call, tap.module
-        self.one_pass = current(tap.here)
+        self.program_pass = current(tap.here)
 
     @property
     def parts(self) -> int:
@@ -59,34 +59,34 @@ class _CallInProgram:
         return 1
 
     @property
-    def asking(self) -> bool:
+    def in_user_function(self) -> bool:
         """Whether a function of the program is being called: what it computes is not the model's."""
-        return self.one_pass.asking
+        return self.program_pass.in_user_function
 
     def points(self, channel: str) -> Sequence[HookPoint]:
         """The hook points of a channel."""
         return [step.hook for step in self.tap.steps.get(channel, ())]
 
-    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels: the program listens to all of its own."""
         return [step.hook for channel in channels for step in self.tap.steps.get(channel, ())]
 
     def show(self, channel: str, x: Tensor) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
-        return self.tap.show(channel, x, self.call, self.one_pass)
+        return self.tap.show(channel, x, self.call, self.program_pass)
 
-    def is_only_looked_at(self, attention: AttentionCall) -> bool:
+    def is_read_only(self, attention: AttentionCall) -> bool:
         """Whether nothing changes scores or pattern; then they have been captured."""
         if any(step.changes for channel in ("scores", "pattern") for step in self.tap.steps.get(channel, ())):
             return False
-        shown_in_full(self, attention)
+        show_scores_and_pattern(self, attention)
         return True
 
 
 class LoweredAttention(LoweredTap):
     """The attention of one module. Its channels are those of `AttentionWatch`."""
 
-    def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[Step]], here: threading.local) -> None:
+    def __init__(self, module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> None:
         super().__init__(module, steps, here)
         self._kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
 

@@ -104,7 +104,7 @@ def check_texts(texts: Any) -> None:
 def texts_in(input: Any) -> Sequence[str] | None:
     """The texts that an input is: one, or a list of them. None where it is something else.
 
-    What stands behind the first of a list is looked at where the texts become tokens.
+    What is behind the first of a list is looked at where the texts become tokens.
     """
     if isinstance(input, Tensor):
         return None

@@ -15,15 +15,15 @@ from adapters.paths import learns_prompt, token_embedding
 from bridge.hooks.context import ForwardPass, forward_pass
 from bridge.hooks.listener import Scope
 from bridge.hooks.modules import Finder
-from bridge.hooks.recomputed import with_its_hooks
+from bridge.hooks.recomputation import recomputation_frame
 from bridge.run import layer_range
 from bridge.run.checks import check_residual, check_whole_logits
 from bridge.run.hooked import check_hooks_run
 from bridge.run.loss import check_counted, lm_loss
 from bridge.run.model_inputs import Inputs, check_arguments, prepare
-from bridge.run.protocol import Input, Runs
+from bridge.run.protocol import Input, RunnableBridge
 from bridge.run.request import Request
-from bridge.wiring.compiled import as_written
+from bridge.wiring.compiled import call_eagerly
 
 RETURN_TYPES = ("logits", "loss", "both", "predictions", "logits_and_cache", None)
 _OURS = (
@@ -33,7 +33,7 @@ _OURS = (
 )  # fmt: skip
 
 
-def run_model(bridge: Runs, asked: Request, return_type: str | None, loss_per_token: bool) -> Any:
+def run_model(bridge: RunnableBridge, asked: Request, return_type: str | None, loss_per_token: bool) -> Any:
     """One forward pass: see `TransformerBridge.forward`."""
     model_kwargs = asked.model_kwargs
     check_arguments(bridge.core, model_kwargs, _OURS)
@@ -50,7 +50,7 @@ def run_model(bridge: Runs, asked: Request, return_type: str | None, loss_per_to
     if stop is None:
         check_whole_logits(return_type, model_kwargs)
         _check_result(bridge, return_type, loss_per_token, start is not None, asked.input, model_kwargs)
-    with ReadyPass(bridge, asked, start, stop) as pass_:
+    with PreparedPass(bridge, asked, start, stop) as pass_:
         if stop is None and return_type in ("loss", "both") and "labels" not in model_kwargs:
             _check_loss(bridge, pass_.inputs)
         output = pass_.run_model()
@@ -58,7 +58,7 @@ def run_model(bridge: Runs, asked: Request, return_type: str | None, loss_per_to
 
 
 def checked_layers(
-    bridge: Runs, start_at_layer: int | None, stop_at_layer: int | None
+    bridge: RunnableBridge, start_at_layer: int | None, stop_at_layer: int | None
 ) -> tuple[int | None, int | None]:
     """The layers that a run starts and stops at, counted from the front.
 
@@ -77,7 +77,7 @@ def checked_layers(
     return start, stop
 
 
-class ReadyPass:
+class PreparedPass:
     """One forward pass: all around the call of the model, for a ``with`` statement. (A generator would take longer.)
 
     Args:
@@ -97,7 +97,7 @@ class ReadyPass:
 
     def __init__(
         self,
-        bridge: Runs,
+        bridge: RunnableBridge,
         asked: Request,
         start: int | None,
         stop: int | None,
@@ -108,7 +108,7 @@ class ReadyPass:
         self._asked, self._start, self._traced, self._scope = asked, start, traced, scope
         self._around: ExitStack | None = None
 
-    def __enter__(self) -> ReadyPass:
+    def __enter__(self) -> PreparedPass:
         bridge, start, asked = self.bridge, self._start, self._asked
         listening = self._listening = self._traced or bridge.wiring.listening
         if listening:
@@ -151,12 +151,12 @@ class ReadyPass:
             return _stopped(self.bridge, self.run, self.inputs, self.stop)
         model = self.bridge.wiring.model
         if self._listening or self._start is not None:
-            return as_written(model, with_its_hooks, (model, (), self.inputs.kwargs), {})
+            return call_eagerly(model, recomputation_frame, (model, (), self.inputs.kwargs), {})
         return model(**self.inputs.kwargs)
 
 
 def _check_result(
-    bridge: Runs,
+    bridge: RunnableBridge,
     return_type: str | None,
     loss_per_token: bool,
     residual: bool,
@@ -186,7 +186,7 @@ def _check_result(
         raise ValueError("a model that reads in both directions has no next-token loss; pass labels")
 
 
-def _check_loss(bridge: Runs, inputs: Inputs) -> None:
+def _check_loss(bridge: RunnableBridge, inputs: Inputs) -> None:
     """Refuses a loss that would be of nothing, or of padding, before the model runs."""
     assert inputs.tokens is not None
     check_counted(inputs.tokens, inputs.mask)
@@ -202,7 +202,7 @@ def _check_loss(bridge: Runs, inputs: Inputs) -> None:
 
 
 @contextmanager
-def _starting(bridge: Runs, run: ForwardPass, input: Input | None, start: int) -> Iterator[Tensor]:
+def _starting(bridge: RunnableBridge, run: ForwardPass, input: Input | None, start: int) -> Iterator[Tensor]:
     """A run from a layer on; what the model is given as embeddings."""
     check_residual(bridge.core, input, bridge.cfg.d_model)
     assert isinstance(input, Tensor)
@@ -220,16 +220,16 @@ def _starting(bridge: Runs, run: ForwardPass, input: Input | None, start: int) -
         yield layer_range.placeholder(input, token_embedding(bridge.core))
 
 
-def _stopped(bridge: Runs, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:
+def _stopped(bridge: RunnableBridge, run: ForwardPass, inputs: Inputs, stop: int) -> Tensor:
     last = stop == bridge.cfg.n_layers
     block = Finder(bridge.original_model, bridge.block_paths[stop - last]).module
     with layer_range.stopping(run, block, last, bridge.block_output[0]) as found:
         model = bridge.original_model
-        as_written(model, with_its_hooks, (model, (), inputs.kwargs), {})
+        call_eagerly(model, recomputation_frame, (model, (), inputs.kwargs), {})
     return found[0]
 
 
-def _result(bridge: Runs, output: Any, inputs: Inputs, return_type: str | None, loss_per_token: bool) -> Any:
+def _result(bridge: RunnableBridge, output: Any, inputs: Inputs, return_type: str | None, loss_per_token: bool) -> Any:
     if return_type is None:
         return None
     logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
@@ -247,9 +247,9 @@ def _result(bridge: Runs, output: Any, inputs: Inputs, return_type: str | None, 
     return loss if return_type == "loss" else (logits, loss)
 
 
-def _predictions(bridge: Runs, logits: Tensor, inputs: Inputs) -> str | list[str]:
+def _predictions(bridge: RunnableBridge, logits: Tensor, inputs: Inputs) -> str | list[str]:
     if inputs.tokens is not None:
-        logits = logits[:, -inputs.tokens.shape[1] :]  # a learned prompt (PEFT) stands before the tokens
+        logits = logits[:, -inputs.tokens.shape[1] :]  # a learned prompt (PEFT) comes before the tokens
     if inputs.mask is None:
         last = torch.full((logits.shape[0],), logits.shape[1] - 1, device=logits.device)
     else:

@@ -11,7 +11,7 @@ from bridge.hooks.hook_point import HookPoint, checked_function
 from bridge.hooks.listener import HookFunction, Kind, Listener, Scope
 from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.run.layer_range import check_layers
-from bridge.run.protocol import HookSpec, Runs
+from bridge.run.protocol import HookSpec, RunnableBridge
 
 
 def runs_some_layers(forward_kwargs: Mapping[str, Any]) -> bool:
@@ -19,7 +19,9 @@ def runs_some_layers(forward_kwargs: Mapping[str, Any]) -> bool:
     return any(forward_kwargs.get(name) is not None for name in ("start_at_layer", "stop_at_layer"))
 
 
-def points_that_run(bridge: Runs, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]) -> list[HookPoint]:
+def points_that_run(
+    bridge: RunnableBridge, points: Sequence[HookPoint], forward_kwargs: Mapping[str, Any]
+) -> list[HookPoint]:
     """Those of the hook points that lie in the layers that run."""
     start, stop = check_layers(
         forward_kwargs.get("start_at_layer"), forward_kwargs.get("stop_at_layer"), bridge.cfg.n_layers
@@ -30,7 +32,9 @@ def points_that_run(bridge: Runs, points: Sequence[HookPoint], forward_kwargs: M
     return [hook for hook in points if first <= hook.point.depth < last]
 
 
-def points_of_run(bridge: Runs, names: NamesFilter | HookPoint, forward_kwargs: Mapping[str, Any]) -> list[HookPoint]:
+def points_of_run(
+    bridge: RunnableBridge, names: NamesFilter | HookPoint, forward_kwargs: Mapping[str, Any]
+) -> list[HookPoint]:
     """The chosen hook points, of which those named one by one must lie in the layers that run.
 
     Raises:
@@ -51,7 +55,7 @@ def points_of_run(bridge: Runs, names: NamesFilter | HookPoint, forward_kwargs: 
 
 @contextmanager
 def hooked(
-    bridge: Runs,
+    bridge: RunnableBridge,
     fwd_hooks: Sequence[HookSpec],
     bwd_hooks: Sequence[HookSpec],
     reset_hooks_end: bool,
@@ -81,7 +85,7 @@ def hooked(
             clear_all_contexts(bridge)
 
 
-def check_hooks_run(bridge: Runs, start: int | None, stop: int | None) -> None:
+def check_hooks_run(bridge: RunnableBridge, start: int | None, stop: int | None) -> None:
     """Refuses a run of some layers where a hook that was opened for it, by name, would never be called.
 
     Args:
@@ -92,10 +96,14 @@ def check_hooks_run(bridge: Runs, start: int | None, stop: int | None) -> None:
         ValueError: there is such a hook. (One that was added stays silent in the runs that leave its layer out.)
     """
     first, last = start if start is not None else -1, stop if stop is not None else bridge.cfg.n_layers + 1
-    refuse_silent(bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}")
+    refuse_unreached_points(
+        bridge, lambda depth: first <= depth < last, f"start_at_layer={start}, stop_at_layer={stop}"
+    )
 
 
-def refuse_silent(bridge: Runs, runs: Callable[[int], bool], how: str, context: RunContext | None = None) -> None:
+def refuse_unreached_points(
+    bridge: RunnableBridge, runs: Callable[[int], bool], how: str, context: RunContext | None = None
+) -> None:
     """Refuses a run that leaves out points at which hooks were opened for it, by name.
 
     Args:
@@ -136,7 +144,7 @@ def check_specs(argument: str, specs: Sequence[HookSpec]) -> None:
             raise TypeError(f"{argument}[{index}] is {spec!r}: the hook point comes first, then the function")
 
 
-def add_all(bridge: Runs, members: Sequence[tuple[HookPoint, Listener]]) -> None:
+def add_all(bridge: RunnableBridge, members: Sequence[tuple[HookPoint, Listener]]) -> None:
     """Adds hooks that stay: all of them, or none where one is refused."""
     added: list[tuple[HookPoint, Listener]] = []
     try:
@@ -149,7 +157,7 @@ def add_all(bridge: Runs, members: Sequence[tuple[HookPoint, Listener]]) -> None
         raise
 
 
-def clear_all_contexts(bridge: Runs) -> None:
+def clear_all_contexts(bridge: RunnableBridge) -> None:
     """Empties the `ctx` of every hook point."""
     for hook in bridge.wiring.points.values():
         hook.clear_context()

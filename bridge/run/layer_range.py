@@ -40,7 +40,7 @@ _CALL = "_compiled_call_impl"
 
 
 class _Bypass:
-    """Stands before a call of a block, its torch hooks included: for the runs that skip the block, it hands the
+    """Wraps a call of a block, its torch hooks included: for the runs that skip the block, it hands the
     residual stream on.
 
     It stands where ``block.compile()`` puts compiled code, which torch leaves out of every copy of a module.
@@ -202,7 +202,7 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
 
 
 def placeholder(residual: Tensor, embedding: nn.Module | None) -> Tensor:
-    """What stands in for the embeddings of a run that starts at a layer: its shape and type matter, not its values.
+    """What replaces the embeddings of a run that starts at a layer: its shape and type matter, not its values.
 
     Args:
         residual: ``[batch, pos, d_model]``.

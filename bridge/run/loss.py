@@ -24,7 +24,7 @@ def lm_loss(
         per_token: one value for each of the ``pos - 1`` predictions in place of their mean.
 
     Raises:
-        ValueError: there is one token only, or no two tokens beside each other that are no padding.
+        ValueError: there is one token only, or no two adjacent tokens without padding.
 
     Returns:
         The mean in nats, or ``[batch, pos-1]``.
@@ -53,9 +53,9 @@ def check_counted(tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos
         mask: its attention mask.
 
     Raises:
-        ValueError: there is one token only, or no two tokens beside each other that are no padding.
+        ValueError: there is one token only, or no two adjacent tokens without padding.
     """
     if tokens.shape[1] < 2:
         raise ValueError("the loss of a next token needs two tokens at least, and the input has one")
     if mask is not None and not bool((mask[:, :-1].bool() & mask[:, 1:].bool()).any()):
-        raise ValueError("the attention mask leaves no two tokens beside each other, so there is no loss to take")
+        raise ValueError("the attention mask leaves no two adjacent tokens, so there is no loss to take")

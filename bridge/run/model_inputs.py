@@ -18,7 +18,7 @@ from bridge.hooks.context import CURRENT
 from bridge.hooks.names import suggestion
 from bridge.run.checks import as_tokens, check_embeddings, check_ids, texts_in
 from bridge.run.encoding import NAMES
-from bridge.run.protocol import Runs
+from bridge.run.protocol import RunnableBridge
 from bridge.run.request import Request
 
 
@@ -84,7 +84,7 @@ def check_arguments(model: nn.Module, given: dict[str, Any], ours: Sequence[str]
             )
 
 
-def prepare(bridge: Runs, asked: Request) -> Inputs:
+def prepare(bridge: RunnableBridge, asked: Request) -> Inputs:
     """The model's arguments for what a user asks.
 
     Args:
@@ -122,14 +122,14 @@ def prepare(bridge: Runs, asked: Request) -> Inputs:
 
 
 def _taken_in(
-    bridge: Runs, asked: Request, kwargs: dict[str, Any], starts: bool
+    bridge: RunnableBridge, asked: Request, kwargs: dict[str, Any], starts: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The tokens, and the mask, of text, tokens or embeddings, which are among the model's arguments then.
 
     Args:
         bridge, asked: as for `prepare`.
         kwargs: the model's arguments.
-        starts: embeddings stand in for the residual stream, which was checked.
+        starts: embeddings replace the residual stream, which was checked.
     """
     input, mask, texts = asked.input, asked.attention_mask, texts_in(asked.input)
     if texts is None and isinstance(input, Tensor) and input.is_floating_point():
@@ -150,8 +150,8 @@ def _taken_in(
     return tokens, mask
 
 
-def _check_further(bridge: Runs, kwargs: dict[str, Any], length: int) -> None:
-    """Refuses arguments beside the input that do not fit."""
+def _check_further(bridge: RunnableBridge, kwargs: dict[str, Any], length: int) -> None:
+    """Refuses further arguments that do not fit the input."""
     if isinstance(decoder := kwargs.get("decoder_input_ids"), Tensor) and decoder.numel():
         check_ids(bridge.wiring.embedding, bridge.cfg, decoder, "decoder_input_ids")
     _check_length(bridge, length, kwargs.get("past_key_values"))
@@ -159,8 +159,8 @@ def _check_further(bridge: Runs, kwargs: dict[str, Any], length: int) -> None:
         check_zero_or_one("decoder_attention_mask", kwargs["decoder_attention_mask"])
 
 
-def _place(bridge: Runs, mask: Tensor, length: int, kwargs: dict[str, Any]) -> None:
-    """Says at which positions tokens are that stand behind padding, where the model does not count so itself.
+def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: dict[str, Any]) -> None:
+    """Says at which positions tokens are that are behind padding, where the model does not count so itself.
 
     Raises:
         ValueError: PEFT would not pass it on, or the model fails with it.
@@ -193,10 +193,12 @@ def _check_needed(core: nn.Module, taken: Takes, given: Collection[str]) -> None
     """
     for name in taken.needed:
         if name not in given:
-            raise ValueError(f"{type(core).__name__} needs {name} beside its tokens: bridge(tokens, {name}=...)")
+            raise ValueError(
+                f"{type(core).__name__} needs {name} in addition to its tokens: bridge(tokens, {name}=...)"
+            )
 
 
-def _take_first(bridge: Runs, taken: Takes, asked: Request, kwargs: dict[str, Any]) -> None:
+def _take_first(bridge: RunnableBridge, taken: Takes, asked: Request, kwargs: dict[str, Any]) -> None:
     """Puts what was given first among the arguments: images or sound, or the decoder's tokens.
 
     Raises:
@@ -225,7 +227,7 @@ def _take_first(bridge: Runs, taken: Takes, asked: Request, kwargs: dict[str, An
 
 
 def _images_or_sound(
-    bridge: Runs,
+    bridge: RunnableBridge,
     taken: Takes,
     asked: Request,
     kwargs: dict[str, Any],
@@ -257,7 +259,7 @@ def _images_or_sound(
     return Inputs(kwargs, _decoder_tokens(bridge, kwargs), kwargs.get("decoder_attention_mask"))
 
 
-def _around_blocks(bridge: Runs) -> Iterator[nn.Module]:
+def _around_blocks(bridge: RunnableBridge) -> Iterator[nn.Module]:
     """The model's modules but for those inside of its lists of blocks, which are nearly all of them.
 
     Looked for in each run: a user may exchange an embedding between two, or wrap the model.
@@ -271,17 +273,17 @@ def _around_blocks(bridge: Runs) -> Iterator[nn.Module]:
         waiting += [child for child in reversed(inside) if not (isinstance(child, nn.ModuleList) and child in left_out)]
 
 
-def _places(bridge: Runs, given: AbstractSet[str]) -> bool:
+def _places(bridge: RunnableBridge, given: AbstractSet[str]) -> bool:
     """Whether the model itself finds out the positions of what it is given, of the mask too: those of images' parts."""
-    beside = given - {"input_ids", "inputs_embeds", "attention_mask"}
-    if not beside:
+    further = given - {"input_ids", "inputs_embeds", "attention_mask"}
+    if not further:
         return False
     find = next((f for module in _around_blocks(bridge) if (f := getattr(module, "get_rope_index", None))), None)
-    return find is not None and not beside.isdisjoint(inspect.signature(find).parameters)
+    return find is not None and not further.isdisjoint(inspect.signature(find).parameters)
 
 
 @dataclass(frozen=True)
-class Places:
+class PositionCounting:
     """How a model counts places.
 
     Attributes:
@@ -293,7 +295,7 @@ class Places:
     first: Tensor | None = None
 
 
-def places_of(bridge: Runs) -> Places:
+def places_of(bridge: RunnableBridge) -> PositionCounting:
     """How a model counts places, from its embeddings.
 
     Args:
@@ -303,14 +305,14 @@ def places_of(bridge: Runs) -> Places:
     for module in _around_blocks(bridge):
         index = None if isinstance(module, nn.Embedding) else getattr(module, "padding_idx", None)
         if index is not None and (hasattr(module, name) or name in inspect.unwrap(type(module).forward).__globals__):
-            return Places(padding=int(index))
+            return PositionCounting(padding=int(index))
         own = module._buffers.get("position_ids")
         if own is not None and own.numel():
-            return Places(first=own.flatten()[0])
-    return Places()
+            return PositionCounting(first=own.flatten()[0])
+    return PositionCounting()
 
 
-def _positions(mask: Tensor, bridge: Runs) -> Tensor | None:
+def _positions(mask: Tensor, bridge: RunnableBridge) -> Tensor | None:
     """Each token's place among the tokens of its row; None where that is its place in the row.
 
     What is in the memory of an accelerator is not looked at: that would wait for everything under way there. Padding
@@ -321,7 +323,7 @@ def _positions(mask: Tensor, bridge: Runs) -> Tensor | None:
     return places_among_tokens(mask, places_of(bridge))
 
 
-def places_among_tokens(mask: Tensor, counted: Places) -> Tensor:
+def places_among_tokens(mask: Tensor, counted: PositionCounting) -> Tensor:
     """Each token's place among the tokens of its row; padding behind keeps its place in the row.
 
     Args:
@@ -385,7 +387,7 @@ def check_zero_or_one(name: str, mask: Tensor) -> None:
         )
 
 
-def _decoder_tokens(bridge: Runs, kwargs: dict[str, Any]) -> Tensor | None:
+def _decoder_tokens(bridge: RunnableBridge, kwargs: dict[str, Any]) -> Tensor | None:
     """What the decoder is given: for an encoder-decoder model without decoder input, its start token alone."""
     if {"labels", "decoder_inputs_embeds", "encoder_outputs"} & set(kwargs) and "decoder_input_ids" not in kwargs:
         return None
@@ -399,7 +401,7 @@ def _decoder_tokens(bridge: Runs, kwargs: dict[str, Any]) -> Tensor | None:
     return kwargs["decoder_input_ids"]
 
 
-def _check_length(bridge: Runs, length: int, past: Any) -> None:
+def _check_length(bridge: RunnableBridge, length: int, past: Any) -> None:
     before = past.get_seq_length() if past is not None else 0
     n_ctx = bridge.cfg.n_ctx
     if n_ctx is not None and before + length > n_ctx:

@@ -37,7 +37,7 @@ class TextBatch(Protocol):
     def mask(self) -> Tensor | None: ...
 
 
-class Runs(Protocol):
+class RunnableBridge(Protocol):
     """A bridge, as a run needs it."""
 
     original_model: nn.Module

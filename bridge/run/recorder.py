@@ -61,7 +61,7 @@ class Recorder:
         """Listens in the next run inside the ``with`` statement."""
         scope = Scope()
         whole = self.pos_slice is None and self.device is None
-        one = self._read if not whole else self._keep if self.everything else self._keep_lean
+        one = self._read if not whole else self._keep if self.everything else self._keep_compact
         listener = Listener("read", one, scope, deferrable=whole)
         listening = (
             wiring.reading(self.points, listener, self._keep_all)
@@ -111,7 +111,7 @@ class Recorder:
                 with torch.no_grad():
                     self._keep(view.get(x, call), point)
 
-    def _keep_lean(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+    def _keep_compact(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation, and nothing larger that it could be computed from."""
         if isinstance(act, Deferred) and act.keeps_more:
             act = act.value(hook.name)

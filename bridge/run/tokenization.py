@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from jaxtyping import Int
@@ -142,7 +142,7 @@ def _added_by(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]
     )
 
 
-#: Texts of which at least one has tokens that stay the same beside special ones.
+#: Texts of which at least one has tokens that stay the same with special ones around.
 _PROBES = ("a", "A", "0", ".", " a", "the", "a b")
 
 
@@ -161,17 +161,23 @@ class HasTokenizer(Protocol):
         ...
 
 
-def batch_of(
-    bridge: HasTokenizer,
-    texts: Sequence[str],
-    prepend_bos: bool | None = None,
-    padding_side: str | None = None,
-    longest: int | None = None,
-) -> Batch:
+class TextOptions(NamedTuple):
+    """How text becomes tokens. The fields are arguments of `TransformerBridge.batch_of`."""
+
+    prepend_bos: bool | None = None
+    padding_side: str | None = None
+    longest: int | None = None
+
+
+_USUAL = TextOptions()
+
+
+def batch_of(bridge: HasTokenizer, texts: Sequence[str], options: TextOptions = _USUAL) -> Batch:
     """Texts as token rows of one length, with the mask that says which tokens are padding.
 
     See `TransformerBridge.batch_of`.
     """
+    prepend_bos, padding_side, longest = options
     check_texts(texts)
     facts = bridge.tokenizer_facts
     if not texts:
@@ -198,8 +204,7 @@ def batch_of(
 def to_tokens(
     bridge: HasTokenizer,
     input: str | Sequence[str] | Sequence[Mapping[str, Any]],
-    prepend_bos: bool | None = None,
-    padding_side: str | None = None,
+    options: TextOptions = _USUAL,
     move_to_device: bool = True,
     truncate: bool = True,
 ) -> Int[Tensor, "batch pos"]:
@@ -208,10 +213,10 @@ def to_tokens(
         raise TypeError("to_tokens takes text; these are tokens already")
     longest = bridge.cfg.n_ctx if truncate else None
     if is_chat(input):
-        tokens = _chat(bridge.tokenizer_facts.tokenizer, input, prepend_bos)[:, :longest]
+        tokens = _chat(bridge.tokenizer_facts.tokenizer, input, options.prepend_bos)[:, :longest]
         return tokens.to(bridge.cfg.device) if move_to_device else tokens
     texts = [input] if isinstance(input, str) else cast("Sequence[str]", input)
-    tokens = batch_of(bridge, texts, prepend_bos, padding_side, longest).tokens
+    tokens = batch_of(bridge, texts, options._replace(longest=longest)).tokens
     return tokens.to(bridge.cfg.device) if move_to_device else tokens
 
 
@@ -246,19 +251,16 @@ def to_string(
 
 
 def to_str_tokens(
-    bridge: HasTokenizer,
-    input: str | Sequence[str] | Tokens,
-    prepend_bos: bool | None = None,
-    padding_side: str | None = None,
+    bridge: HasTokenizer, input: str | Sequence[str] | Tokens, options: TextOptions = _USUAL
 ) -> list[str] | list[list[str]]:
     """A text or a row of tokens as the text of each token; a list of lists for several.
 
     See `TransformerBridge.to_str_tokens`.
     """
     if isinstance(input, str):
-        return _pieces(bridge, batch_of(bridge, [input], prepend_bos, padding_side).tokens[0])
+        return _pieces(bridge, batch_of(bridge, [input], options).tokens[0])
     if _are_texts(input):
-        return [_pieces(bridge, batch_of(bridge, [text], prepend_bos, padding_side).tokens[0]) for text in input]
+        return [_pieces(bridge, batch_of(bridge, [text], options).tokens[0]) for text in input]
     ids = as_ids(input)
     rows = [_pieces(bridge, row) for row in (ids.reshape(1, -1) if ids.ndim < 2 else ids)]
     return rows[0] if len(rows) == 1 else rows
@@ -295,12 +297,11 @@ def get_token_position(
     single_token: str | int,
     input: str | Int[Tensor, "..."],
     mode: str = "first",
-    prepend_bos: bool | None = None,
-    padding_side: str | None = None,
+    options: TextOptions = _USUAL,
 ) -> int:
     """Where a token stands in a text. See `TransformerBridge.get_token_position`."""
     if isinstance(input, str):
-        input = batch_of(bridge, [input], prepend_bos, padding_side, bridge.cfg.n_ctx).tokens
+        input = batch_of(bridge, [input], options._replace(longest=bridge.cfg.n_ctx)).tokens
     tokens = torch.as_tensor(input)
     if tokens.ndim == 2:
         if len(tokens) != 1:

@@ -22,7 +22,7 @@ from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.over_processes import seen_by_all
+from bridge.hooks.over_processes import agreed_part
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
@@ -46,7 +46,7 @@ class AttentionTap(Tap):
         implementation = implementation_of(self.module)
         if implementation is not None and is_looked_up(type(self.module).forward, implementation):
             # Only the call of the kernel is watched: the mode sees every torch function.
-            self._kernel.stand(implementation)
+            self._kernel.install(implementation)
             try:
                 with watched_kernel(self.module, watch, watch.before_opaque):
                     output = self.original(*args, **kwargs)
@@ -58,19 +58,19 @@ class AttentionTap(Tap):
         watch.check()
         return output
 
-    def _leave(self) -> None:
-        super()._leave()
+    def _uninstall(self) -> None:
+        super()._uninstall()
         self._leave_kernel()
 
     def _leave_kernel(self) -> None:
         if not (self.points or self.opened):
-            self._kernel.leave()
+            self._kernel.uninstall()
 
 
-class AttentionCallShown(TappedCall, Protocol):
+class ObservedAttentionCall(TappedCall, Protocol):
     """One call of an attention module, in a run or in a program."""
 
-    def is_only_looked_at(self, attention: AttentionCall) -> bool:
+    def is_read_only(self, attention: AttentionCall) -> bool:
         """Whether nobody changes scores or pattern; then they have been shown, or what will compute them."""
 
 
@@ -82,9 +82,9 @@ class AttentionWatch(Watch):
         kernel_alone: only the kernel is looked at: a softmax or a product elsewhere in the module is another one.
     """
 
-    shown: AttentionCallShown
+    shown: ObservedAttentionCall
 
-    def __init__(self, shown: AttentionCallShown, kernel_alone: bool = False) -> None:
+    def __init__(self, shown: ObservedAttentionCall, kernel_alone: bool = False) -> None:
         super().__init__(shown)
         self._kernel_alone = kernel_alone
         self._products_seen = self._inside_seen = False
@@ -93,12 +93,12 @@ class AttentionWatch(Watch):
     @property
     def _products(self) -> bool:
         """Somebody waits for queries and keys."""
-        return not self._products_seen and bool(self.shown.heard(_PRODUCT))
+        return not self._products_seen and bool(self.shown.active_points(_PRODUCT))
 
     @property
     def _inside(self) -> bool:
         """Somebody waits for scores or pattern."""
-        return not self._inside_seen and bool(self.shown.heard(_INSIDE))
+        return not self._inside_seen and bool(self.shown.active_points(_INSIDE))
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a function of the module's, and shows what it is given and what it makes."""
@@ -128,12 +128,12 @@ class AttentionWatch(Watch):
             RuntimeError: it was not.
         """
         missed = [*(_PRODUCT if self._products else ()), *(_INSIDE if self._inside else ())]
-        heard = self.shown.heard(missed)
-        if self._went_by and all(x.kind == "follow" for point in heard for x in point.heard_by()):
+        active = self.shown.active_points(missed)
+        if self._went_by and all(x.kind == "follow" for point in active for x in point.visible_listeners()):
             return  # a trace that asked too late, which says so itself
-        if heard:
+        if active:
             module = self.shown.module
-            names = ", ".join(point.name for point in heard)
+            names = ", ".join(point.name for point in active)
             raise RuntimeError(
                 f"{type(module).__name__} computed no scores that could be seen with attn_implementation="
                 f"{implementation_of(module)!r}, so there is nothing to show at {names}; load the model with "
@@ -147,7 +147,7 @@ class AttentionWatch(Watch):
         return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
 
     def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
-        """Stands before `scaled_dot_product_attention`.
+        """Called before `scaled_dot_product_attention`.
 
         Args:
             kernel: what is called in the end.
@@ -160,7 +160,7 @@ class AttentionWatch(Watch):
         return self._attend(AttentionCall.of_torch(given, self._n_heads(given.query)), lambda: given.of(kernel))
 
     def before_opaque(self, attention: AttentionCall, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Stands before a kernel that is no torch function.
+        """Called before a kernel that is no torch function.
 
         Args:
             attention: what it was called with.
@@ -196,12 +196,12 @@ class AttentionWatch(Watch):
         if not self._inside:
             return run()
         self._inside_seen = True
-        if self.shown.is_only_looked_at(attention):
+        if self.shown.is_read_only(attention):
             return run()
-        return attention.result(shown_in_full(self.shown, attention))
+        return attention.result(show_scores_and_pattern(self.shown, attention))
 
 
-def shown_in_full(shown: TappedCall, attention: AttentionCall) -> Tensor:
+def show_scores_and_pattern(shown: TappedCall, attention: AttentionCall) -> Tensor:
     """Shows scores and pattern, and returns the pattern that is made of them."""
     scores = attention.scores()
     new = shown.show("scores", scores)
@@ -216,32 +216,32 @@ class _CallInRun(RunCall):
     def __init__(self, tap: AttentionTap, call: Call) -> None:
         super().__init__(tap, call)
         # A trace may ask for something while the module runs: then it is asked anew who listens.
-        self._heard = {} if tap.opened else {channels: tap.heard(channels) for channels in (_PRODUCT, _INSIDE)}
+        self._heard = {} if tap.opened else {channels: tap.active_points(channels) for channels in (_PRODUCT, _INSIDE)}
 
-    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which the present code listens."""
         known = self._heard.get(channels) if isinstance(channels, tuple) else None
-        return self.tap.heard(channels) if known is None else known
+        return self.tap.active_points(channels) if known is None else known
 
-    def is_only_looked_at(self, attention: AttentionCall) -> bool:
+    def is_read_only(self, attention: AttentionCall) -> bool:
         """Whether nobody changes scores or pattern; those who look are then given what will compute them, or these
         where it cannot wait.
         """
-        points = self.heard(_INSIDE)
+        points = self.active_points(_INSIDE)
         for point in points:
-            if point.sources or any(listener.kind != "read" for listener in point.heard_by()):
+            if point.sources or any(listener.kind != "read" for listener in point.visible_listeners()):
                 return False
         # With autocast the precision is chosen by the run: it cannot be left to a later time. Keys of more than these
         # queries are a past: they take more room than the scores, and later runs may write into them.
         attention = self._whole(attention)
         given = (*self.call.args, *self.call.kwargs.values())
         fixed = any(isinstance(x, Cache) and x.is_compileable for x in given)  # its keys are written over
-        waits = not (attention.has_a_past or fixed or autocasts(attention.query.device.type))
+        waits = not (attention.has_past or fixed or autocasts(attention.query.device.type))
         attention, call = attention.kept(), self.call.without_graph()
         scores: Tensor | None = None
         for point in points:
             channel = str(point.point.site.key)
-            for listener in point.heard_by():
+            for listener in point.visible_listeners():
                 if waits and listener.deferrable:
                     listener.fn(DeferredAttention(point.view, attention, channel, call), hook=point)
                     continue
@@ -271,8 +271,8 @@ class _CallOverProcesses(_CallInRun):
 
     def show(self, channel: str, x: Tensor) -> Tensor:
         """Shows the tensor of all heads to the hook points of a channel, and returns what they make of these."""
-        heard = self.tap.heard((channel,))
-        return seen_by_all(x, self.cut, heard, partial(super().show, channel)) if heard else x
+        active = self.tap.active_points((channel,))
+        return agreed_part(x, self.cut, active, partial(super().show, channel)) if active else x
 
     def _whole(self, attention: AttentionCall) -> AttentionCall:
         return attention.whole(self.cut)

@@ -56,7 +56,7 @@ class AttentionCall:
     def kept(self) -> AttentionCall:
         """What a cache may hold of it to compute scores and pattern later: no graph, nothing that changes unseen.
 
-        Values have no part in that: the keys stand in for them, so that nobody need keep them.
+        Values have no part in that: the keys take their place, so that nobody need keep them.
         """
         query, key = _kept(self.query), _kept(self.key)
         mask = _kept(self.mask) if isinstance(self.mask, Tensor) else self.mask
@@ -84,7 +84,7 @@ class AttentionCall:
         return tuple([x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference()])
 
     @property
-    def has_a_past(self) -> bool:
+    def has_past(self) -> bool:
         """Whether there are more keys than queries."""
         return self._queries().shape[2] != self.key.shape[2]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
 from adapters.observe.functions import LINEAR_PRODUCTS
 from adapters.views import Call, Kwargs
-from bridge.hooks.over_processes import seen_by_all
+from bridge.hooks.over_processes import agreed_part
 from bridge.taps.tap import RunCall, Tap, Watch
 
 
@@ -36,14 +36,14 @@ class ExpertsTap(Tap):
         call = Call(self.module, args, kwargs)
         with _ExpertsWatch(self, call) as watch:
             output = self._one_by_one(*args, **kwargs)
-        watch.show_the_others()
+        watch.show_idle_experts()
         return output
 
     def _one_by_one(self, *args: object, **kwargs: object) -> Any:
         module: Any = self.module
         if self.own is None:
             return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
-        # Someone else's forward stands before the model's own (accelerate's, which brings the weights).
+        # Someone else's forward wraps the model's own (accelerate's, which brings the weights).
         config = module.config
         module.__dict__["config"] = copy.copy(config)
         module.config._experts_implementation_internal = "eager"
@@ -118,10 +118,10 @@ class _ExpertsWatch(Watch):
         cut = self._tap.cuts.get(name)
         if cut is None:
             return self._tap.show(name, x, self._call)
-        heard = self._tap.heard((name,))
-        return seen_by_all(x, cut, heard, lambda all_: self._tap.show(name, all_, self._call)) if heard else x
+        active = self._tap.active_points((name,))
+        return agreed_part(x, cut, active, lambda all_: self._tap.show(name, all_, self._call)) if active else x
 
-    def show_the_others(self) -> None:
+    def show_idle_experts(self) -> None:
         """Shows the experts that did not run, without rows."""
         module: Any = self._tap.module
         shown: set[str] = set()
@@ -170,11 +170,11 @@ class _BatchesWatch(Watch):
 
     def _each(self, part: str, x: Any) -> Tensor:
         """Shows the rows of each expert that somebody listens to."""
-        heard = [e for e in range(len(x)) if self._tap.heard((f"{e}.{part}",))]
-        if not heard:
+        active = [e for e in range(len(x)) if self._tap.active_points((f"{e}.{part}",))]
+        if not active:
             return x
         rows = list(x.unbind(0))
-        for e in heard:
+        for e in active:
             rows[e] = self._tap.show(f"{e}.{part}", rows[e], self._call)
         return torch.stack(rows)
 

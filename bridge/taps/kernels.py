@@ -20,9 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapters.views import Args, Kwargs
 from bridge.taps.attention_call import AttentionCall
-from bridge.taps.stand_ins import LOCK, StandIn, instead_of_them
+from bridge.taps.patched_functions import LOCK, PatchedFunction, calling_instead
 
-#: What stands before a kernel: it is given the call, and what runs the kernel on queries and keys.
+#: What is called before a kernel: it is given the call, and what runs the kernel on queries and keys.
 BeforeKernel = Callable[[AttentionCall, Callable[[Tensor, Tensor], Tensor]], Tensor]
 
 
@@ -49,8 +49,8 @@ def is_opaque(implementation: str) -> bool:
     return "flash" in implementation or implementation == "flex_attention"
 
 
-class _Kernel(StandIn):
-    """Stands in for one implementation in `AttentionInterface`, which looks at its own entries and at those for all."""
+class _Kernel(PatchedFunction):
+    """Patches one implementation in `AttentionInterface`, which looks at its own entries and at those for all."""
 
     def __init__(self, namespace: MutableMapping[str, Any], name: str) -> None:
         super().__init__(namespace, name)
@@ -61,7 +61,7 @@ class _Kernel(StandIn):
         """The function; one that is registered for all may be registered anew at any time."""
         return self._local or ALL_ATTENTION_FUNCTIONS._global_mapping[self.name]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Puts back the entry of its own, if there was one."""
         if self._local is None:
             del self.namespace[self.name]
@@ -72,30 +72,30 @@ class _Kernel(StandIn):
 class KernelTap:
     """Sees to it that the attention function of a module can be watched.
 
-    What stands in for the function is there as long as anything holds on to it, so that it is not made anew for each
+    The patched function is there as long as anything holds on to it, so that it is not made anew for each
     call.
     """
 
     def __init__(self) -> None:
         self._kernel: _Kernel | None = None
-        self._leave: Callable[[], object] = lambda: None
+        self._uninstall: Callable[[], object] = lambda: None
 
-    def stand(self, implementation: str) -> None:
-        """Stands in for an implementation."""
+    def install(self, implementation: str) -> None:
+        """Patches an implementation."""
         if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
             return
         with LOCK:
             if self._kernel is ALL_ATTENTION_FUNCTIONS[implementation]:
                 return  # another thread was quicker
-            self.leave()
-            self._kernel = _Kernel.stand(ALL_ATTENTION_FUNCTIONS, implementation)
-            self._leave = self._kernel.left_with(self)
+            self.uninstall()
+            self._kernel = _Kernel.install(ALL_ATTENTION_FUNCTIONS, implementation)
+            self._uninstall = self._kernel.uninstalled_with(self)
 
-    def leave(self) -> None:
+    def uninstall(self) -> None:
         """Lets go of it."""
         with LOCK:
             self._kernel = None
-            self._leave()
+            self._uninstall()
 
 
 def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKernel) -> AbstractContextManager[None]:
@@ -104,7 +104,7 @@ def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKe
     Args:
         module: the attention module.
         watch: sees the torch functions that it calls.
-        before: stands before it, where it is no torch function.
+        before: called before it, where it is no torch function.
     """
 
     def instead(own: Callable[..., Any], name: str, args: Args, options: Kwargs) -> object:
@@ -115,7 +115,7 @@ def watched_kernel(module: nn.Module, watch: TorchFunctionMode, before: BeforeKe
                 return own(*args, **options)
         return _before_opaque(own, name, before, *args, **options)
 
-    return instead_of_them(instead)
+    return calling_instead(instead)
 
 
 def _before_opaque(

@@ -11,11 +11,11 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from adapters.mixers.functions import FUNCTIONS, ONE_STEP, Seen
+from adapters.mixers.functions import FUNCTIONS, ONE_STEP, FunctionTensor
 from adapters.mixers.part import functions_of
 from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
-from bridge.taps.stand_ins import StandIn, instead_of_them
+from bridge.taps.patched_functions import PatchedFunction, calling_instead
 from bridge.taps.states import RECURRENCES, states_of, with_states
 from bridge.taps.tap import Tap
 
@@ -26,24 +26,26 @@ class RecurrenceTap(Tap):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.namespace: MutableMapping[str, Any] = inspect.unwrap(type(module).forward).__globals__
-        self._leaving: list[Callable[[], object]] = []
+        self._uninstalling: list[Callable[[], object]] = []
 
-    def _stand(self) -> None:
+    def _install(self) -> None:
         if not (self.points or self.opened):
             names = functions_of(self.module)
-            self._leaving = [StandIn.stand(self.namespace, name).left_with(self) for name in names]
-        super()._stand()
+            self._uninstalling = [
+                PatchedFunction.install(self.namespace, name).uninstalled_with(self) for name in names
+            ]
+        super()._install()
 
-    def _leave(self) -> None:
-        super()._leave()
+    def _uninstall(self) -> None:
+        super()._uninstall()
         if not (self.points or self.opened):
-            while self._leaving:
-                self._leaving.pop()()
+            while self._uninstalling:
+                self._uninstalling.pop()()
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
         call = _MixerCall(self, Call(self.module, args, kwargs))
-        with instead_of_them(call.instead):
+        with calling_instead(call.instead):
             output = self.original(*args, **kwargs)
         call.check()
         return output
@@ -81,17 +83,17 @@ class _MixerCall:
         return returned if gate is None else returned * silu(gate)
 
     def _gate_behind(self, name: str, given: inspect.BoundArguments) -> Tensor | None:
-        """The gate that a function is not to apply, since what is shown stands before it."""
+        """The gate that a function is not to apply, since what is shown comes before it."""
         for seen in FUNCTIONS[name]:
-            if seen.gate is not None and self._tap.heard((seen.channel,)):
+            if seen.gate is not None and self._tap.active_points((seen.channel,)):
                 gate: Tensor | None = given.arguments.pop(seen.gate, None)
                 return gate
         return None
 
-    def _show(self, seen: Seen, x: Tensor) -> Tensor:
+    def _show(self, seen: FunctionTensor, x: Tensor) -> Tensor:
         """Shows an argument or a result, and returns what is made of it."""
         self._seen.add(seen.channel)
-        if not self._tap.heard((seen.channel,)):
+        if not self._tap.active_points((seen.channel,)):
             return x
         same = seen.axes.endswith(" _")
         axes = seen.axes.removesuffix(" _")
@@ -107,12 +109,12 @@ class _MixerCall:
 
     def _through_states(self, own: Callable[..., Any], name: str, given: inspect.BoundArguments) -> Any:
         """What the function returns; with other states, where somebody changes them."""
-        if name not in RECURRENCES or not self._tap.heard(("state",)):
+        if name not in RECURRENCES or not self._tap.active_points(("state",)):
             return own(*given.args, **given.kwargs)
         self._refuse_gradients()
         self._seen.add("state")
         one = self._tap.namespace[ONE_STEP.get(name, name)]
-        one = one.own if isinstance(one, StandIn) else one
+        one = one.own if isinstance(one, PatchedFunction) else one
         arguments = {**given.arguments, **given.arguments.get("kwargs", {})}
         arguments.pop("kwargs", None)
         recurrence = RECURRENCES[name](arguments, one)
@@ -121,8 +123,8 @@ class _MixerCall:
         return own(*given.args, **given.kwargs) if new is before else with_states(recurrence, before, new)
 
     def _refuse_gradients(self) -> None:
-        for point in self._tap.heard(("state",)):
-            if any(listener.kind in ("bwd", "edge") for listener in point.heard_by()):
+        for point in self._tap.active_points(("state",)):
+            if any(listener.kind in ("bwd", "edge") for listener in point.visible_listeners()):
                 raise RuntimeError(
                     f"{point.name} has no gradient: the model's output does not go through these states but through "
                     "a function of the whole sequence. hook_recurrence_out, hook_x and hook_log_decay have theirs"
@@ -135,7 +137,7 @@ class _MixerCall:
             RuntimeError: it was not.
         """
         missed = [channel for channel in self._tap.points if channel not in self._seen]
-        points = self._tap.heard(missed)
+        points = self._tap.active_points(missed)
         if points:
             names = ", ".join(point.name for point in points)
             raise RuntimeError(

@@ -48,10 +48,10 @@ class RouterWatch(Watch):
         """
         with self:
             output = run()
-        if not self.shown.heard(("weights",)):
+        if not self.shown.active_points(("weights",)):
             return output
         logits, chosen, indices = output
-        everyone = torch.zeros_like(logits).scatter(-1, indices, chosen)
+        everyone = torch.zeros_like(logits, dtype=chosen.dtype).scatter(-1, indices, chosen)
         return logits, self.shown.show("weights", everyone).gather(-1, indices), indices
 
 

@@ -1,4 +1,4 @@
-"""What all taps share: standing before a module's own forward while somebody listens inside it."""
+"""What all taps share: wrapping a module's own forward while somebody listens inside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bridge.hooks.listener import Scope
 
 
 class Tap:
-    """Stands before one module's forward, for the hook points inside it.
+    """Wraps one module's forward, for the hook points inside it.
 
     The hook points are kept by channel: what a site's `key` names.
 
@@ -30,7 +30,7 @@ class Tap:
         module: the module.
         points: the hook points, by channel.
         opened: the scopes that may begin to listen while the module runs.
-        original: the forward that it stands before.
+        original: the forward that it wraps.
         cuts: how what is shown is spread over processes, by channel; nothing where all is here.
         own: what stood in the module's dictionary before; None where the class's forward was used.
     """
@@ -50,7 +50,7 @@ class Tap:
 
     def connect(self, channel: str, point: HookPoint) -> None:
         """Adds a hook point; the first one puts the tap before the module's forward."""
-        self._stand()
+        self._install()
         self.points[channel] = (*self.points.get(channel, ()), point)
 
     def disconnect(self, channel: str, point: HookPoint) -> None:
@@ -60,19 +60,19 @@ class Tap:
             self.points[channel] = left
         else:
             del self.points[channel]
-        self._leave()
+        self._uninstall()
 
     def open(self, scope: Scope) -> None:
         """Watches the module for a scope that may begin to listen while it runs."""
-        self._stand()
+        self._install()
         self.opened = (*self.opened, scope)
 
     def close(self, scope: Scope) -> None:
         """The reverse of `open`."""
         self.opened = tuple([other for other in self.opened if other is not scope])
-        self._leave()
+        self._uninstall()
 
-    def _stand(self) -> None:
+    def _install(self) -> None:
         """Puts the tap before the module's forward, if it is not there."""
         if not (self.points or self.opened):
             self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
@@ -80,7 +80,7 @@ class Tap:
             # Past `nn.Module.__setattr__`, which looks for parameters in everything.
             self.module.__dict__["forward"] = self
 
-    def _leave(self) -> None:
+    def _uninstall(self) -> None:
         """Takes the tap away, if nobody needs it."""
         if not (self.points or self.opened):
             if (above := self._above()) is not None:
@@ -92,7 +92,7 @@ class Tap:
                 self.module.__dict__["forward"] = self.own
 
     def _above(self) -> Tap | None:
-        """The tap of another kind that has come to stand before this one."""
+        """The tap of another kind that wraps this one."""
         found = self.module.__dict__.get("forward")
         while isinstance(found, Tap) and found is not self:
             if found.own is self:
@@ -100,7 +100,7 @@ class Tap:
             found = found.own
         return None
 
-    def heard(self, channels: Sequence[str]) -> list[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
         """The hook points on these channels to which the present code listens."""
         context = CURRENT.get()
         start = None if context.run is None else context.run.start_at
@@ -134,7 +134,7 @@ class Tap:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """The module's forward while the tap is there."""
-        if not (self.heard(tuple(self.points)) or (self.opened and self._is_opened())):
+        if not (self.active_points(tuple(self.points)) or (self.opened and self._is_opened())):
             return self.original(*args, **kwargs)
         return self.watched(*args, **kwargs)
 
@@ -155,7 +155,7 @@ class TappedCall(Protocol):
         """Over how many processes the heads are spread."""
 
     @property
-    def asking(self) -> bool:
+    def in_user_function(self) -> bool:
         """Whether a user's function is being called: what it computes is not the model's."""
 
     @property
@@ -165,7 +165,7 @@ class TappedCall(Protocol):
     def points(self, channel: str) -> Sequence[HookPoint]:
         """The hook points of a channel."""
 
-    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which somebody listens."""
 
     def show(self, channel: str, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class RunCall:
         return 1
 
     @property
-    def asking(self) -> bool:
+    def in_user_function(self) -> bool:
         """Whether a user's function is being called, which runs in no pass or in one of its own."""
         return CURRENT.get().run is not self._run
 
@@ -198,9 +198,9 @@ class RunCall:
         """The hook points of a channel."""
         return self.tap.points.get(channel, ())
 
-    def heard(self, channels: Sequence[str]) -> Sequence[HookPoint]:
+    def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which the present code listens."""
-        return self.tap.heard(channels)
+        return self.tap.active_points(channels)
 
     def show(self, channel: str, x: Tensor) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
@@ -224,7 +224,7 @@ class Watch(TorchFunctionMode):
         kwargs = {} if kwargs is None else kwargs
         if func is Tensor.unflatten:  # torch.compile cannot call this one as a function
             return cast(Tensor, args[0]).unflatten(*args[1:], **kwargs)
-        if self.shown.asking:
+        if self.shown.in_user_function:
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 

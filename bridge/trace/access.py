@@ -12,7 +12,7 @@ from bridge.hooks.listener import Listener
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import UnknownHookError, suggestion
 from bridge.hooks.results import checked
-from bridge.trace.protocol import Traced
+from bridge.trace.protocol import TraceableBridge
 from bridge.trace.stops import Stop, Stops
 
 #: For the errors of `checked`.
@@ -31,7 +31,7 @@ class Access:
         bridge, stops: likewise.
     """
 
-    def __init__(self, bridge: Traced, stops: Stops) -> None:
+    def __init__(self, bridge: TraceableBridge, stops: Stops) -> None:
         self.bridge, self.stops = bridge, stops
 
     def reach(self, asked: HookPoint | tuple[str, str]) -> Stop:
@@ -41,7 +41,7 @@ class Access:
     def __getitem__(self, name: str) -> Tensor:
         """The activation at a hook point: the model goes on until it comes there, and waits.
 
-        What is changed in it in place, before anything later is asked for, the model goes on with.
+        The model sees what is changed in it in place before anything later is asked for.
 
         Args:
             name: a name or alias.
@@ -148,7 +148,7 @@ class Access:
         raise TypeError(f"{path} cannot be skipped in a generation: assign to its output at each step")
 
     def _is_all_of(self, path: str, part: str) -> bool:
-        """Whether nothing of a part stands at another module: OPT's MLP is two, and its last one is given neurons."""
+        """Whether nothing of a part is at another module: OPT's MLP is two, and its last one is given neurons."""
         return all(
             hook.point.site.path == path
             for name, hook in self.bridge.names.points.items()

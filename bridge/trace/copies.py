@@ -43,7 +43,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-class Copied:
+class EditableCopy:
     """A copy of a structure that a user may change.
 
     Args:
@@ -71,8 +71,8 @@ class Copied:
         return False
 
 
-class GoneOnWith:
-    """Values that the model has gone on with, none of which is kept alive: what is done to them is done too late."""
+class LateEditGuard:
+    """Values that the model has used already, none of which is kept alive: a change of them comes too late."""
 
     def __init__(self) -> None:
         self._counters: list[tuple[Tensor, int, str]] = []
@@ -81,7 +81,7 @@ class GoneOnWith:
         self._copies: WeakTensorKeyDictionary | None = None
 
     def add(self, value: Tensor, name: str) -> None:
-        """The model goes on with a value as it is now.
+        """The model uses a value as it is now.
 
         Args:
             value: what the user may hold.

@@ -12,15 +12,15 @@ from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names
-from bridge.hooks.results import checked, takes_its_place, version_of
-from bridge.trace.copies import GoneOnWith
+from bridge.hooks.results import checked, replaces_activation, version_of
+from bridge.trace.copies import LateEditGuard
+from bridge.trace.coroutine import Coroutine
 from bridge.trace.errors import PointPassedError
-from bridge.trace.turns import Turns
 
 _ASSIGNED = Listener("fwd", lambda act, hook: None)
 
 
-class Activations(Protocol):
+class BodyActivations(Protocol):
     """What a body is given: activations by name, to read and to write."""
 
     def __getitem__(self, name: str) -> Tensor:
@@ -31,7 +31,7 @@ class Activations(Protocol):
 
 
 #: The body of a trace as a function.
-Body = Callable[[Activations], object]
+Body = Callable[[BodyActivations], object]
 
 
 class EditHook:
@@ -62,12 +62,12 @@ class EditHook:
         step = None if context.generation is None else context.generation.step
         before = context.run.bodies.get(self.edit)
         if isinstance(before, BodyInStep) and before.step == step:
-            return before.come_to(hook, act)
+            return before.visit(hook, act)
         if before is not None:
             before.end()
         body = BodyInStep(self.edit, step)
         context.run.bodies[self.edit] = body
-        return body.come_to(hook, act)
+        return body.visit(hook, act)
 
 
 class Edit(Sequence[tuple[str, EditHook]]):
@@ -116,16 +116,16 @@ class BodyInStep:
 
     def __init__(self, edit: Edit, step: int | None) -> None:
         self.edit, self.step = edit, step
-        self._turns: Turns | None = None
+        self._coroutine: Coroutine | None = None
         self._waiting: HookPoint | None = None
         self._here: HookPoint | None = None
         self._value: Tensor | None = None
         self._passed: set[HookPoint] = set()
-        self._gone_on_with = GoneOnWith()
+        self._late_edits = LateEditGuard()
 
     # The model's side.
 
-    def come_to(self, hook: HookPoint, act: Tensor) -> Tensor | None:
+    def visit(self, hook: HookPoint, act: Tensor) -> Tensor | None:
         """What becomes of an activation: None where the body does not replace it.
 
         Raises:
@@ -137,19 +137,19 @@ class BodyInStep:
                 f"{hook.name} came twice to {self.edit!r} in one forward pass, whose body runs once: attach it once "
                 "(trace_edit makes another of the same body)"
             )
-        if self._turns is None:
-            self._turns = Turns(self._work)
-            self._turns.go_on()
+        if self._coroutine is None:
+            self._coroutine = Coroutine(self._work)
+            self._coroutine.resume()
         new: Tensor | None = None
         if self._waiting is hook:
             given = act.clone()  # what the body holds and what the model holds are two
             self._here, self._value, self._waiting = hook, given, None
             version = version_of(given)
-            self._turns.go_on()
-            self._gone_on_with.check()
+            self._coroutine.resume()
+            self._late_edits.check()
             if self._value is given:
-                self._gone_on_with.add(given, hook.name)
-                changed = takes_its_place(given, version, act, hook.view, held=True)
+                self._late_edits.add(given, hook.name)
+                changed = replaces_activation(given, version, act, hook.view, held=True)
             else:
                 changed = True
             new = self._value.clone() if changed else None
@@ -159,8 +159,8 @@ class BodyInStep:
 
     def end(self) -> None:
         """The pass is over."""
-        if self._turns is not None:
-            self._turns.leave()
+        if self._coroutine is not None:
+            self._coroutine.abandon()
 
     def _work(self) -> None:
         CURRENT.set(CURRENT.get().outside_the_run())
@@ -181,8 +181,8 @@ class BodyInStep:
             at = "" if self._here is None else f": the model is at {self._here.name}"
             raise PointPassedError(f"{hook.name} has passed{at}. Ask for points in the model's order")
         self._waiting = hook
-        assert self._turns is not None
-        self._turns.pause()
+        assert self._coroutine is not None
+        self._coroutine.pause()
         return hook
 
     def __getitem__(self, name: str) -> Tensor:
@@ -204,7 +204,7 @@ class Probe:
         run: the trace.
     """
 
-    def __init__(self, names: Names, run: Activations) -> None:
+    def __init__(self, names: Names, run: BodyActivations) -> None:
         self._names, self._run = names, run
         self.points: list[HookPoint] = []
 
@@ -222,7 +222,7 @@ class Probe:
         )
 
 
-def points_asked_for(names: Names, body: Body, run: Activations) -> list[HookPoint]:
+def points_asked_for(names: Names, body: Body, run: BodyActivations) -> list[HookPoint]:
     """The hook points that a body asks for in a trace.
 
     Raises:

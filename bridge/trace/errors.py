@@ -20,7 +20,7 @@ class PointNeverCameError(RuntimeError):
 
 
 class LateEditError(RuntimeError):
-    """A value of a trace was changed in place after the model had gone on with it."""
+    """A value of a trace was changed in place after the model had used it."""
 
 
 class Line:
@@ -42,7 +42,7 @@ class Line:
         return f"{os.path.basename(self._code.co_filename)}:{number}" + (f": {text}" if text else "")
 
 
-def asking_line() -> Line:
+def calling_line() -> Line:
     """The line outside of this package that is asking."""
     frame = sys._getframe(2)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_USER):

@@ -13,19 +13,19 @@ from transformers.utils import ModelOutput
 
 from bridge.generation.criteria import Steps
 from bridge.generation.generate import generating, run_generate
-from bridge.generation.options import Options, prepared
+from bridge.generation.options import GenerationOptions, prepared
 from bridge.generation.prompt import aligned, rows_of, texts_of
 from bridge.hooks.context import CURRENT, Generation, of_the_next_run
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener
 from bridge.run.protocol import Input
 from bridge.trace.access import Access
+from bridge.trace.coroutine import Coroutine
 from bridge.trace.every_step import EveryStep, Operation, apply
 from bridge.trace.in_step import InStep
-from bridge.trace.places import Places
-from bridge.trace.protocol import TracedGenerates
+from bridge.trace.places import ModelOrder
+from bridge.trace.protocol import TraceableGenerator
 from bridge.trace.stops import Stop, Stops
-from bridge.trace.turns import Turns
 from bridge.wiring.compiled import uncompiled
 
 _NOT_HERE = ("return_cache", "return_input_tokens", "output_logits", "names_filter", "device", "return_type")
@@ -40,12 +40,12 @@ class GenerationTrace(InStep):
         input, arguments: as for `TransformerBridge.generate`.
     """
 
-    def __init__(self, bridge: TracedGenerates, places: Places, input: Input, arguments: dict[str, Any]) -> None:
+    def __init__(self, bridge: TraceableGenerator, places: ModelOrder, input: Input, arguments: dict[str, Any]) -> None:
         for name in _NOT_HERE:
             if name in arguments:
                 raise TypeError(f"{name} is an argument of generate; a traced generation has run.tokens and run.text")
         self.bridge = bridge
-        self._options = Options.of({"verbose": False, **arguments})
+        self._options = GenerationOptions.of({"verbose": False, **arguments})
         self._prompt, self._arguments = prepared(bridge, input, self._options)
         self._generation = Generation()
         super().__init__(bridge, places)
@@ -60,7 +60,7 @@ class GenerationTrace(InStep):
 
     once = "a traced generation is one generation: make a new one for the next"
 
-    def _begin(self, turns: Turns) -> None:
+    def _begin(self, coroutine: Coroutine) -> None:
         begins = self.bridge.core.register_forward_pre_hook(self._pass_begins, prepend=True)
         self._until_the_end().callback(begins.remove)
         self._until_the_end().callback(self._edits.clear)
@@ -68,7 +68,7 @@ class GenerationTrace(InStep):
 
     def _work(self) -> None:
         """The model's side."""
-        # Ours stands before the one that counts, so that a step ends before the next number is said.
+        # Ours comes before the one that counts, so that a step ends before the next number is said.
         self._arguments["stopping_criteria"].insert(0, _StepEnds(self.stops))
         self._arguments["stopping_criteria"].append(self._steps)
         model = self.bridge.original_model
@@ -81,31 +81,31 @@ class GenerationTrace(InStep):
         step = self._generation.step
         if self.scope in CURRENT.get().visible and self._wanted is not None and step >= self._wanted:
             self._wanted, self._current = None, step
-            assert self.stops.turns is not None
-            self.stops.turns.pause()
+            assert self.stops.coroutine is not None
+            self.stops.coroutine.pause()
 
     # The steps.
 
     @property
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[GenerationStep]:
         """The steps, for a ``for`` loop: the prompt's is the first. It ends when the generation does."""
         if self._state != "open":
             raise RuntimeError("the steps are there in the block: with bridge.trace_generate(prompt) as run: ...")
-        turns = self.stops.turns
-        assert turns is not None
+        coroutine = self.stops.coroutine
+        assert coroutine is not None
         self._in_loop = True
         try:
-            if self._current == 0 and not turns.finished:
-                yield Step(self, 0)
-            while not turns.finished and self._state == "open":
+            if self._current == 0 and not coroutine.finished:
+                yield GenerationStep(self, 0)
+            while not coroutine.finished and self._state == "open":
                 self._wanted = self._current + 1
-                while self._wanted is not None and not turns.finished:
-                    self.stops.go_on()
+                while self._wanted is not None and not coroutine.finished:
+                    self.stops.resume()
                 self._wanted = None
-                self.stops.gone_on_with.check()
-                self.stops.gone_on_with.forget()
-                if not turns.finished:
-                    yield Step(self, self._current)
+                self.stops.late_edits.check()
+                self.stops.late_edits.forget()
+                if not coroutine.finished:
+                    yield GenerationStep(self, self._current)
         finally:
             self._in_loop = False
 
@@ -198,7 +198,7 @@ class GenerationTrace(InStep):
         return self.reach_in(self._current, asked)
 
 
-class Step(Access):
+class GenerationStep(Access):
     """One step of a traced generation.
 
     Args:
@@ -217,7 +217,7 @@ class Step(Access):
         return self._run.reach_in(self.index, asked)
 
 
-class _Parts(Step):
+class _Parts(GenerationStep):
     """The step that the loop is at, whichever that is: what ``bridge.blocks[3].output`` asks."""
 
     def __init__(self, run: GenerationTrace) -> None:

@@ -10,11 +10,11 @@ from typing import Literal, Self
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Scope
 from bridge.hooks.tracing import OpenTrace, closed, opened
+from bridge.trace.coroutine import Coroutine
 from bridge.trace.errors import LateEditError, PointNeverCameError, PointPassedError
-from bridge.trace.places import Places
-from bridge.trace.protocol import Traced
+from bridge.trace.places import ModelOrder
+from bridge.trace.protocol import TraceableBridge
 from bridge.trace.stops import Stops
-from bridge.trace.turns import Turns
 
 
 class InStep:
@@ -33,7 +33,7 @@ class InStep:
     #: Why it cannot be entered twice.
     once: str
 
-    def __init__(self, bridge: Traced, places: Places, captured: Sequence[HookPoint] = ()) -> None:
+    def __init__(self, bridge: TraceableBridge, places: ModelOrder, captured: Sequence[HookPoint] = ()) -> None:
         self.scope = Scope(of_one_run=True)
         self.stops = Stops(bridge.wiring, self.scope, places, captured)
         self._stack: ExitStack | None = None
@@ -44,9 +44,9 @@ class InStep:
         if self._state != "new":
             raise RuntimeError(self.once)
         self._state = "open"
-        turns = self.stops.turns = Turns(self._work)
+        coroutine = self.stops.coroutine = Coroutine(self._work)
         try:
-            self._begin(turns)
+            self._begin(coroutine)
         except BaseException:
             self._end()
             raise
@@ -58,13 +58,13 @@ class InStep:
         try:
             if error is None:
                 self._run_to_the_end()
-                self.stops.gone_on_with.check()
+                self.stops.late_edits.check()
         finally:
             self._end()
         if error is not None:
             explain(error, traceback)
 
-    def _begin(self, turns: Turns) -> None:
+    def _begin(self, coroutine: Coroutine) -> None:
         """Makes ready what the body needs."""
         raise NotImplementedError
 
@@ -87,18 +87,18 @@ class InStep:
         """Lets the work end, where the block is still open."""
         if self._state != "open":
             return
-        assert self.stops.turns is not None
-        while not self.stops.turns.finished:
-            self.stops.go_on()
+        assert self.stops.coroutine is not None
+        while not self.stops.coroutine.finished:
+            self.stops.resume()
 
     def _end(self) -> None:
         """Leaves the work where it is, and takes away what was attached."""
         try:
-            if self.stops.turns is not None and not self.stops.turns.finished:
-                self.stops.turns.leave()
+            if self.stops.coroutine is not None and not self.stops.coroutine.finished:
+                self.stops.coroutine.abandon()
         finally:
             self.stops.detach()
-            self.stops.gone_on_with.forget()
+            self.stops.late_edits.forget()
             shown, self._shown = self._shown, None  # it may be this very object
             if shown is not None:
                 closed(shown)

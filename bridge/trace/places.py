@@ -1,6 +1,6 @@
 """Where things are in the model's order, as far as that is known before it runs.
 
-Blocks follow each other, and what stands before and behind them. Inside a block the declared order of hook points is
+Blocks follow each other, and what comes before and behind them. Inside a block the declared order of hook points is
 not always that of the computation (values may be computed before queries), so there only the run itself can tell.
 """
 
@@ -29,7 +29,7 @@ class Place:
     order: int
 
 
-class Places:
+class ModelOrder:
     """The order of one model's hook points and modules.
 
     Args:
@@ -92,7 +92,7 @@ def group_of(hook: HookPoint) -> Group:
 def _as_computed(points: dict[str, HookPoint]) -> list[tuple[str, HookPoint]]:
     """Hook points in the order of the computation, where that of their declaration is another.
 
-    Norms of queries and keys stand behind what they read, and what goes into a mixer before the rest of it.
+    Norms of queries and keys are behind what they read, and what goes into a mixer before the rest of it.
     """
     last: dict[str, int] = {}
     first: dict[str, int] = {}

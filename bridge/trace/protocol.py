@@ -6,10 +6,10 @@ from typing import Protocol
 
 from adapters import Architecture
 from bridge.generation.prompt import Generates
-from bridge.run.protocol import Runs
+from bridge.run.protocol import RunnableBridge
 
 
-class Traced(Runs, Protocol):
+class TraceableBridge(RunnableBridge, Protocol):
     """A bridge, as a trace needs it.
 
     Attributes:
@@ -19,5 +19,5 @@ class Traced(Runs, Protocol):
     architecture: Architecture
 
 
-class TracedGenerates(Traced, Generates, Protocol):
+class TraceableGenerator(TraceableBridge, Generates, Protocol):
     """A bridge that generates, as a trace needs it."""

@@ -25,7 +25,7 @@ class HasActivations(Protocol):
 
 
 class Rows:
-    """One prompt's part of every activation: a view of it, so that what is changed in it the model goes on with.
+    """One prompt's part of every activation: a view of it, so that the model sees what is changed in it.
 
     Args:
         run: the trace.

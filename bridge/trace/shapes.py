@@ -21,13 +21,13 @@ from adapters.paths import module_at
 from bridge.hooks.context import without_hooks
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
-from bridge.run.forward import ReadyPass, checked_layers
+from bridge.run.forward import PreparedPass, checked_layers
 from bridge.run.hooked import points_that_run
 from bridge.run.model_inputs import check_arguments
 from bridge.run.protocol import Input
 from bridge.run.recorder import watching
 from bridge.run.request import Request
-from bridge.trace.protocol import Traced
+from bridge.trace.protocol import TraceableBridge
 
 
 class PointShape(NamedTuple):
@@ -70,7 +70,7 @@ class Shapes(Mapping[str, PointShape]):
         return "\n".join(["Shapes(", *lines, ")"])
 
 
-def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
+def shapes(bridge: TraceableBridge, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
     """See `TransformerBridge.shapes`."""
     kwargs = dict(forward_kwargs)
     layers = {name: kwargs.pop(name, None) for name in ("start_at_layer", "stop_at_layer")}
@@ -89,7 +89,7 @@ def shapes(bridge: Traced, input: Input, forward_kwargs: dict[str, Any]) -> Shap
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     watched = [hook for hook in points if hook not in experts]
     # The user's hooks see nothing of it: they would be given fake tensors.
-    ready = ReadyPass(bridge, asked, start, stop, traced=True)
+    ready = PreparedPass(bridge, asked, start, stop, traced=True)
     with torch.no_grad(), without_hooks(), watching(bridge.wiring, watched, note), ready as pass_:
         with FakeCopyMode(mode):  # of a cache of keys and values too, into which the model would write fake ones
             pass_.inputs.kwargs = copy.deepcopy(pass_.inputs.kwargs)

@@ -13,12 +13,12 @@ from adapters.paths import module_at
 from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, Scope
-from bridge.hooks.results import checked, takes_its_place, version_of
-from bridge.trace.copies import Copied, GoneOnWith, leaves, mapped
-from bridge.trace.errors import Line, PointNeverCameError, PointPassedError, asking_line
-from bridge.trace.places import Place, Places, has_passed
-from bridge.trace.turns import Turns
-from bridge.wiring.openings import Openings
+from bridge.hooks.results import checked, replaces_activation, version_of
+from bridge.trace.copies import EditableCopy, LateEditGuard, leaves, mapped
+from bridge.trace.coroutine import Coroutine
+from bridge.trace.errors import Line, PointNeverCameError, PointPassedError, calling_line
+from bridge.trace.places import ModelOrder, Place, has_passed
+from bridge.wiring.trace_openings import TraceOpenings
 from bridge.wiring.wiring import Wiring
 
 #: What a trace can be asked for: a hook point, or a module's inputs or output.
@@ -58,24 +58,24 @@ class Stops:
         kept: the activations of captured points.
         gradients: the gradients that came, by the name of the hook point.
         seen: the names of the hook points that were shown with a graph.
-        gone_on_with: the values that were shown, and that the model has gone on with.
+        late_edits: the values that were shown and that the model has used since.
     """
 
-    def __init__(self, wiring: Wiring, scope: Scope, places: Places, captured: Iterable[HookPoint] = ()) -> None:
+    def __init__(self, wiring: Wiring, scope: Scope, places: ModelOrder, captured: Iterable[HookPoint] = ()) -> None:
         self._wiring, self._scope, self._places = wiring, scope, places
         self.captured = tuple(captured)
         self.here: Stop | None = None
         self.kept: dict[HookPoint, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.seen: set[str] = set()
-        self.turns: Turns | None = None
+        self.coroutine: Coroutine | None = None
         self._waiting: tuple[Asked, Place, Line] | None = None
         self._last: tuple[Place, Line] | None = None
         self._points: dict[HookPoint, Listener] = {}
         self._handles: dict[tuple[str, str], RemovableHandle] = {}
-        self._openings = Openings(wiring, scope)
+        self._openings = TraceOpenings(wiring, scope)
         self._ends: dict[HookPoint, Listener] = {}
-        self.gone_on_with = GoneOnWith()
+        self.late_edits = LateEditGuard()
 
     # The body's side.
 
@@ -97,36 +97,36 @@ class Stops:
             PointPassedError: it has passed.
             PointNeverCameError: the model ended without coming to it.
         """
-        assert self.turns is not None
+        assert self.coroutine is not None
         if self.here is not None and self.here.asked == asked:
             return self.here
         place = self._places.of(asked) if isinstance(asked, HookPoint) else self._places.of_module(*asked)
-        line = asking_line()
+        line = calling_line()
         at = self._at()
-        if self.here is not None and _stand_together(asked, self.here.asked):
+        if self.here is not None and _share_a_place(asked, self.here.asked):
             raise PointPassedError(
                 f"the model is at {self.here.place.name}, for\n    {self.here.line}\n"
                 f"and {place.name} is the same place, asked for in\n    {line}\nOne trace shows it under one of the two"
             )
-        if self.turns.finished or (at is not None and has_passed(place, at[0])):
+        if self.coroutine.finished or (at is not None and has_passed(place, at[0])):
             missed = asked in self.captured and asked not in self.kept
             raise self._never(place, line, None) if missed else self._passed(place, line, at)
         self._attach(asked, place if at is not None and at[0].group == place.group else None)
         self._waiting = (asked, place, line)
         try:
-            self.go_on()
+            self.resume()
         finally:
             self._waiting = None
         if self.here is None or self.here.asked != asked:
-            raise self._passed(place, line, at) if self._was_near(at, place) else self._never(place, line, at)
+            raise self._passed(place, line, at) if self._may_have_passed(at, place) else self._never(place, line, at)
         return self.here
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Lets the model go on to the next stop, or to its end."""
-        assert self.turns is not None
+        assert self.coroutine is not None
         if self.here is not None:
             self._last = (self.here.place, self.here.line)
-        self.turns.go_on()
+        self.coroutine.resume()
 
     def detach(self) -> None:
         """Listens to nothing any more, but to what is captured."""
@@ -143,7 +143,7 @@ class Stops:
     def _at(self) -> tuple[Place, Line] | None:
         return self._last if self.here is None else (self.here.place, self.here.line)
 
-    def _was_near(self, at: tuple[Place, Line] | None, place: Place) -> bool:
+    def _may_have_passed(self, at: tuple[Place, Line] | None, place: Place) -> bool:
         """Whether what did not come may have passed: in the block where the model was."""
         return at is not None and at[0].group == place.group and place.order < at[0].order
 
@@ -216,11 +216,11 @@ class Stops:
 
     def _stop_at(self, value: Any) -> Stop:
         """Waits until the body has had its turn."""
-        assert self._waiting is not None and self.turns is not None
+        assert self._waiting is not None and self.coroutine is not None
         stop = self.here = Stop(*self._waiting, value)
         self._waiting = None
         try:
-            self.turns.pause()
+            self.coroutine.pause()
         finally:
             self.here = None
         return stop
@@ -235,14 +235,14 @@ class Stops:
             stop = self._stop_at(given)
             new, replaced = stop.value, stop.replaced
         if new is given:  # which may have been assigned to itself: run[name] *= 2
-            self.gone_on_with.add(given, hook.name)
+            self.late_edits.add(given, hook.name)
         if replaced:
             new = checked(new, act, self._points[hook], hook).clone()
         if hook in self.captured:
             self.kept[hook] = new
         if new.requires_grad:
             self._keep_gradient(new, hook.name)
-        if not (replaced or takes_its_place(given, version, act, hook.view, held=True)):
+        if not (replaced or replaces_activation(given, version, act, hook.view, held=True)):
             return None
         return new.clone()
 
@@ -256,27 +256,27 @@ class Stops:
 
         act.register_hook(keep)
 
-    def _is_waited_for(self, asked: Asked) -> bool:
+    def _is_awaited(self, asked: Asked) -> bool:
         return self._waiting is not None and self._waiting[0] == asked and self._scope in CURRENT.get().visible
 
     def _on_output(self, asked: tuple[str, str], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._show(output) if self._is_waited_for(asked) else None
+        return self._show(output) if self._is_awaited(asked) else None
 
     def _on_inputs(
         self, asked: tuple[str, str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._is_waited_for(asked):
+        if not self._is_awaited(asked):
             return None
         return self._show((args, kwargs))
 
     def _show(self, value: Any) -> Any:
         """Shows what a module is given or returns; what it is to be instead, or None."""
-        copy = Copied(value)
+        copy = EditableCopy(value)
         stop = self._stop_at(copy.given)
         shown = [leaf for leaf in leaves(copy.given) if isinstance(leaf, Tensor)]
         for leaf in leaves(stop.value):
             if any(leaf is other for other in shown):
-                self.gone_on_with.add(leaf, stop.place.name)
+                self.late_edits.add(leaf, stop.place.name)
         if stop.replaced:
             return mapped(stop.value, Tensor.clone)
         return mapped(copy.given, Tensor.clone) if copy.changed else None
@@ -296,7 +296,7 @@ class Stops:
             self._stop_at(None)
 
 
-def _stand_together(one: Asked, other: Asked | None) -> bool:
+def _share_a_place(one: Asked, other: Asked | None) -> bool:
     """Whether a hook point and a module's input or output are at one place: torch looks for hooks there only once."""
     for point, module in ((one, other), (other, one)):
         if isinstance(point, HookPoint) and isinstance(module, tuple):

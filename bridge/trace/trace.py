@@ -12,19 +12,19 @@ from adapters.imports.versions import is_checkpointed
 from adapters.inputs.arguments import takes
 from adapters.paths import module_at
 from bridge.hooks.context import CURRENT
-from bridge.run.forward import ReadyPass, checked_layers
-from bridge.run.hooked import points_that_run, refuse_silent
+from bridge.run.forward import PreparedPass, checked_layers
+from bridge.run.hooked import points_that_run, refuse_unreached_points
 from bridge.run.layer_range import Given, bypassing
 from bridge.run.model_inputs import Inputs, check_arguments
 from bridge.run.request import Request
 from bridge.trace.access import Access
+from bridge.trace.coroutine import Coroutine
 from bridge.trace.errors import PointPassedError
 from bridge.trace.in_step import InStep
-from bridge.trace.places import Places
-from bridge.trace.protocol import Traced
+from bridge.trace.places import ModelOrder
+from bridge.trace.protocol import TraceableBridge
 from bridge.trace.rows import Rows
 from bridge.trace.stops import Stop
-from bridge.trace.turns import Turns
 
 _ALL = (None, None)
 _OURS = ("prepend_bos", "padding_side", "attention_mask", "start_at_layer", "stop_at_layer", "capture")
@@ -42,8 +42,8 @@ class Trace(InStep, Access):
 
     def __init__(
         self,
-        bridge: Traced,
-        places: Places,
+        bridge: TraceableBridge,
+        places: ModelOrder,
         asked: Request,
         capture: Sequence[str] = (),
     ) -> None:
@@ -56,7 +56,7 @@ class Trace(InStep, Access):
         Access.__init__(self, bridge, self.stops)
         for hook in kept if self._layers != _ALL else ():
             self._check_runs(hook.name)
-        self._pass: ReadyPass | None = ReadyPass(bridge, asked, *self._layers, True, self.scope)
+        self._pass: PreparedPass | None = PreparedPass(bridge, asked, *self._layers, True, self.scope)
         self._is_ready = False
         self._output: Any = None
         self._inputs: Inputs | None = None
@@ -66,11 +66,11 @@ class Trace(InStep, Access):
 
     once = "a trace is one run: make a new one for the next (with bridge.trace(prompt) as run: ...)"
 
-    def _begin(self, turns: Turns) -> None:
+    def _begin(self, coroutine: Coroutine) -> None:
         refuse_checkpointing(self.bridge)
         self._begun_in = CURRENT.get()
         self.stops.listen_to_captured()
-        turns.beside(self._get_ready)  # what can be refused is refused here
+        coroutine.run_in_context(self._get_ready)  # what can be refused is refused here
         self._show(self.bridge.names, self)
 
     def _get_ready(self) -> None:
@@ -99,8 +99,8 @@ class Trace(InStep, Access):
         try:
             super()._end()
         finally:
-            if self._is_ready and self.stops.turns is not None:
-                self.stops.turns.beside(self._after)  # where the model was never called
+            if self._is_ready and self.stops.coroutine is not None:
+                self.stops.coroutine.run_in_context(self._after)  # where the model was never called
             self._pass = None
             if self._inputs is not None:
                 self._inputs = self._of_the_prompts(self._inputs)
@@ -180,8 +180,8 @@ class Trace(InStep, Access):
     def stop(self) -> None:
         """Ends the run where it is: what follows in the model is not computed."""
         if self._state == "open":
-            assert self.stops.turns is not None
-            self.stops.turns.leave()
+            assert self.stops.coroutine is not None
+            self.stops.coroutine.abandon()
             self._state = "stopped"
 
     def skip(self, first: int, last: int | None = None) -> None:
@@ -209,7 +209,7 @@ class Trace(InStep, Access):
         for hook in self.stops.captured:
             if hook.point.stack and a <= hook.point.depth <= b:
                 raise ValueError(f"skip{wanted}: {hook.name} is captured, and would not run")
-        refuse_silent(bridge, lambda depth: not a <= depth <= b, f"skip{wanted}", self._begun_in)
+        refuse_unreached_points(bridge, lambda depth: not a <= depth <= b, f"skip{wanted}", self._begun_in)
         assert self._pass is not None
         blocks = [module_at(bridge.original_model, path) for path in bridge.block_paths[a : b + 1]]
         self._until_the_end().enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))
@@ -222,7 +222,7 @@ class Trace(InStep, Access):
             raise RuntimeError(f"{path} can be skipped while the trace is open")
         for hook in points:
             inside = f"{hook.point.site.path}.".startswith(f"{path}.")
-            if inside and (hook in self.stops.captured or hook.is_heard):
+            if inside and (hook in self.stops.captured or hook.has_visible_listeners):
                 raise ValueError(f"{path} cannot be skipped: {hook.name}, which is captured or has a hook, is in it")
         assert self._pass is not None
         run, given = self._pass.run, Given(value)
@@ -308,7 +308,7 @@ class Trace(InStep, Access):
         super().__setitem__(name, value)
 
     def reach(self, asked: Any) -> Stop:
-        if self._state in ("new", "stopped") or self.stops.turns is None:
+        if self._state in ("new", "stopped") or self.stops.coroutine is None:
             raise RuntimeError(
                 "the trace has not begun: with bridge.trace(prompt) as run: ..."
                 if self._state == "new"
@@ -332,7 +332,7 @@ def _piece(mask: Tensor) -> tuple[int, int]:
     return places[0], places[-1] + 1
 
 
-def refuse_checkpointing(bridge: Traced) -> None:
+def refuse_checkpointing(bridge: TraceableBridge) -> None:
     """Refuses a run whose blocks backward would compute again, without the body of the trace.
 
     Raises:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from adapters.config import ModelConfig
 from adapters.weights import Weights
-from bridge.weights.component_tree import Tree
+from bridge.weights.component_tree import NameTree
 
 
-def stacked_weight(tree: Tree, cfg: ModelConfig, part: str, name: str) -> Float[Tensor, "layer ..."]:
+def stacked_weight(tree: NameTree, cfg: ModelConfig, part: str, name: str) -> Float[Tensor, "layer ..."]:
     """One weight of all blocks.
 
     Args:
@@ -39,11 +39,17 @@ def stacked_weight(tree: Tree, cfg: ModelConfig, part: str, name: str) -> Float[
     tensors = [weight for weight in found if isinstance(weight, Tensor)]
     if len(tensors) < len(found):
         raise AttributeError(f"{cfg.model_name} has several {name} in each block: see tl_named_parameters()")
+    shapes = sorted({tuple(weight.shape) for weight in tensors})
+    if len(shapes) > 1:
+        raise AttributeError(
+            f"{name} of {cfg.model_name} has other shapes in other layers, {', '.join(map(str, shapes))}: take them "
+            f"one by one, bridge.blocks[0].{part}.{name}"
+        )
     return torch.stack(tensors)
 
 
 def stacked_where(
-    tree: Tree, cfg: ModelConfig, part: str, path: str, reshape: Callable[[Tensor], Tensor] | None
+    tree: NameTree, cfg: ModelConfig, part: str, path: str, reshape: Callable[[Tensor], Tensor] | None
 ) -> tuple[list[int], Float[Tensor, "layer ..."]]:
     """One weight of those blocks that have a part, and which blocks they are.
 

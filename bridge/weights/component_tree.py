@@ -15,12 +15,12 @@ from bridge.hooks.tracing import OpenTrace, trace_of
 from bridge.weights.factored_matrix import FactoredMatrix
 
 
-class Tree:
+class NameTree:
     """The hook points by the parts of their names.
 
     Args:
         names: all names and aliases.
-        weights: gives the canonical weights, which stand in the tree beside the hook points.
+        weights: gives the canonical weights, which are in the tree as the hook points are.
     """
 
     def __init__(self, names: Names, weights: Callable[[], Weights]) -> None:
@@ -54,7 +54,7 @@ class Tree:
         Args:
             prefix: the full name of a part, "" for the whole model.
             name: of what is wanted.
-            others: names beside those of the tree, to be suggested where one was mistyped.
+            others: names in addition to those of the tree, to be suggested where one was mistyped.
 
         Raises:
             AttributeError: nothing does.
@@ -84,14 +84,15 @@ class Tree:
         grouped = name[: name.rfind(".") + 1] + "_" + name[name.rfind(".") + 1 :]
         if grouped in weights.getters:
             # As HookedTransformer shows grouped keys and values: repeated for each query head.
-            return weights[grouped].repeat_interleave(weights.cfg.n_heads // weights.cfg.n_kv_heads, dim=0)
+            each, heads = weights[grouped], weights[name[: name.rfind(".")] + ".W_O"]
+            return each.repeat_interleave(len(heads) // len(each), dim=0)
         return self.names.find(name)
 
 
 class Component:
     """A part of the model, such as a block or its attention, with its hook points and weights."""
 
-    def __init__(self, tree: Tree, name: str) -> None:
+    def __init__(self, tree: NameTree, name: str) -> None:
         self.__dict__["_tree"] = tree
         self.__dict__["name"] = name
 
@@ -155,7 +156,7 @@ class Component:
 class ComponentList:
     """The blocks of a model, by their numbers: one that has no hook points is not among them."""
 
-    def __init__(self, tree: Tree, name: str) -> None:
+    def __init__(self, tree: NameTree, name: str) -> None:
         self._tree = tree
         self.name = name
 

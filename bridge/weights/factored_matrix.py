@@ -156,7 +156,7 @@ class FactoredMatrix:
             (leading if before_rows else inner).append(i)
             seen += i is not None
         if None in [i for i in inner if not isinstance(i, Tensor)]:
-            raise IndexError("a new axis must stand before rows and columns")
+            raise IndexError("a new axis must come before rows and columns")
         kept = [slice(i, i + 1 or None) if isinstance(i, int) else i for i in inner] + [slice(None)] * (2 - len(inner))
         A, B = self.A[tuple(leading)], self.B[tuple(leading)]
         return FactoredMatrix(A[..., kept[0], :], B[..., :, kept[1]])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from adapters.architecture import Architecture
 from adapters.config import ModelConfig
 from bridge.hooks.names import suggestion
-from bridge.weights.component_tree import Component, Tree
+from bridge.weights.component_tree import Component, NameTree
 
 _KNOWN = ("attn", "cross_attn", "mixer", "mlp")
 
 
-def parts_of_layers(tree: Tree, architecture: Architecture, cfg: ModelConfig) -> dict[str, list[str]]:
+def parts_of_layers(tree: NameTree, architecture: Architecture, cfg: ModelConfig) -> dict[str, list[str]]:
     """The names of each layer's parts, in the order of the computation, by the layer's name.
 
     Args:
@@ -30,7 +30,7 @@ def parts_of_layers(tree: Tree, architecture: Architecture, cfg: ModelConfig) ->
     }
 
 
-def layers_with(part: str, layers: dict[str, list[str]], tree: Tree) -> list[tuple[int, Component]]:
+def layers_with(part: str, layers: dict[str, list[str]], tree: NameTree) -> list[tuple[int, Component]]:
     """The layers that have a part; see `TransformerBridge.blocks_with`.
 
     Args:

@@ -17,8 +17,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext
 from bridge.hooks.modules import Finder
 from bridge.wiring.checkpointing import CheckpointedBlocks
-from bridge.wiring.compiled import AsWritten
-from bridge.wiring.reading_plan import Reader
+from bridge.wiring.compiled import ForcedEager
+from bridge.wiring.reading_plan import ReadingHook
 from bridge.wiring.site import SiteHook
 
 
@@ -28,7 +28,7 @@ class PassBoundary:
     Args:
         modules: finds the modules whose call is a pass: the base model, and each stack of an encoder-decoder model.
         blocks: what carries hooks into the blocks that backward computes again.
-        as_written: keeps compiled code from running in place of the model.
+        forced_eager: keeps compiled code from running in place of the model.
         check: called when a pass begins that is no run of the bridge.
         unseen: says whether hooks of a ``with`` statement are attached that the present code does not see.
     """
@@ -37,12 +37,12 @@ class PassBoundary:
         self,
         modules: Sequence[Finder],
         blocks: CheckpointedBlocks,
-        as_written: AsWritten | None = None,
+        forced_eager: ForcedEager | None = None,
         check: Callable[[], None] | None = None,
         unseen: Callable[[], bool] | None = None,
     ) -> None:
         self._modules = modules
-        self._as_written, self._check, self._unseen = as_written, check, unseen
+        self._forced_eager, self._check, self._unseen = forced_eager, check, unseen
         self._blocks = blocks
         self._handles: list[RemovableHandle] = []
 
@@ -59,16 +59,16 @@ class PassBoundary:
             module = finder.module
             self._handles.append(module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self.end, always_call=True))
-        if self._as_written is not None:
-            self._as_written.attach()
+        if self._forced_eager is not None:
+            self._forced_eager.attach()
 
     def detach(self) -> None:
         """Ends it."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._as_written is not None:
-            self._as_written.detach()
+        if self._forced_eager is not None:
+            self._forced_eager.detach()
         self._blocks.release()
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def refuse_streamers_thread(unseen: Callable[[], bool]) -> None:
         )
 
 
-def only_there(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
     """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
 
 
@@ -143,10 +143,10 @@ def strip(model: nn.Module) -> None:
             ours = [
                 key
                 for key, hook in hooks.items()
-                if hook is only_there or isinstance(getattr(hook, "__self__", None), _OURS)
+                if hook is noop_hook or isinstance(getattr(hook, "__self__", None), _OURS)
             ]
             for key in ours:
                 del hooks[key]
 
 
-_OURS = (SiteHook, PassBoundary, Reader)
+_OURS = (SiteHook, PassBoundary, ReadingHook)

@@ -13,7 +13,7 @@ from bridge.hooks.context import CURRENT
 from bridge.hooks.modules import Finder
 
 
-class Calls:
+class CallCounter:
     """Counts, in each pass, the calls of modules that run several times.
 
     Nothing is attached for a model that has none, or while nobody may listen.
@@ -29,11 +29,11 @@ class Calls:
         self._users = 0
 
     # A copy of a model that has hooks attached carries inert ones.
-    def __deepcopy__(self, memo: dict[int, object]) -> Calls:
-        return Calls()
+    def __deepcopy__(self, memo: dict[int, object]) -> CallCounter:
+        return CallCounter()
 
-    def __reduce__(self) -> tuple[Callable[[], Calls], tuple[()]]:
-        return Calls, ()
+    def __reduce__(self) -> tuple[Callable[[], CallCounter], tuple[()]]:
+        return CallCounter, ()
 
     def add(self, root: nn.Module, paths: Iterable[str]) -> None:
         """Takes in the modules at paths that mean one of a module's calls."""

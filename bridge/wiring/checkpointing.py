@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from bridge.hooks.context import CURRENT, ForwardPass, RunContext, SourceSite
 from bridge.hooks.listener import Scope
 from bridge.hooks.modules import Finder
-from bridge.hooks.recomputed import with_its_hooks
+from bridge.hooks.recomputation import recomputation_frame
 
 _NAME = "_gradient_checkpointing_func"
 
 
-class BringsHooks(Protocol):
+class AttachesScopes(Protocol):
     """What attaches the hooks of a scope, also after its ``with`` statement has ended.
 
     Attributes:
@@ -49,7 +49,7 @@ class CheckpointedBlocks:
         attaches: attaches hooks.
     """
 
-    def __init__(self, modules: Sequence[Finder], attaches: BringsHooks | None = None) -> None:
+    def __init__(self, modules: Sequence[Finder], attaches: AttachesScopes | None = None) -> None:
         self._modules = modules
         self._attaches = attaches
         self._prepared: list[nn.Module] = []
@@ -59,7 +59,11 @@ class CheckpointedBlocks:
         for finder in self._modules:
             module = finder.module
             own = module.__dict__.get(_NAME)
-            if own is None or isinstance(own, _Recomputed) or not (module.training and module.gradient_checkpointing):
+            if (
+                own is None
+                or isinstance(own, _CheckpointFunction)
+                or not (module.training and module.gradient_checkpointing)
+            ):
                 continue
             if finder.call is not None:
                 raise RuntimeError(
@@ -67,20 +71,20 @@ class CheckpointedBlocks:
                     "checkpointing) in an order in which nothing tells them apart: switch checkpointing off"
                 )
             assert self._attaches is not None
-            module.__dict__[_NAME] = _Recomputed(own, ".".join(finder.parts), self._attaches)
+            module.__dict__[_NAME] = _CheckpointFunction(own, ".".join(finder.parts), self._attaches)
             self._prepared.append(module)
 
     def release(self) -> None:
         """Takes it back."""
         for module in self._prepared:
             ours = module.__dict__.get(_NAME)
-            if isinstance(ours, _Recomputed):
+            if isinstance(ours, _CheckpointFunction):
                 module.__dict__[_NAME] = ours.own
         self._prepared.clear()
 
 
-class _Recomputed:
-    """Stands before the checkpointing function of one module.
+class _CheckpointFunction:
+    """Wraps the checkpointing function of one module.
 
     Args:
         own: the module's own.
@@ -88,7 +92,7 @@ class _Recomputed:
         attaches: attaches hooks.
     """
 
-    def __init__(self, own: Callable[..., Any], path: str, attaches: BringsHooks) -> None:
+    def __init__(self, own: Callable[..., Any], path: str, attaches: AttachesScopes) -> None:
         self.own, self._path, self._attaches = own, path, attaches
 
     # A copy of the model that is made meanwhile has the module's own function.
@@ -96,17 +100,17 @@ class _Recomputed:
         return _itself, (self.own,)
 
     def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        return self.own(_WithItsHooks(function, self._path, self._attaches), *args, **kwargs)
+        return self.own(_BlockWithHooks(function, self._path, self._attaches), *args, **kwargs)
 
 
 def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class _WithItsHooks:
+class _BlockWithHooks:
     """A function that computes a block, and which hooks it was computed with first."""
 
-    def __init__(self, function: Callable[..., Any], path: str, attaches: BringsHooks) -> None:
+    def __init__(self, function: Callable[..., Any], path: str, attaches: AttachesScopes) -> None:
         context = CURRENT.get()
         self._function, self._path, self._attaches = function, path, attaches
         self._model = attaches.model  # hooks find its modules, also where nobody holds more of it than a loss
@@ -122,7 +126,7 @@ class _WithItsHooks:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if not self._ran:
             self._ran = True
-            return with_its_hooks(self._function, args, kwargs)
+            return recomputation_frame(self._function, args, kwargs)
         if self._changes != self._attaches.changes:
             raise RuntimeError(
                 f"backward computes {self._path} again (activation checkpointing), and hooks were added or removed "
@@ -135,7 +139,7 @@ class _WithItsHooks:
         CURRENT.set(RunContext(self._shared, run=run))
         try:
             with self._attached():
-                return with_its_hooks(self._function, args, kwargs)
+                return recomputation_frame(self._function, args, kwargs)
         finally:
             run.end()
             CURRENT.set(before)

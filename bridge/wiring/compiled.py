@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from bridge.hooks.modules import Finder
 
 
-class _KeptAway:
+class _EagerStance:
     """Keeps all compiled code away while anybody needs that, in whatever thread: torch knows one stance for all."""
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class _KeptAway:
                 self._stance = None
 
 
-_KEPT_AWAY = _KeptAway()
+_EAGER_STANCE = _EagerStance()
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Runs a model that was compiled as it was written."""
-    with _KEPT_AWAY if ever_compiled() and is_compiled(model) else nullcontext():
+    with _EAGER_STANCE if ever_compiled() and is_compiled(model) else nullcontext():
         yield
 
 
@@ -72,7 +72,7 @@ def is_compiled(model: nn.Module) -> bool:
             if "_compiled_call_impl" in fields or "forward" in fields or "_orig_mod" in inside:
                 compiled = module._compiled_call_impl is not None or "_orig_mod" in inside
                 forward = fields.get("forward")
-                forward = forward.original if isinstance(forward, AsWritten) else forward
+                forward = forward.original if isinstance(forward, ForcedEager) else forward
                 if compiled or hasattr(forward, "_torchdynamo_orig_callable"):
                     return True
             if inside:
@@ -80,8 +80,8 @@ def is_compiled(model: nn.Module) -> bool:
     return False
 
 
-class AsWritten:
-    """Stands before a model's forward while hooks are attached, so that no compiled code runs in its place.
+class ForcedEager:
+    """Wraps a model's forward while hooks are attached, so that no compiled code runs in its place.
 
     Code that ``torch.compile`` made of the model before checks that the model's forward is where it was; what is
     compiled meanwhile leaves the compiled code at this point, and comes back after it.
@@ -95,7 +95,7 @@ class AsWritten:
         self.original: Callable[..., Any] = nothing
         self._own: Callable[..., Any] | None = None
         self._module: nn.Module | None = None
-        self._shares: AsWritten | None = None
+        self._shares: ForcedEager | None = None
         self._users = 0
 
     # A copy of the model that is made meanwhile has the model's own forward.
@@ -113,7 +113,7 @@ class AsWritten:
         assert self._find is not None
         module = self._find.module
         there = module.__dict__.get("forward")
-        self._shares = there if isinstance(there, AsWritten) else self
+        self._shares = there if isinstance(there, ForcedEager) else self
         self._shares._users += 1
         if self._shares is not self:
             return
@@ -143,17 +143,17 @@ class AsWritten:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         assert self._module is not None
-        return as_written(self._module, self.original, args, kwargs)
+        return call_eagerly(self._module, self.original, args, kwargs)
 
 
 @contextmanager
-def kept_as_written(find: Finder) -> Iterator[None]:
+def forced_eager(find: Finder) -> Iterator[None]:
     """Keeps compiled code from running in place of a model inside a ``with`` statement.
 
     Args:
         find: finds the model.
     """
-    stands = AsWritten(find)
+    stands = ForcedEager(find)
     stands.attach()
     try:
         yield
@@ -180,7 +180,9 @@ def nothing(*args: object, **kwargs: object) -> Any:
     raise RuntimeError("no forward stands here")
 
 
-def as_written(model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+def call_eagerly(
+    model: nn.Module, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]
+) -> Any:
     """Calls a function of a model with nothing compiled, also from within compiled code.
 
     Args:
@@ -193,7 +195,7 @@ def as_written(model: nn.Module, function: Callable[..., Any], args: tuple[objec
     return _outside_compiled_code()(model, function, args, kwargs)
 
 
-setattr(as_written, "_torchdynamo_disable", True)  # noqa: B010 - which functions do not have otherwise
+setattr(call_eagerly, "_torchdynamo_disable", True)  # noqa: B010 - which functions do not have otherwise
 
 
 @functools.cache

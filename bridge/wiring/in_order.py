@@ -5,7 +5,7 @@ from __future__ import annotations
 from bridge.hooks.hook_point import HookPoint
 
 
-def put_behind_in_order(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
+def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
     """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
 
     It comes before those that follow a point elsewhere, unless it does so itself: what they add goes on top.

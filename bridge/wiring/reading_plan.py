@@ -1,6 +1,6 @@
 """How a run reads many activations at little cost: where it stands is worked out once, and read by one function each.
 
-A cache of everything stands at hundreds of places. To attach a listener to each hook point, and to ask each time who
+A cache of everything is at hundreds of places. To attach a listener to each hook point, and to ask each time who
 sees what, costs as much as a small model's forward pass. Where nobody changes anything, none of that is needed.
 """
 
@@ -20,7 +20,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Scope
 from bridge.hooks.modules import argument
 from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import put_before, put_behind, take_away
+from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_hooks_of
 
 #: What is called with what passed a place: its hook points, the tensor, and the call: module, args, kwargs.
 Keep = Callable[[tuple[HookPoint, ...], Tensor, nn.Module, Args, Kwargs], None]
@@ -38,7 +38,7 @@ class _Place:
         self.before = site.site.kind == "input"
 
 
-class Reader:
+class ReadingHook:
     """The torch hook at one place, for one run."""
 
     __slots__ = ("_keep", "_place", "_scope")
@@ -48,10 +48,10 @@ class Reader:
 
     # A copy of the model that is made meanwhile carries inert ones.
     def __reduce__(self) -> tuple[object, ...]:
-        return Reader, (None, None, None)
+        return ReadingHook, (None, None, None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
-        return Reader(None, None, None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadingHook:
+        return ReadingHook(None, None, None)
 
     def _is_meant(self, module: nn.Module, number: int | None) -> bool:
         context = CURRENT.get()
@@ -123,7 +123,7 @@ class ReadingPlan:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody else stands at these places, who might change what is read."""
+        """Whether nobody else is at these places, who might change what is read."""
         return not any(place.site.is_needed for place in self._places)
 
     @contextmanager
@@ -134,19 +134,19 @@ class ReadingPlan:
             keep: is given what is read. It may keep the tensor, and must not change it.
             scope: the scope; None: all runs see it.
         """
-        readers: list[tuple[Reader, nn.Module]] = []
+        readers: list[tuple[ReadingHook, nn.Module]] = []
         try:
             for place in self._places:
                 module = place.module()
                 if module is None:
                     raise RuntimeError(missing_module_message(place.site.site.path))
-                reader = Reader(place, keep, scope)
+                reader = ReadingHook(place, keep, scope)
                 readers.append((reader, module))
                 if place.before:
-                    put_before(module, reader, reader.on_input)
+                    add_pre_hook(module, reader, reader.on_input)
                 else:
-                    put_behind(module, reader, reader.on_output)
+                    add_forward_hook(module, reader, reader.on_output)
             yield
         finally:
             for reader, module in readers:
-                take_away(module, reader)
+                remove_hooks_of(module, reader)

@@ -18,7 +18,7 @@ from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
 
 
-class HandsOver(Protocol):
+class CopyProvider(Protocol):
     """What a site's torch hook offers here.
 
     Attributes:
@@ -49,7 +49,7 @@ def read_separately(readers: tuple[str, ...], run: ForwardPass, compute: Callabl
     return copies[readers[0]]
 
 
-def as_read_alone(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
+def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
     """Gives a reader its copy: at its projection's input, or for its part of a fused projection's output."""
     entered = run.separate.pop(reader.name, None)
     if entered is None:
@@ -67,7 +67,7 @@ class SeparateReading:
         reader: the reader.
     """
 
-    def __init__(self, claims: HandsOver, reader: HookPoint) -> None:
+    def __init__(self, claims: CopyProvider, reader: HookPoint) -> None:
         self._claims, self._reader = claims, reader
         claims.readers = (*claims.readers, reader)
         claims.update()

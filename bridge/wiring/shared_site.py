@@ -11,7 +11,7 @@ from adapters.paths import module_path
 from adapters.points import Site
 from adapters.views import Args, Kwargs
 from bridge.hooks.modules import Finder
-from bridge.hooks.over_processes import seen_by_all
+from bridge.hooks.over_processes import agreed_part
 from bridge.wiring.site import SiteHook
 
 
@@ -34,15 +34,15 @@ class SharedSite(SiteHook):
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the points in turn, on the whole."""
-        heard = [point for point in self.points if point.is_heard]
-        if not (heard or self.watchers or self.readers):
+        active = [point for point in self.points if point.has_visible_listeners]
+        if not (active or self.watchers or self.readers):
             return x
         # What is read separately, and some views, are computed from the module and its input.
-        if self.readers or any(point.view.contextual for point in heard):
+        if self.readers or any(point.view.contextual for point in active):
             module = _whole(module)
             args = (self._given.whole(args[0]), *args[1:]) if self._given is not None and args else args
         see = super().see
-        return seen_by_all(x, self._cut, heard, lambda all_: see(all_, module, args, kwargs), self._layout.group)
+        return agreed_part(x, self._cut, active, lambda all_: see(all_, module, args, kwargs), self._layout.group)
 
 
 def _whole(module: nn.Module) -> nn.Module:

@@ -15,15 +15,15 @@ from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.modules import Finder, argument, with_argument
-from bridge.wiring.separate_reads import as_read_alone, read_separately, separate_readers
-from bridge.wiring.torch_hooks import put_before, put_behind, take_away
+from bridge.wiring.separate_reads import give_own_copy, read_separately, separate_readers
+from bridge.wiring.torch_hooks import add_forward_hook, add_pre_hook, remove_hooks_of
 
 #: For views that do not look at the call.
 _NO_CALL = Call(nn.Identity(), (), {})
 
 
-class AtSite:
-    """What stands at a module's input or output, in a run or in a program.
+class SiteHandler:
+    """What is at a module's input or output, in a run or in a program.
 
     Attributes:
         site: the site.
@@ -37,14 +37,14 @@ class AtSite:
         """What becomes of the tensor that passes."""
         raise NotImplementedError
 
-    def is_meant(self, module: nn.Module) -> bool:
+    def is_this_call(self, module: nn.Module) -> bool:
         """Whether this call of the module is the one that is meant."""
         return True
 
     # `kwargs` may be missing: another thread may be registering this very hook while a forward pass runs.
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> Any:
         """The forward pre-hook."""
-        if not self.is_meant(module):
+        if not self.is_this_call(module):
             return None
         kwargs = {} if kwargs is None else kwargs
         plain = self.site.key is None
@@ -54,7 +54,7 @@ class AtSite:
 
     def on_output(self, module: nn.Module, args: Args, output: Any) -> Any:
         """The forward hook."""
-        if not self.is_meant(module):
+        if not self.is_this_call(module):
             return None
         if isinstance(output, Tensor):
             new = self.see(output, module, args, {})
@@ -65,7 +65,7 @@ class AtSite:
         return None if new is x else type(output)((*output[:index], new, *output[index + 1 :]))
 
 
-class SiteHook(AtSite):
+class SiteHook(SiteHandler):
     """The torch hook on one site: there while somebody needs it.
 
     Args:
@@ -140,16 +140,16 @@ class SiteHook(AtSite):
         """Attaches or detaches the torch hook, as it is needed now."""
         if not (self.points or self.watchers or self.readers):
             if self.attached_to is not None:
-                take_away(self.attached_to, self)
+                remove_hooks_of(self.attached_to, self)
                 del self._attached[self]
             self.attached_to = None
         elif self.attached_to is None and self._find is not None:
             module = self.attached_to = self._find.module
             self._attached[self] = None
             if self.site.kind == "input":
-                put_before(module, self, self.on_input)
+                add_pre_hook(module, self, self.on_input)
             else:
-                put_behind(module, self, self.on_output)
+                add_forward_hook(module, self, self.on_output)
 
     @property
     def is_in_place(self) -> bool:
@@ -170,7 +170,7 @@ class SiteHook(AtSite):
             self._refuse_recomputation()
         if self.readers and run is not None and run.separate:
             for reader in self.readers:
-                x = as_read_alone(reader, self.site, run, x, Call(module, args, kwargs))
+                x = give_own_copy(reader, self.site, run, x, Call(module, args, kwargs))
         readers = separate_readers(self.points) if torch.is_grad_enabled() else ()
         if readers and run is not None:
             x = read_separately(readers, run, lambda: self.pass_points(x.view_as(x), module, args, kwargs, run))
@@ -188,7 +188,7 @@ class SiteHook(AtSite):
             if start is not None and point.point.depth < start:
                 continue  # before the layer that this run starts at
             if point.sources:
-                if not point.is_heard:
+                if not point.has_visible_listeners:
                     continue  # somebody else's, who may have come after this run had passed the sources
                 if call is _NO_CALL:
                     call = Call(module, args, kwargs)
@@ -208,7 +208,7 @@ class SiteHook(AtSite):
             RuntimeError: somebody listens here.
         """
         for point in self.points:
-            if point.is_heard and any(listener.kind != "read" for listener in point.listeners):
+            if point.has_visible_listeners and any(listener.kind != "read" for listener in point.listeners):
                 raise RuntimeError(
                     f"backward is computing {self.site.path} again (activation checkpointing), and the hooks at "
                     f"{point.name} are there now, but nothing says whether they were in the forward pass. Run the "
@@ -216,7 +216,7 @@ class SiteHook(AtSite):
                     f"{checkpointing_method()}()"
                 )
 
-    def is_meant(self, module: nn.Module) -> bool:
+    def is_this_call(self, module: nn.Module) -> bool:
         """Whether this is the call that is meant, where the module runs several times.
 
         Raises:
@@ -228,7 +228,7 @@ class SiteHook(AtSite):
         run = CURRENT.get().run
         if run is None or not run.calls:
             for point in self.points:
-                if point.is_heard:
+                if point.has_visible_listeners:
                     raise RuntimeError(
                         f"{point.name} is call {number} of {module_path(self.site.path)}, which runs several times, "
                         "and here nothing counts them (activation checkpointing runs it again, out of order): switch "

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 
-def put_before(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
+def add_pre_hook(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
     """Adds a forward pre-hook that is given keyword arguments too.
 
     Args:
@@ -24,20 +24,20 @@ def put_before(module: nn.Module, owner: object, hook: Callable[..., Any]) -> No
     module._forward_pre_hooks[id(owner)] = hook
 
 
-def put_behind(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
+def add_forward_hook(module: nn.Module, owner: object, hook: Callable[..., Any]) -> None:
     """Adds a forward hook.
 
     Args:
-        module, owner, hook: as for `put_before`.
+        module, owner, hook: as for `add_pre_hook`.
     """
     module._forward_hooks[id(owner)] = hook
 
 
-def take_away(module: nn.Module, owner: object) -> None:
+def remove_hooks_of(module: nn.Module, owner: object) -> None:
     """Removes what an owner added.
 
     Args:
-        module, owner: as for `put_before`.
+        module, owner: as for `add_pre_hook`.
     """
     module._forward_hooks.pop(id(owner), None)
     if module._forward_pre_hooks.pop(id(owner), None) is not None:

@@ -17,18 +17,18 @@ from adapters.layout import Layout
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
 from bridge.hooks.context import CURRENT, open_scope
-from bridge.hooks.followers import TakeOver
 from bridge.hooks.hook_point import Attachment, HookPoint
+from bridge.hooks.linked_points import LeaderEdit
 from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.modules import Finder, TokenEmbedding, check_places
 from bridge.taps.tap import Tap
 from bridge.taps.taps import TAPS, tap_on
 from bridge.wiring.boundary import PassBoundary
-from bridge.wiring.calls import Calls
+from bridge.wiring.calls import CallCounter
 from bridge.wiring.checkpointing import CheckpointedBlocks
 from bridge.wiring.clashes import check_clash
-from bridge.wiring.compiled import AsWritten, refuse_inside_compiled
-from bridge.wiring.in_order import put_behind_in_order
+from bridge.wiring.compiled import ForcedEager, refuse_inside_compiled
+from bridge.wiring.in_order import order_behind
 from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
 from bridge.wiring.shared_site import SharedSite
@@ -66,7 +66,7 @@ class Wiring:
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
         self.tapped: dict[str, str] = {}
-        self.calls = Calls()
+        self.calls = CallCounter()
         self.lock = threading.RLock()
         self._sites: dict[Site, SiteHook] = {}
         self._attached: dict[SiteHook, None] = {}
@@ -89,7 +89,7 @@ class Wiring:
         self._boundary = PassBoundary(
             [Finder(model, path) for path in stacks],
             CheckpointedBlocks([Finder(model, path) for path in (*stacks, *blocks)], self),
-            AsWritten(Finder(model, core_path(model))),
+            ForcedEager(Finder(model, core_path(model))),
             self.check_in_place,
             self.has_unseen_hooks,
         )
@@ -129,9 +129,9 @@ class Wiring:
         """Takes in a hook point that comes right behind another one, and behind what stands on that already."""
         with self.lock:
             self.place(hook)
-            put_behind_in_order(self.points, hook, behind)
+            order_behind(self.points, hook, behind)
 
-    def take_out(self, hook: HookPoint) -> None:
+    def remove_point(self, hook: HookPoint) -> None:
         """Takes a hook point out again, with the hooks on it."""
         with self.lock:
             self.remove(hook, hook.listeners)
@@ -145,7 +145,7 @@ class Wiring:
 
         Raises:
             RuntimeError: a module was replaced while hooks were on it.
-            ValueError: one module stands at two places in the list of blocks.
+            ValueError: one module is at two places in the list of blocks.
         """
         blocks: set[nn.Module | None] = set()
         for held in self._lists:
@@ -185,16 +185,18 @@ class Wiring:
             random: random numbers are drawn in the run.
 
         Raises:
-            DifferentEditsError: hooks stand at other points, or another input or other random numbers are there.
+            DifferentEditsError: hooks are at other points, or another input or other random numbers are there.
         """
         if self._layout is None or self._layout.group is None:
             return
-        heard = [(hook.name, [listener.kind for listener in hook.heard_by()]) for hook in self.points.values()]
-        here = zlib.crc32(repr([found for found in heard if found[1]]).encode())
+        active = [
+            (hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in self.points.values()
+        ]
+        here = zlib.crc32(repr([found for found in active if found[1]]).encode())
         if not agree(here, self._layout.group):
-            names = ", ".join(name for name, kinds in heard if kinds) or "no hook point"
+            names = ", ".join(name for name, kinds in active if kinds) or "no hook point"
             raise DifferentEditsError(
-                f"hooks stand at {names} here, and at other hook points on other processes that share this model: "
+                f"hooks are at {names} here, and at other hook points on other processes that share this model: "
                 "do the same on all"
             )
         if not agree(number_of(given), self._layout.group):
@@ -211,8 +213,8 @@ class Wiring:
     def has_unseen_hooks(self) -> bool:
         """Whether hooks of a ``with`` statement are attached that the present code does not see."""
         visible = CURRENT.get().visible
-        heard = [listener for point in self.points.values() for listener in point.listeners if listener.kind != "read"]
-        return any(one.scope is not None and not one.scope.of_one_run and one.scope not in visible for one in heard)
+        active = [listener for point in self.points.values() for listener in point.listeners if listener.kind != "read"]
+        return any(one.scope is not None and not one.scope.of_one_run and one.scope not in visible for one in active)
 
     @property
     def listening(self) -> bool:
@@ -446,7 +448,7 @@ class Wiring:
             return
         following: list[SeparateReading | Attachment] = []
         for follower in point.point.linked:
-            takes_over = Listener("leader", TakeOver(point.name, follower), listener.scope)
+            takes_over = Listener("leader", LeaderEdit(point.name, follower), listener.scope)
             other = self.points[follower.name]
             self.add(other, takes_over, prepend=True)
             following.append(Attachment(other, takes_over, self))

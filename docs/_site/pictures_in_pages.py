@@ -51,7 +51,7 @@ def show(app: Any, doctree: nodes.document) -> None:
 
 
 def write_scripts(app: Any, error: Exception | None) -> None:
-    """Puts Vega, which is part of vl-convert, and the drawing script beside the pages."""
+    """Puts Vega, which is part of vl-convert, and the drawing script next to the pages."""
     if error is None and app.builder.format == "html":
         from bridge.pictures.embedding import drawing_script, library
 

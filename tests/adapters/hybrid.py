@@ -102,7 +102,7 @@ class NormsAfter(nn.Module):
 
 
 class NormsOnTheStream(nn.Module):
-    """The MLP alone has no module of its own; the norms stand behind the sums; a second attention in the middle."""
+    """The MLP alone has no module of its own; the norms are behind the sums; a second attention in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,22 +154,24 @@ def hybrid(config: PreTrainedConfig) -> Architecture:
     blocks = [
         Block(
             (
-                Step(mixer, pre=rms("norm"), output_transform=times(FACTOR)),
-                Step(mlp, pre=rms("before"), post=rms("after"), output_transform=times(HALF)),
+                Step(mixer, pre=rms("norm"), result_chain=times(FACTOR)),
+                Step(mlp, pre=rms("before"), result_chain=(rms("after"), *times(HALF))),
             )
         ),
         Block(
             (
-                Step(attention("attn"), pre=rms("norm"), output_transform=times(FACTOR)),
+                Step(attention("attn"), pre=rms("norm"), result_chain=times(FACTOR)),
                 Step(mixer, pre=rms("norm"), parallel_to=0),
                 Step(mlp, pre=layer_norm("other"), parallel_to=0),
             )
         ),
-        Block((Step(attention("attn"), post=rms("after_attn")), Step(mlp, post=rms("after_mlp")))),
+        Block(
+            (Step(attention("attn"), result_chain=(rms("after_attn"),)), Step(mlp, result_chain=(rms("after_mlp"),)))
+        ),
         Block(
             (
                 Step(attention("attn"), stream_norm=layer_norm("first")),
-                Step(attention("again"), output_transform=times(HALF), stream_norm=layer_norm("second")),
+                Step(attention("again"), result_chain=times(HALF), stream_norm=layer_norm("second")),
                 Step(bare, stream_norm=layer_norm("third"), out="down"),
             )
         ),

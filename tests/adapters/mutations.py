@@ -42,6 +42,7 @@ from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
 from adapters.observe.recording import Recorder
 from adapters.paths import has_module, join, module_path
 from adapters.proofs.report import Report
+from adapters.stream_ends import tables
 from adapters.views import (
     Affine,
     AlibiScores,
@@ -307,6 +308,15 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
         yield "shared gate left out", replace(part, shared_transform=left), ""
 
 
+def _with(step: Step, which: str, value: Any) -> Step:
+    """A step with another norm behind its part, or another chain behind that; or with another field."""
+    if which == "post":
+        return replace(step, result_chain=(*((value,) if value else ()), *step.output_transform))
+    if which == "output_transform":
+        return replace(step, result_chain=(*((step.post,) if step.post else ()), *value))
+    return replace(step, **{which: value})
+
+
 def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     """A step's own claims, and those of its part."""
     part = step.part
@@ -322,13 +332,13 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     for which in ("pre", "post", "stream_norm"):
         norm = getattr(step, which)
         if norm:
-            yield f"{which} norm left out", replace(step, **{which: None}), ""
+            yield f"{which} norm left out", _with(step, which, None), ""
             for text, kind in _norm_changes(norm):
-                yield f"{which}: {text}", replace(step, **{which: kind}), ""
+                yield f"{which}: {text}", _with(step, which, kind), ""
     if step.pre and not step.post:
-        yield "pre norm for post", replace(step, pre=None, post=step.pre), ""
+        yield "pre norm for post", _with(replace(step, pre=None), "post", step.pre), ""
     if step.pre and step.post:
-        yield "norms exchanged", replace(step, pre=step.post, post=step.pre), ""
+        yield "norms exchanged", _with(replace(step, pre=step.post), "post", step.pre), ""
     if step.out_element != 1:
         yield "second element", replace(step, out_element=1), facts.of_a_tensor(step.out or part.path)
     if step.out and not (isinstance(part, MLP) and not part.path):
@@ -336,15 +346,15 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     if isinstance(part, MLP):
         yield "out of up", replace(step, out=join(part.path, part.up.path)), ""
     for factor in (0.5, 2.0, -1.0):
-        yield f"factor times {factor}", replace(step, output_transform=(*times(factor), *step.output_transform)), ""
+        yield f"factor times {factor}", _with(step, "output_transform", (*times(factor), *step.output_transform)), ""
     for which in ("residual_transform", "output_transform"):
         links = getattr(step, which)
         if links:
-            yield f"{which} left out", replace(step, **{which: ()}), ""
-            yield f"{which} times 2", replace(step, **{which: (*links, *times(2.0))}), ""
+            yield f"{which} left out", _with(step, which, ()), ""
+            yield f"{which} times 2", _with(step, which, (*links, *times(2.0))), ""
         for place, link in enumerate(links if len(links) > 1 else ()):
             left = links[:place] + links[place + 1 :]
-            yield f"{which} without {link}", replace(step, **{which: left}), ""
+            yield f"{which} without {link}", _with(step, which, left), ""
     if step.mix:
         yield "mix left out", replace(step, mix=None), ""
         if step.mix.keep is not None:
@@ -419,9 +429,13 @@ def embedding_changes(embedding: Embedding) -> Iterator[tuple[str, Embedding]]:
     """How the stream begins, with one claim changed."""
     if not embedding.tokens:  # the first blocks read no tokens
         return
-    for name in ("positions", "types", "norm", "project", "more"):
+    for name in ("norm", "project"):
         if getattr(embedding, name):
-            yield f"{name} of the embedding left out", replace(embedding, **{name: () if name == "more" else None})
+            yield f"{name} of the embedding left out", replace(embedding, **{name: None})
+    for name in ("positions", "types", "more"):
+        if getattr(embedding, name):
+            left = tuple((what, path) for what, path in embedding.added if what != name)
+            yield f"{name} of the embedding left out", replace(embedding, added=left)
     if embedding.norm:
         for text, norm in _norm_changes(embedding.norm):
             yield f"embedding: {text}", replace(embedding, norm=norm)
@@ -430,7 +444,8 @@ def embedding_changes(embedding: Embedding) -> Iterator[tuple[str, Embedding]]:
         yield "parameters of the embedding left out", replace(embedding, transform=left)
     yield "embedding times 2", replace(embedding, transform=(*times(2 * embedding.factor), *embedding.behind_embed))
     if embedding.positions:
-        exchanged = replace(embedding, tokens=embedding.positions, positions=embedding.tokens)
+        other = tables(embedding.tokens, embedding.types, embedding.more)
+        exchanged = replace(embedding, tokens=embedding.positions, added=other)
         yield "embeddings exchanged", exchanged
     if embedding.module is not None:
         yield "embeddings as one left out", replace(embedding, module=None)

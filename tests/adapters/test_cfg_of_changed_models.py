@@ -100,7 +100,7 @@ def test_embeddings_were_resized(case, size):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_weights_that_cannot_be_looked_at():
-    """Where LoRA or accelerate stand before them, what was known is what is known."""
+    """Where LoRA or accelerate come before them, what was known is what is known."""
     bridge = TransformerBridge(tiny("llama-gqa"))
     bridge.process_weights()
     done = dict(bridge.cfg.processed)

@@ -36,7 +36,7 @@ def listed() -> dict[str, set[str]]:
 
 
 def names(model_type: str) -> Iterator[tuple[str, str]]:
-    """The names that an adapter makes: the part, as the page calls it, and what stands behind it."""
+    """The names that an adapter makes: the part, as the page calls it, and what is behind it."""
     for point in map_model(tiny_model(model_type, TYPES[model_type])).points:
         part, _, name = point.name.rpartition(".")
         part = re.sub(r"^(blocks|encoder|decoder)\.\d+", "blocks.i", part).replace("cross_attn", "attn")

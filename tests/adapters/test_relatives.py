@@ -169,6 +169,7 @@ def test_latent_values_of_another_width() -> None:
         ("falcon", {"multi_query": False, "parallel_attn": False}),
         ("flint", {"decoder_sparse_step": 1, "mlp_only_layers": [0]}),
         ("laguna", {"moe_routed_scaling_factor": 1.5}),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8]}),
         ("stablelm", {"use_parallel_residual": True}),
         ("vaultgemma", {"final_logit_softcapping": 2.0}),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "n_shared_experts": 2}),
@@ -176,6 +177,13 @@ def test_latent_values_of_another_width() -> None:
 )
 def test_options_that_change_what_is_declared(model_type: str, fields: dict[str, object]) -> None:
     is_proved_and_inferred(tiny_model(model_type, **fields))
+
+
+def test_layers_that_rotate_more_than_others() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    bridge = TransformerBridge(tiny_model("laguna", layer_types=kinds, num_attention_heads_per_layer=[4, 8]))
+    report = verify(bridge)
+    assert report.passed and not bridge.offered().inferred, str(report)
 
 
 #: Fields of configurations that say nothing of what one run without labels computes.
@@ -234,3 +242,16 @@ def test_any_option_is_declared_or_left_to_inference(model_type: str) -> None:
         assert report.passed, f"{fields_changed}: {report}"
         tried += 1
     assert tried, model_class(model_type)
+
+
+def test_falcons_own_linear_layer_has_plain_weights() -> None:
+    """It is torch's layer in another order of rounding: once its weights were refused as those of LoRA."""
+    bridge = TransformerBridge(tiny_model("falcon", bias=True))
+    part, layer = bridge.blocks[1].mlp, bridge.core.transformer.h[1].mlp.dense_4h_to_h
+    assert torch.equal(part.W_out, layer.weight.T) and torch.equal(part.b_out, layer.bias)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        before = bridge(tokens).log_softmax(-1)
+        bridge.process_weights()
+        torch.testing.assert_close(bridge(tokens).log_softmax(-1), before, rtol=1e-4, atol=1e-4)
+    assert set(bridge.cfg.processed.values()) == {"done"}

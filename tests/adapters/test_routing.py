@@ -13,6 +13,7 @@ from bridge import TransformerBridge
 from tests.adapters.by_hand.families import by_hand, tiny
 from tests.adapters.by_hand.transformer import Run
 from tests.conftest import torch_hooks
+from tests.tiny_models import tiny_model
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(4))
 
@@ -140,3 +141,22 @@ def test_experts_behind_someone_elses_forward() -> None:
     right = Run(by_hand("mixtral-gqa", bridge.original_model), TOKENS).seen[name][0]
     torch.testing.assert_close(cache[name].double(), right.detach(), atol=1e-4, rtol=1e-3)
     assert calls == [3] and experts.config is config and "forward" in experts.__dict__
+
+
+def test_weights_of_another_type_than_the_logits_are_shown() -> None:
+    """Laguna's router makes logits in float32, and weights in the model's bfloat16."""
+    model = tiny_model("laguna").to(torch.bfloat16)
+    tokens = torch.arange(1, 9)[None]
+    plain = model(tokens).logits
+    name = next(name for name in TransformerBridge(model).hook_dict if name.endswith("mlp.hook_expert_weights"))
+    returned: list[torch.Tensor] = []
+    router = model.get_submodule(name.replace("blocks", "model.layers").replace("hook_expert_weights", "gate"))
+    handle = router.register_forward_hook(lambda module, args, output: returned.extend(output[1:]))
+    try:
+        logits, cache = TransformerBridge(model).run_with_cache(tokens, names_filter=name)
+    finally:
+        handle.remove()
+    weights, indices = returned
+    assert torch.equal(logits, plain) and weights.dtype == cache[name].dtype == torch.bfloat16
+    assert torch.equal(cache[name][0].gather(-1, indices), weights)
+    assert torch.equal((cache[name] != 0).sum(-1), torch.full((1, 8), indices.shape[-1]))

@@ -179,7 +179,7 @@ def test_what_cannot_be_done_with_a_hybrid_is_refused(mixed: TransformerBridge) 
         mixed.process_weights(fold_ln=True)
     with torch.no_grad():
         _, cache = mixed.run_with_cache(TOKENS)
-    with pytest.raises(ValueError, match="HybridModel has attn_2 beside attn in a block"):
+    with pytest.raises(ValueError, match="HybridModel has attn_2 as well as attn in a block"):
         cache.get_full_resid_decomposition(expand_neurons=False)
 
 
@@ -206,11 +206,11 @@ def changed(architecture: Architecture, layer: int, step: int, **fields: Any) ->
 @pytest.mark.parametrize(
     ("layer", "step", "fields", "failing"),
     [
-        (0, 0, {"output_transform": ()}, "resid_pre + mixer_out = resid_mid"),
-        (0, 1, {"output_transform": times(-HALF)}, "resid_mid + mlp_out = resid_post"),
+        (0, 0, {"result_chain": ()}, "resid_pre + mixer_out = resid_mid"),
+        (0, 1, {"result_chain": (Norm("after", RMS_NORM), *times(-HALF))}, "resid_mid + mlp_out = resid_post"),
         (1, 1, {"parallel_to": None}, "resid_pre + attn_out = resid_mid"),
-        (2, 1, {"post": None}, "resid_mid + mlp_out = resid_post"),
-        (3, 1, {"output_transform": ()}, "ln1.hook_out + attn_2_out = resid_mid_2"),
+        (2, 1, {"result_chain": ()}, "resid_mid + mlp_out = resid_post"),
+        (3, 1, {"result_chain": ()}, "ln1.hook_out + attn_2_out = resid_mid_2"),
         (3, 1, {"stream_norm": None}, "ln1.hook_out + attn_2_out = resid_mid_2"),
     ],
 )
@@ -385,7 +385,7 @@ def test_bart_has_two_stacks_with_norms_on_the_stream() -> None:
 def test_steps_that_cannot_be() -> None:
     norm = Norm("norm", RMS_NORM)
     with pytest.raises(ValueError, match="multiplies with 0"):
-        Step(FEED_FORWARD, output_transform=times(0.0))
+        Step(FEED_FORWARD, result_chain=times(0.0))
     with pytest.raises(ValueError, match="both pre and stream_norm"):
         Step(FEED_FORWARD, pre=norm, stream_norm=norm)
     with pytest.raises(ValueError, match="step 0 of a block has parallel_to=0"):
@@ -424,7 +424,7 @@ def test_names_of_steps() -> None:
     assert [name for name, *_ in four] == ["attn", "mlp", "attn_2", "mlp_2"]
     assert [norm for _, norm, *_ in four] == ["ln1", "ln2", "ln1_attn_2", "ln2_mlp_2"]
     assert [before for *_, before, _ in four] == [pre, mid, "hook_resid_mid_2", "hook_resid_mid_3"]
-    beside = named(Step(own, norm), Step(Mixer("m"), norm, parallel_to=0), Step(FEED_FORWARD, norm))
-    assert beside == [
+    modules_without_points = named(Step(own, norm), Step(Mixer("m"), norm, parallel_to=0), Step(FEED_FORWARD, norm))
+    assert modules_without_points == [
         ("attn", "ln1", pre, mid), ("mixer", "ln1_mixer", pre, mid), ("mlp", "ln2", mid, post),
     ]  # fmt: skip

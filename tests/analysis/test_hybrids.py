@@ -205,5 +205,5 @@ def test_two_mlps_in_a_block() -> None:
     stack, labels = cache.decompose_resid(return_labels=True)
     assert labels[1:4] == ["0_mixer_out", "0_mlp_out", "0_mlp_2_out"]
     torch.testing.assert_close(stack.sum(0), cache["blocks.1.hook_resid_post"])
-    with pytest.raises(ValueError, match="mlp_2 beside mlp in a block"):
+    with pytest.raises(ValueError, match="mlp_2 as well as mlp in a block"):
         cache.get_full_resid_decomposition()

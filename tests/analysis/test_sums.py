@@ -111,7 +111,7 @@ def test_a_stack_of_other_positions_is_refused(bridge, tokens, batch):
 
 
 def test_a_stack_of_layers_and_heads(bridge, tokens):
-    """What stands before the rows counts components, however many axes that takes (ARENA's heads by layer)."""
+    """What comes before the rows counts components, however many axes that takes (ARENA's heads by layer)."""
     _, cache = bridge.run_with_cache(tokens)
     heads = torch.randn(3, 4, len(tokens), bridge.cfg.d_model)
     made = cache.apply_ln_to_stack(heads, pos_slice=-1)

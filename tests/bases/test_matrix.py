@@ -210,20 +210,22 @@ def test_attribution(bridge: TransformerBridge, case: Case, name: str, tokens: T
 @torch.no_grad()
 def test_logit_attribution(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
     _, cache = bridge.run_with_cache(tokens, names_filter=[name, "ln_final.hook_scale"])
-    if case.point.endswith(("hook_z", "hook_post")):
-        with pytest.raises(ValueError, match="goes through the rest of its part first"):
-            feature_logit_attrs(cache, name, 5, 9)
-        return
     features = cache[name]
     n = features.shape[-1]
     written = case.basis.decode(torch.eye(n)) - case.basis.decode(torch.zeros(1, n))
+    if case.point.endswith("hook_z"):
+        written = torch.einsum("nd,hdm->hnm", written, bridge.W_O[1])
+    elif case.point.endswith("hook_post"):
+        written = written @ bridge.W_out[1]
     if "LlamaForCausalLM" not in str(type(bridge.original_model)):
         written = written - written.mean(-1, keepdim=True)
     toward = bridge.ln_final.w * (bridge.W_U[:, 5] - bridge.W_U[:, 9])
-    right = features * (written @ toward) / cache["ln_final.hook_scale"]
+    right = features * (written @ toward)
+    right = right / cache["ln_final.hook_scale"].view(*tokens.shape, *[1] * (features.ndim - 2))
     found = feature_logit_attrs(cache, name, 5, 9)
-    assert torch.allclose(found.movedim(0, -1), right, rtol=1e-4, atol=1e-5) and right.abs().max() > 1e-3
-    assert isinstance(pictures.attribution(found[:, :1], [str(i) for i in range(n)], ["a"] * 6), pictures.Picture)
+    assert torch.allclose(found.movedim((-2, -1), (0, 1)), right, rtol=1e-4, atol=1e-5) and right.abs().max() > 1e-3
+    shown = found.flatten(0, -3)[:, :1]
+    assert isinstance(pictures.attribution(shown, [str(i) for i in range(len(shown))], ["a"] * 6), pictures.Picture)
 
 
 @torch.no_grad()
@@ -247,10 +249,6 @@ def test_circuits(bridge: TransformerBridge, case: Case, name: str, tokens: Tens
     _, cache = bridge.run_with_cache(tokens.flip(0), names_filter=name)
     patched = bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, lambda features: cache[name]))
     assert other.ablated == pytest.approx(float(difference(patched)), abs=1e-4)
-    if case.point.endswith(("hook_z", "hook_post")):
-        with pytest.raises(ValueError, match="is inside a part"):
-            attribution_graph(bridge, tokens[:1], [name])
-        return
     graph = attribution_graph(bridge, tokens[:1], [name])
     assert isinstance(pictures.circuit(graph.largest(5)), pictures.Picture)
 

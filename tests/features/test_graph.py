@@ -11,6 +11,7 @@ from bridge.bases import CrossLayer
 from bridge.features import AttributionGraph, Node, attribution_graph
 from tests.bases.common import SAE
 from tests.reference import DATA
+from tests.tiny_models import tiny_model
 
 GRAPHS = DATA.parent / "circuit_tracer" / "graphs.safetensors"
 READS = {"gpt2": "ln2.hook_normalized", "llama": "hook_resid_mid"}
@@ -154,6 +155,75 @@ def test_what_a_node_receives_adds_up(placed: tuple[TransformerBridge, list[str]
     assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
     senders = [node for i, node in enumerate(graph.nodes) if graph.adjacency[:, i].any()]
     assert {node.kind for node in senders} == {"feature", "error", "token"}
+
+
+INSIDE = ("blocks.0.attn.hook_z", "blocks.0.mlp.hook_post", "blocks.1.attn.hook_z", "blocks.1.mlp.hook_post")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("sender", INSIDE[:3])
+def test_edges_of_features_inside_parts_are_what_interventions_do(family: str, sender: str) -> None:
+    """A millionth more of a feature, in double precision: all moves by a millionth of its edge."""
+    bridge = reference_bridge(family).to(torch.float64)
+    points = {}
+    for name in INSIDE:
+        width = bridge.run_with_cache(TOKENS, names_filter=name)[1][name].shape[-1]
+        points[name] = bridge.add_basis(name, "own", SAE(width, 16).double()).name
+    graph = attribution_graph(bridge, TOKENS, list(points.values()), logits=3)
+    features = [node for node in graph.nodes if node.kind == "feature"]
+    assert all((node.head is None) == ("hook_post" in node.point) for node in features)
+    behind = [name for name in INSIDE if INSIDE.index(name) > INSIDE.index(sender)]
+    seen = 0
+    for start in [node for node in features if node.point == points[sender]][::29]:
+
+        def turned_up(act: Tensor, hook: object, start: Node = start) -> Tensor:
+            act[0, start.pos, *([] if start.head is None else [start.head]), start.index] *= 1 + 1e-6
+            return act
+
+        for at, receiver in enumerate([*behind, None]):  # each with all other bases behind the sender held
+            held = [name for name in behind if name != receiver]
+            with bridge.linearised(TOKENS, freeze=("pattern", "ln_scale", *held)):
+                wanted = [points[receiver]] if receiver else []
+                before, cache = bridge.run_with_cache(TOKENS, names_filter=wanted or points[sender])
+                with bridge.hooks(fwd_hooks=[(points[sender], turned_up)]):
+                    after, changed = bridge.run_with_cache(TOKENS, names_filter=wanted or points[sender])
+            for node in [node for node in features if node.point in wanted]:
+                place = (0, node.pos, *([] if node.head is None else [node.head]), node.index)
+                moved = float(changed[node.point][place] - cache[node.point][place]) * 1e6
+                assert moved == pytest.approx(graph[start, node], rel=1e-3, abs=2e-6)
+                seen += abs(moved) > 1e-4
+            for node in graph.nodes[-3:] if at == len(behind) else ():
+                moves = (after - after.mean(-1, keepdim=True) - before + before.mean(-1, keepdim=True)) * 1e6
+                assert float(moves[0, -1, node.index]) == pytest.approx(graph[start, node], rel=1e-3, abs=2e-6)
+    assert seen > 10
+
+
+@torch.no_grad()
+def test_what_features_of_heads_receive_adds_up() -> None:
+    model = AutoModelForCausalLM.from_pretrained(DATA / "gpt2").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+    bridge = TransformerBridge(model)
+    sae = SAE(bridge.cfg.d_head, 24)
+    sae.b_enc.zero_()
+    sae.b_dec.zero_()
+    points = [bridge.add_basis(f"blocks.{layer}.attn.hook_z", "own", sae).name for layer in range(2)]
+    graph = attribution_graph(bridge, TOKENS, points)
+    valued = [i for i, node in enumerate(graph.nodes) if node.kind in ("feature", "logit")]
+    assert len({node.head for node in graph.nodes}) > 2 and len(set(graph.nodes)) == len(graph.nodes)
+    assert torch.allclose(graph.adjacency[valued].sum(1), graph.values[valued], rtol=0, atol=1e-4)
+    assert isinstance(pictures.circuit(graph.largest(5)), pictures.Picture)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["jamba", "recurrent_gemma", "qwen3_next"])
+def test_a_model_that_is_not_linear_where_patterns_are_held_is_refused(kind: str) -> None:
+    bridge = TransformerBridge(tiny_model(kind))
+    point = bridge.add_basis("blocks.0.hook_mlp_out", "own", SAE(bridge.cfg.d_model, 16))
+    with pytest.raises(ValueError, match=r"is not linear between the embedding and blocks\.\d"):
+        attribution_graph(bridge, TOKENS, [point.name])
 
 
 def test_influence_and_picture(placed: tuple[TransformerBridge, list[str], AttributionGraph]) -> None:

@@ -103,7 +103,7 @@ def test_padding_tokens_without_a_mask_are_refused(model):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"max_length": 8}, "max_length=8 would have no effect beside max_new_tokens=4"),
+        ({"max_length": 8}, "max_length=8 would have no effect together with max_new_tokens=4"),
         ({"return_dict_in_generate": True}, "use output_logits=True"),
         ({"output_scores": True}, "use output_logits=True"),
         ({"names_filter": "hook_embed"}, "names_filter is of the cache .* return_cache=True"),

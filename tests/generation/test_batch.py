@@ -8,7 +8,7 @@ from transformers import GenerationConfig, TextIteratorStreamer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bridge import TransformerBridge
-from bridge.generation.room import Room, room_for
+from bridge.generation.capacity import Capacity, capacity_for
 from bridge.interventions import Add, Mean, Scale, Zero
 from tests.conftest import tiny
 from tests.tiny_models import tiny_model
@@ -115,8 +115,8 @@ def test_hooks_that_a_run_would_see_are_those_of_every_request(bridge):
 
 def test_little_room_is_kept_to(bridge, monkeypatch):
     """A pass of 21 tokens and pages for two requests: prompts wait, and none is split or put out."""
-    small = Room(21, 6, 16)
-    monkeypatch.setattr("bridge.generation.batch.room_for", lambda *_: small)
+    small = Capacity(21, 6, 16)
+    monkeypatch.setattr("bridge.generation.batch.capacity_for", lambda *_: small)
     seen = []
     handle = bridge.blocks[0].hook_resid_pre.add_hook(lambda x, hook: seen.append(x.shape[1]))
     found = {a.index: a for a in bridge.generate_batch(prompts(), NEW, each=EACH, output_logits=True, **GREEDY)}
@@ -129,12 +129,12 @@ def test_little_room_is_kept_to(bridge, monkeypatch):
 
 
 def test_room_follows_from_model_and_memory(bridge, monkeypatch):
-    room = room_for(bridge.core, LENGTHS, NEW)
+    room = capacity_for(bridge.core, LENGTHS, NEW)
     assert room.tokens == sum(LENGTHS)
     assert room.pages == sum(room.pages_of(length, NEW) for length in LENGTHS)
-    monkeypatch.setattr("bridge.generation.room.free_memory", lambda device: 10000)
+    monkeypatch.setattr("bridge.generation.capacity.free_memory", lambda device: 10000)
     with pytest.raises(ValueError, match="the longest prompt has 21 tokens, and with 6 new ones it needs"):
-        room_for(bridge.core, LENGTHS, NEW)
+        capacity_for(bridge.core, LENGTHS, NEW)
 
 
 def test_a_request_that_fails_fails_alone(bridge):

@@ -30,7 +30,7 @@ def test_a_generation_config_beside_the_arguments_is_refused():
     own = copy.deepcopy(bridge.original_model.generation_config)
     own.max_new_tokens = 2
     for run in (bridge.generate, bridge.generate_stream):
-        with pytest.raises(TypeError, match=r"generation_config is not taken beside .* use hf_generate"):
+        with pytest.raises(TypeError, match=r"generation_config is not taken together with .* use hf_generate"):
             run(TOKENS, generation_config=own, **NEW)
     assert not calls
     assert bridge.hf_generate(TOKENS, generation_config=own, do_sample=False).shape == (2, 9)

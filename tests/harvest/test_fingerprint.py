@@ -115,3 +115,24 @@ def test_a_tokenizer_that_was_used_is_the_same(embedded):
 def test_what_is_not_installed():
     assert missing() == []
     assert missing(("pyarrow", "no_such_package")) == ["no_such_package"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_other_adapters_at_work_are_another_model():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny("llama"), LoraConfig(r=2, target_modules=["o_proj"]))
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+    bridge = TransformerBridge(model.eval())
+    found = [of_model(bridge)]
+    assert of_model(bridge) == found[0]
+    with model.disable_adapter():
+        found.append(of_model(bridge))
+    model.set_adapter("other")
+    found.append(of_model(bridge))
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(2.0)
+    found.append(of_model(bridge))
+    assert len({each["adapters at work"] for each in found}) == len(found)
+    assert "adapters at work" not in of_model(TransformerBridge(tiny("llama")))

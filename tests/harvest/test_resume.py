@@ -16,7 +16,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.harvest import Activations, HarvestError, MixError, WriteError, check, harvest, storage
-from bridge.harvest.local import Background
+from bridge.harvest.local import BackgroundWriter
 from tests.conftest import tiny
 from tests.harvest.common import RESID, TEXTS, Z, read, shards
 
@@ -135,7 +135,7 @@ def test_every_place_a_write_can_be_cut(tmp_path):
 @pytest.mark.parametrize("only_once", [False, True])
 def test_a_full_disk(tmp_path, monkeypatch, only_once):
     harvest("embedded", TEXTS, out=tmp_path / "whole", **KW)
-    plain, written, refused = storage.Whole.write, 0, []
+    plain, written, refused = storage.AtomicFile.write, 0, []
 
     def write(self, data):
         nonlocal written
@@ -146,7 +146,7 @@ def test_a_full_disk(tmp_path, monkeypatch, only_once):
                 raise OSError(errno.ENOSPC, "No space left on device")
         return plain(self, data)
 
-    monkeypatch.setattr(storage.Whole, "write", write)
+    monkeypatch.setattr(storage.AtomicFile, "write", write)
     with pytest.raises(WriteError, match=r"No space left.*every shard that was whole stands") as caught:
         harvest("embedded", TEXTS, out=tmp_path / "full", **KW)
     assert caught.value.errno == errno.ENOSPC
@@ -208,7 +208,7 @@ def test_nothing_is_written_after_an_error():
     def refuse():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    background, done = Background(), []
+    background, done = BackgroundWriter(), []
     background.do(lambda: done.append(1))
     background.do(refuse)
     background.do(lambda: done.append(2))

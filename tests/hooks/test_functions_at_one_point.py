@@ -1,4 +1,4 @@
-"""Several functions at one hook point: each has a copy of its own, and all of them stand at one place in the graph."""
+"""Several functions at one hook point: each has a copy of its own, and all of them are at one place in the graph."""
 
 import pytest
 import torch

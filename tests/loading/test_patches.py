@@ -121,13 +121,13 @@ def test_what_the_user_registered_is_respected_and_stays(folder: str):
 
 
 def test_other_threads_do_not_see_it(folder: str):
-    inside, go_on = threading.Event(), threading.Event()
+    inside, resume = threading.Event(), threading.Event()
 
     class Slow(LlamaAttention):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             inside.set()
-            assert go_on.wait(60)
+            assert resume.wait(60)
 
     made: list[TransformerBridge] = []
     thread = threading.Thread(
@@ -142,7 +142,7 @@ def test_other_threads_do_not_see_it(folder: str):
         assert all(type(model.model.layers[1].self_attn) is LlamaAttention for model in others)
         assert isinstance(others[0].model.layers[0].self_attn, modeling_llama.LlamaAttention)
     finally:
-        go_on.set()
+        resume.set()
         thread.join()
     assert type(made[0].core.model.layers[1].self_attn) is Slow
 

@@ -237,7 +237,7 @@ def test_logits_are_computed_for_patches_together_within_a_bound(bridge, tokens,
     found = ready.get_act_patch_attn_head_out_all_pos(*arguments, verbose=False)
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
     assert max(sizes) == (8 if kept else 2)  # three parts of four
-    assert len(sizes) - 2 == {0: 24, 1: 3 + 12, 4: 6}[kept]  # 12 heads; two are of the trial runs
+    assert len(sizes) - 3 == {0: 24, 1: 3 + 12, 4: 6}[kept]  # 12 heads; three are of the trial runs
 
 
 def test_runs_of_all_positions_are_tried_only_where_they_are_made(bridge, tokens, monkeypatch):
@@ -317,4 +317,28 @@ def test_the_memory_budget_bounds_the_batch(bridge, tokens, monkeypatch):
     )
     rows.clear()
     generic_activation_patch(*arguments, verbose=False)
-    assert len(rows) < len(few) and max(rows) == 24
+    assert len(rows) < len(few) and max(rows) == 16  # the last layer goes apart
+
+
+@pytest.mark.parametrize("case", [*HUGGING_FACE, *NATIVE])
+def test_the_last_block_runs_where_the_metric_looks(case, monkeypatch):
+    """And a metric that looks farther to the front afterwards gets those positions too."""
+    bridge = bridge_of(case)
+    clean = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0))
+    corrupted = clean.clone()
+    corrupted[:, 2] = (corrupted[:, 2] + 5) % 50 + 3
+    _, cache = bridge.run_with_cache(clean)
+    columns = []
+    last_block = CorruptedRun.last_block
+
+    def watched(self, rows, start, begin):
+        columns.append(start + begin)
+        return last_block(self, rows, start, begin)
+
+    monkeypatch.setattr(CorruptedRun, "last_block", watched)
+    looks = lambda logits: logits[:, -1, 5].mean() + logits[0, 4, 3] - logits[1, 3, 9]
+    found = ready.get_act_patch_resid_pre(bridge, corrupted, cache, looks, verbose=False)
+    right = plainly(monkeypatch, ready.get_act_patch_resid_pre, bridge, corrupted, cache, looks)
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
+    if columns and CorruptedRun(bridge, corrupted, [0]).ends_early:
+        assert columns[:2] == [6, 6] and columns[2] <= 2  # a trial, the last position, all that ran

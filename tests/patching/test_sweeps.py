@@ -134,29 +134,35 @@ def test_layers_below_a_patch_do_not_run(pair):
     bridge = TransformerBridge(tiny("llama"))
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
-    attentions = [block.self_attn for block in bridge.original_model.model.layers]
-    counts = [0] * len(attentions)  # tokens
+    counts = {"self_attn": [0] * 3, "mlp": [0] * 3}  # tokens
 
-    def count(attention, number):
-        forward = attention.forward
+    def count(module, kind, number):
+        forward = module.forward
 
         def counting(hidden_states, *args, **kwargs):
-            counts[number] += hidden_states.shape[0] * hidden_states.shape[1]
+            counts[kind][number] += hidden_states.shape[0] * hidden_states.shape[1]
             return forward(hidden_states, *args, **kwargs)
 
-        attention.forward = counting
+        module.forward = counting
 
-    for number, attention in enumerate(attentions):
-        count(attention, number)
+    for number, block in enumerate(bridge.original_model.model.layers):
+        for kind in counts:
+            count(getattr(block, kind), kind, number)
     ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
     # Two prompts of 5 tokens. Positions 1 and 2 differ at first, later also those behind; at position 0 nothing does.
     # One run takes the stream, and one tries to go on from it with the last three; no run has all positions.
     overhead = 2 * (5 + 3)
+    # Another tries the last block at the last position, where the metric looks, with keys and values of the others.
+    tried = {"self_attn": 2 * 5, "mlp": 2}
     patched = [2 * 4 * 2, 2 * 4 * (2 + 4), 2 * 4 * (2 + 4 + 4)]  # prompts, positions that run, patches so far
-    assert counts == [overhead + tokens for tokens in patched]
-    counts[:] = [0] * 3
+    assert counts["self_attn"] == [overhead + tokens for tokens in (*patched[:2], patched[2] + tried["self_attn"])]
+    assert counts["mlp"] == [overhead + tokens for tokens in (*patched[:2], 2 * (2 + 4) + 2 * 4 * 4 + tried["mlp"])]
+    for kind in counts:
+        counts[kind][:] = [0] * 3
     ready.get_act_patch_attn_head_out_all_pos(bridge, corrupted, cache, metric, verbose=False)
-    assert counts == [overhead + 2 * 4 * heads for heads in (4, 8, 12)]
+    heads = (4, 8, 12)
+    assert counts["self_attn"] == [overhead + 2 * 4 * n + more for n, more in zip(heads, (0, 0, 10), strict=True)]
+    assert counts["mlp"] == [overhead + tokens for tokens in (2 * 4 * 4, 2 * 4 * 8, 2 * 8 + 2 * 4 * 4 + 2)]
 
 
 def test_whole_runs_where_something_listens_or_is_random(bridge, pair):

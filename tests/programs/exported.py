@@ -242,7 +242,7 @@ def test_points_inside_experts(format: str):
 
 
 def test_the_page():
-    """The code of docs/export.md that the other tests of pages leave out, with what stands before it."""
+    """The code of docs/export.md that the other tests of pages leave out, with what comes before it."""
     page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
     blocks = re.findall(r"```(?:python|py)\n(.*?)```", page, flags=re.DOTALL)
     compiled = [block for block in blocks if "MyAttention" not in block and '"onnx"' not in block]

@@ -11,12 +11,12 @@ from torch import Tensor
 from adapters.inputs.made import arguments_of
 from adapters.paths import base_path, join
 from tests.properties.plain import Place, editing, outputs_inside, read_behind
-from tests.properties.subject import NEAR, Absent, Subject, Wrong, logits_of
+from tests.properties.subject import NEAR, Absent, Subject, Wrong, arranged, logits_of
 from tests.properties.sums import uncapped
 
 
 def lens_is_the_model(subject: Subject) -> None:
-    """The lens at each layer is what the plain model says when that stream stands behind its last block."""
+    """The lens at each layer is what the plain model says when that stream is behind its last block."""
     subject.needs_tokens()
     with torch.no_grad():
         reading = subject.bridge.lens(subject.tokens)
@@ -36,7 +36,7 @@ def raw_lens_skips_the_norm(subject: Subject) -> None:
     with torch.no_grad():
         reading = subject.bridge.lens(subject.tokens, kind="raw")
         stream = subject.stream(len(subject.paths))
-        if any(head.unembeds for head in architecture.heads):
+        if architecture.readout.unknown or any(head.unembeds for head in architecture.heads):
             place = Place(architecture.readout.path, "input")
         elif norm is not None and not norm.path:
             raise Absent("the final norm is no module: no plain hook skips it")
@@ -101,7 +101,7 @@ def _is_read(
 ) -> None:  # fmt: skip
     """An activation is the product of a weight with what a module of the plain model is given."""
     read = [
-        x.reshape(*out.shape[:2], -1) for place, x in plain.items()
+        arranged(x, torch.empty(*out.shape[:2], len(weight))) for place, x in plain.items()
         if place.side == "input" and x.shape[-1] == len(weight) and x.numel() == len(weight) * out.shape[:2].numel()
     ]  # fmt: skip
     if not read:
@@ -164,7 +164,7 @@ def weights_explain_mlps(subject: Subject) -> None:
 
 
 def weights_explain_the_ends(subject: Subject) -> None:
-    """Where a layer stands before the unembedding, the logits are what it puts out times ``W_U``, and ``b_U``."""
+    """Where a layer comes before the unembedding, the logits are what it puts out times ``W_U``, and ``b_U``."""
     bridge, head = subject.bridge, subject.hf.get_output_embeddings()
     between = any(each.unembeds for each in bridge.architecture.heads)  # else `final norm` says it
     if between and head is not None and subject.named("unembed.hook_out"):

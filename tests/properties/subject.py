@@ -257,11 +257,11 @@ class Subject:
         paths = self.stacks[self.main if stack is None else stack]
         place = Place(paths[layer], "input") if layer < len(paths) else Place(paths[-1], "output")
 
-        def arranged(x: Tensor) -> Tensor | None:
+        def fitting(x: Tensor) -> Tensor | None:
             new = edit(x)
-            return new if new is None or new.shape == x.shape else _arranged(new, x)
+            return new if new is None or new.shape == x.shape else arranged(new, x)
 
-        with editing(self.hf, place, arranged):
+        with editing(self.hf, place, fitting):
             yield
 
     @cached_property
@@ -289,7 +289,7 @@ class Subject:
         self.compared += 1
         ours, theirs = ours.detach(), theirs.detach()
         if ours.numel() == theirs.numel() and ours.shape != theirs.shape and 1 not in ours.shape[:2]:
-            theirs = _arranged(theirs, ours)
+            theirs = arranged(theirs, ours)
         if ours.shape != theirs.shape:
             raise Wrong(f"{what}: shape {list(ours.shape)}, not {list(theirs.shape)}")
         if torch.equal(ours, theirs):
@@ -306,7 +306,7 @@ class Subject:
             raise Wrong(f"{what}: differs by {worst:.1e}, relatively")
 
 
-def _arranged(theirs: Tensor, like: Tensor) -> Tensor:
+def arranged(theirs: Tensor, like: Tensor) -> Tensor:
     """A stream whose positions come first, or whose rows are flattened, as batch and positions."""
     if theirs.ndim == like.ndim >= 2 and theirs.shape[:2] == (like.shape[1], like.shape[0]):
         return theirs.transpose(0, 1)

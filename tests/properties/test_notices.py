@@ -37,9 +37,9 @@ CHANGES: dict[str, tuple[str, str, Callable[[Architecture], Architecture]]] = {
     "norm of the embeddings left out": (
         "mbart", "terms", lambda a: _stack(a, embedding=replace(a.stack.embedding, norm=None)),
     ),
-    "factor of what attention writes left out": ("granite", "terms", lambda a: _first_step(a, output_transform=())),
+    "factor of what attention writes left out": ("granite", "terms", lambda a: _first_step(a, result_chain=())),
     "final norm left out": ("llama", "attributions", lambda a: _stack(a, final_norm=None)),
-    "norm behind attention left out": ("gemma2", "terms", lambda a: _first_step(a, post=None)),
+    "norm behind attention left out": ("gemma2", "terms", lambda a: _first_step(a, result_chain=())),
     "another final norm": (
         "llama", "attributions",
         lambda a: _stack(a, final_norm=replace(a.stack.final_norm, kind=replace(a.stack.final_norm.kind, offset=1.0))),

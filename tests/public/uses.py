@@ -31,7 +31,9 @@ REAL = """
 import gguf, sentencepiece
 from transformers import LlamaTokenizer
 words = ['Mary and John went to the store', 'John gave a drink to Mary'] * 9
-sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(words), model_prefix='tokenizer', vocab_size=20)
+sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(words), model_prefix='tokenizer', vocab_size=30, hard_vocab_limit=False
+)
 tokenizer = LlamaTokenizer.from_pretrained('.')
 assert tokenizer.decode(tokenizer('Mary went to John')['input_ids'], skip_special_tokens=True) == 'Mary went to John'
 writer = gguf.GGUFWriter('x.gguf', 'llama')

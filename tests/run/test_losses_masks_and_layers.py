@@ -50,7 +50,7 @@ def test_a_loss_of_one_token_is_refused_before_the_run(bridge, tokens):
         bridge(tokens[:, :1], return_type="loss")
     alone = torch.zeros_like(tokens)
     alone[:, 3] = 1
-    with pytest.raises(ValueError, match="no two tokens beside each other"):
+    with pytest.raises(ValueError, match="no two adjacent tokens"):
         bridge(tokens, return_type="loss", attention_mask=alone)
     assert not calls
 
@@ -213,11 +213,11 @@ def test_one_module_at_two_places_is_refused(hf, tokens):
         lambda: bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_mlp_out", zero)]),
         lambda: bridge.run_with_cache(tokens),
     ):
-        with pytest.raises(ValueError, match=r"one module stands at .* and at"):
+        with pytest.raises(ValueError, match=r"one module is at .* and at"):
             use()
     blocks[2] = third
     mlp, blocks[2].mlp = blocks[2].mlp, blocks[0].mlp
-    with pytest.raises(ValueError, match=r"one module stands at .*0\.mlp"):
+    with pytest.raises(ValueError, match=r"one module is at .*0\.mlp"):
         TransformerBridge(hf)
     blocks[2].mlp = mlp
     TransformerBridge(hf).run_with_cache(tokens)

@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bridge import TransformerBridge
 from bridge.hooks.listener import Scope
 from bridge.taps.attention import AttentionTap
+from bridge.taps.patched_functions import PatchedFunction
 from bridge.taps.router import RouterTap
-from bridge.taps.stand_ins import StandIn
 from tests.adapters.by_hand.families import tiny
 from tests.adapters.test_reference import bridge_of
 from tests.tiny_models import tiny_model
@@ -79,21 +79,21 @@ def test_hooks_fire_at_each_step_of_generation(case: str) -> None:
     ("kind", "name"), [("llama", "blocks.1.attn.hook_pattern"), ("mamba", "blocks.1.mixer.hook_conv")]
 )
 def test_nothing_stands_in_for_functions_when_a_model_with_hooks_is_dropped(kind: str, name: str) -> None:
-    def standing() -> list[StandIn]:
+    def patched() -> list[PatchedFunction]:
         """What stands in for functions that are looked up by name, in transformers' registry and in its modules."""
         modules = [vars(module) for key, module in list(sys.modules.items()) if key.startswith("transformers.models.")]
         found = [value for names in modules for value in list(names.values())]
-        return [one for one in [*found, *ALL_ATTENTION_FUNCTIONS.values()] if isinstance(one, StandIn)]
+        return [one for one in [*found, *ALL_ATTENTION_FUNCTIONS.values()] if isinstance(one, PatchedFunction)]
 
     gc.collect()
-    before = standing()
+    before = patched()
     bridge = TransformerBridge(tiny_model(kind))
     bridge.add_hook(name, lambda x, hook: x * 0)
     bridge(TOKENS)
-    assert len(standing()) > len(before)
+    assert len(patched()) > len(before)
     del bridge
     gc.collect()
-    assert standing() == before
+    assert patched() == before
 
 
 def test_taps_of_two_kinds_on_one_module_leave_in_any_order() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Qwen2MoeConfig
 
 from adapters import verify
-from adapters.imports.versions import VersionError, has_transformers, older_than_declared
+from adapters.imports.versions import VersionError, checkpointing_method, has_transformers, older_than_declared
 from bridge import NativeConfig, TransformerBridge
 from bridge.circuits import edge_attribution
 from bridge.cli.main import main
@@ -76,6 +76,29 @@ def test_trace_while_training() -> None:
     checkpoint(bridge.core)
     with pytest.raises(RuntimeError, match="checkpointing"), bridge.trace(tokens):
         pass
+
+
+def test_gradient_hooks_in_checkpointed_blocks() -> None:
+    """A gradient that is halved where block 1 begins halves the weights' of block 0: checkpointed, or refused."""
+    torch.manual_seed(0)
+    bridge = TransformerBridge(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    tokens, weight = torch.tensor([[1, 2, 3]]), bridge.core.model.layers[0].mlp.down_proj.weight
+    halve = ("blocks.1.hook_resid_pre", lambda gradient, hook: gradient * 0.5)
+
+    def gradient() -> Tensor:
+        bridge.core.zero_grad()
+        bridge.run_with_hooks(tokens, bwd_hooks=[halve]).sum().backward()
+        assert weight.grad is not None
+        return weight.grad.clone()
+
+    right = gradient()
+    bridge.core.train()
+    getattr(bridge.core, checkpointing_method())()
+    if not has_transformers("5.23"):
+        with pytest.raises(VersionError, match=r"with activation checkpointing needs transformers 5\.23") as refused:
+            gradient()
+        pytest.skip(f"refused by name: {refused.value}")
+    torch.testing.assert_close(gradient(), right)
 
 
 def test_generation(embedded: TransformerBridge) -> None:

@@ -17,7 +17,7 @@ from benchmarks.processing import Memory, bytes_of
 from bridge import TransformerBridge
 from tests.weight_processing.models import CASES, copies, log_probs, same, tiny, tokens
 from weight_processing import check, steps
-from weight_processing.check import Check, InFloat32, ProcessingError
+from weight_processing.check import InFloat32, LogProbCheck, ProcessingError
 
 HALF = [torch.bfloat16, torch.float16]
 FOLD, UNEMBED, VALUES = steps.fold_layer_norm, steps.center_unembed, steps.fold_value_biases
@@ -87,7 +87,7 @@ def test_the_check_in_half_precision_holds_one_piece_in_float32() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=40000, n_positions=64)).bfloat16()
     cfg = TransformerBridge(model).cfg
     with torch.no_grad(), Memory(model) as memory:
-        Check(model, cfg)
+        LogProbCheck(model, cfg)
     logits = 2 * 16 * 40000 * 4
     assert memory.peak < 0.4 * bytes_of(model) + 5 * logits  # all of the unembedding would be 1.7
 
@@ -118,7 +118,7 @@ def test_products_that_the_user_lets_be_rounded(
         monkeypatch.setattr(check, "_BACKENDS", ())
     torch.set_float32_matmul_precision(precision)
     try:
-        found = Check(model := tiny("llama"), TransformerBridge(model).cfg)
+        found = LogProbCheck(model := tiny("llama"), TransformerBridge(model).cfg)
         assert found.rounds
         TransformerBridge(model).process_weights(check="each")
         assert torch.get_float32_matmul_precision() == precision

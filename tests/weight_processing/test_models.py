@@ -11,7 +11,7 @@ from bridge import TransformerBridge
 from tests.weight_processing.models import CASES, copies, log_probs, processed, same, tiny, tokens
 from weight_processing.check import ProcessingError
 from weight_processing.limits import is_as_left
-from weight_processing.parts import Parts
+from weight_processing.parts import ProcessedParts
 from weight_processing.saving import SavedBiases
 from weight_processing.steps import STEPS
 
@@ -29,7 +29,7 @@ def test_same_function_and_every_promise(case: str) -> None:
     torch.testing.assert_close(log_probs(model), before, atol=2e-5, rtol=1e-5)
     assert [name for name, _ in model.named_modules()] == parts_before
     assert keys <= set(model.state_dict())
-    parts, done = Parts(bridge.weights), bridge.cfg.processed
+    parts, done = ProcessedParts(bridge.weights), bridge.cfg.processed
     assert not parts.undeclared()
     assert bridge.architecture.norm_kind
     centered = bridge.architecture.norm_kind.centered
@@ -127,7 +127,7 @@ def test_a_mean_over_a_large_vocabulary_that_rounding_keeps_in_part(vocabulary: 
     torch.manual_seed(0)
     bridge = TransformerBridge(LlamaForCausalLM(config).to(dtype).eval())
     raw = bridge.W_U.detach().clone()
-    assert not is_as_left(Parts(bridge.weights), "center_unembed")
+    assert not is_as_left(ProcessedParts(bridge.weights), "center_unembed")
     bridge.process_weights(check=False)
     # The mean that is left is no more than half a step of each number.
     assert bridge.W_U.double().mean(-1).abs().max() <= raw.double().abs().mean(-1).max() * torch.finfo(dtype).eps
@@ -275,7 +275,7 @@ def test_few_tensors_are_held_at_a_time() -> None:
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=5000, n_positions=16))
     bridge = TransformerBridge(model)
-    parts, most = Parts(bridge.weights), 0
+    parts, most = ProcessedParts(bridge.weights), 0
 
     class Counted(Memory):
         def __torch_dispatch__(self, *args, **kwargs):

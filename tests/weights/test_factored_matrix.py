@@ -137,7 +137,7 @@ def test_a_new_axis_stands_before_the_rows() -> None:
     ):
         torch.testing.assert_close(m[None].AB, m.AB[None])
         torch.testing.assert_close(m[None, ..., 1:4, :].AB, m.AB[None, ..., 1:4, :])
-    with pytest.raises(IndexError, match="a new axis must stand before rows"):
+    with pytest.raises(IndexError, match="a new axis must come before rows"):
         m[0, :, None]
     assert m.V is m.Vh
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from adapters.automatic.norms import norm_kind, rounded
 from adapters.config import config_of
 from adapters.norms import Norm
-from adapters.observe.calls import ModuleCall, Recording, Seen, mark
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording, mark
 from adapters.observe.tolerance import tolerance
 from adapters.paths import base_path, token_embedding
-from adapters.stream_ends import Embedding
+from adapters.stream_ends import Embedding, TableOf, tables
 from adapters.views import Affine, Chain, times, transformed
 
 NO_SUM = "the first stream is not the token embedding and what other modules put out"
@@ -46,9 +46,7 @@ class FoundEmbedding:
         return replace(
             found,
             tokens=found.tokens and relative(found.tokens),
-            positions=at(found.positions),
-            types=at(found.types),
-            more=tuple(map(relative, found.more)),
+            added=tables(at(found.positions), at(found.types), tuple(map(relative, found.more))),
             norm=found.norm and Norm(relative(found.norm.path), found.norm.kind),
             project=at(found.project),
             module=at(found.module),
@@ -95,7 +93,7 @@ class _Search:
     recording: Recording
     before: list[ModuleCall]
     tokens: ModuleCall
-    stream: Seen
+    stream: BorderTensor
     text: Tensor | None
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -111,7 +109,7 @@ class _Search:
             self._explain(rows, target)
         return FoundEmbedding(self.found, self.missing)
 
-    def _behind_projection(self, target: Seen) -> Seen:
+    def _behind_projection(self, target: BorderTensor) -> BorderTensor:
         """What a linear layer reads that puts out the first stream; else the stream."""
         rows = self.tokens.left[0].value
         for call in reversed(self.before):
@@ -122,7 +120,7 @@ class _Search:
                 return call.entered
         return target
 
-    def _behind_norm(self, target: Seen) -> Seen:
+    def _behind_norm(self, target: BorderTensor) -> BorderTensor:
         """What a norm reads that puts this out; else this. What the table of tokens norms itself is its own."""
         for call in reversed(self.before):
             if call.left[0].mark != target.mark or self.tokens.holds(call) or call.entered is None:
@@ -144,7 +142,9 @@ class _Search:
                 return call.left[0].value
         return rows
 
-    def _others(self, rows: Tensor, target: Seen) -> tuple[dict[ModuleCall, Tensor], dict[ModuleCall, list[str]]]:
+    def _others(
+        self, rows: Tensor, target: BorderTensor
+    ) -> tuple[dict[ModuleCall, Tensor], dict[ModuleCall, list[str]]]:
         """What else may be added, with the further calls of the same table that put out the same."""
         known = {self.tokens.left[0].mark, target.mark, mark(rows)}
         others: dict[ModuleCall, Tensor] = {}
@@ -159,7 +159,7 @@ class _Search:
                 again.setdefault(same, []).append(self.recording.numbered(call))
         return others, again
 
-    def _explain(self, rows: Tensor, target: Seen) -> None:
+    def _explain(self, rows: Tensor, target: BorderTensor) -> None:
         """The sum as the token embedding, with a factor, and tables that are added."""
         others, again = self._others(rows, target)
         where = 1 if self.text is None else self.text.unsqueeze(-1)
@@ -199,19 +199,19 @@ class _Search:
             weight, repeated = added[call], again.get(call, [])
             if weight == 0:
                 continue
-            what = "types" if bool((others[call] == others[call][:, :1]).all()) else "positions"
+            what: TableOf = "types" if bool((others[call] == others[call][:, :1]).all()) else "positions"
             taken, times = getattr(self.found, what) is not None, 1 + len(repeated)
             several = weight == 1 and self.recording.numbered(call) != call.path  # one table, of several sides (UDOP)
             if several or (weight == times and (times > 1 or taken)):
-                more = (*self.found.more, self.recording.numbered(call), *repeated)
-                self.found = replace(self.found, more=more)
+                self._add("more", self.recording.numbered(call), *repeated)
             elif taken or weight != 1:
                 name = "hook_pos_embed" if what == "positions" else "hook_token_types"
                 self.missing[name] = f"{call.path} is added to the token embedding, times {weight:g}"
-            elif what == "types":
-                self.found = replace(self.found, types=call.path)
             else:
-                self.found = replace(self.found, positions=call.path)
+                self._add(what, call.path)
+
+    def _add(self, what: TableOf, *paths: str) -> None:
+        self.found = replace(self.found, added=(*self.found.added, *((what, path) for path in paths)))
 
     def _around(self, alone: bool) -> None:
         """The module that puts out the first stream, where that is a norm of a sum."""

@@ -15,13 +15,13 @@ from adapters.automatic.layouts import relative
 from adapters.automatic.norms import function_norm, norm_kind, rounded
 from adapters.inputs.made import Given
 from adapters.norms import Norm, normalized
-from adapters.observe.calls import ModuleCall, Recording, Seen, elements_of
+from adapters.observe.calls import BorderTensor, ModuleCall, Recording, elements_of
 from adapters.observe.tolerance import tolerance
 from adapters.stream_ends import Head, Readout
 from adapters.views import Affine
 
 
-def find_final_norm(recording: Recording, last: Seen, after: int) -> tuple[Norm | None, float]:
+def find_final_norm(recording: Recording, last: BorderTensor, after: int) -> tuple[Norm | None, float]:
     """The norm that reads the last stream, and what that is multiplied with before."""
     behind = [call for call in recording.calls if call.start > after and call.entered]
     for call in behind:
@@ -120,7 +120,7 @@ class End:
             return ()
         around, linear = ("." + relative(each, self.core) for each in found[:2])
         norm = found[2] and Norm("." + relative(found[2].path, self.core), found[2].kind)
-        return (Head("mlm_head", around, linear=linear, norm=norm, unembeds=True),)
+        return (Head("mlm_head", around, linear=linear, norm=norm),)
 
     def readout(self, inputs: Given, normed: Tensor, behind_head: bool) -> Readout:
         """How logits are made of what the final norm puts out.

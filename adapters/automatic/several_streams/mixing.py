@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.stream import FoundMix, Sum, Term, Value, values_in
-from adapters.observe.calls import Mark, ModuleCall, Recording, Seen, mark
+from adapters.observe.calls import BorderTensor, Mark, ModuleCall, Recording, mark
 from adapters.observe.tolerance import tolerance
 
 
@@ -55,11 +55,11 @@ def first_of(found: FoundStack) -> ModuleCall:
     one = streams[:, :, 0].contiguous()
     if not torch.equal(streams, one.unsqueeze(2).expand_as(streams)):
         return block
-    return replace(block, entered=Seen(None, block.entered.live, one, mark(one)))
+    return replace(block, entered=BorderTensor(None, block.entered.live, one, mark(one)))
 
 
-def collapse(recording: Recording, found: FoundStack) -> Seen:
-    """What stands behind the last block: what it passes on; of several streams, the one that is made of them."""
+def collapse(recording: Recording, found: FoundStack) -> BorderTensor:
+    """What is behind the last block: what it passes on; of several streams, the one that is made of them."""
     call = _collapse(recording, found)
     return found.outputs[-1] if call is None else call.left[0]
 
@@ -104,7 +104,7 @@ class Mixed:
         n_streams: how many.
     """
 
-    def __init__(self, block: ModuleCall, output: Seen, recording: Recording, n_streams: int) -> None:
+    def __init__(self, block: ModuleCall, output: BorderTensor, recording: Recording, n_streams: int) -> None:
         assert block.entered is not None
         self.block, self.recording, self.n = block, recording, n_streams
         whole = block.entered.value
@@ -118,7 +118,7 @@ class Mixed:
         self.y = self._state(output, block.end)
         self.states = self._states(whole)
 
-    def _state(self, seen: Seen, time: int) -> _State:
+    def _state(self, seen: BorderTensor, time: int) -> _State:
         return _State(_apart(seen.value, self.n).double(), seen.mark, time)
 
     def _states(self, whole: Tensor) -> list[_State]:

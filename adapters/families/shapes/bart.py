@@ -10,6 +10,7 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
+from adapters.stream_ends import tables
 from adapters.views import Affine, times
 
 
@@ -59,7 +60,8 @@ def _embedding(name: str, normed: bool, factor: float) -> Embedding:
     """Tokens and positions, and the norm of their sum."""
     norm = Norm(f"{name}.layernorm_embedding", LAYER_NORM) if normed else None
     tokens, positions = f"{name}.embed_tokens", f"{name}.embed_positions"
-    return Embedding(tokens, times(factor), positions=positions, norm=norm, module=None if norm is None else norm.path)
+    module = None if norm is None else norm.path
+    return Embedding(tokens, times(factor), added=tables(positions), norm=norm, module=module)
 
 
 def _stack(name: str, on_stream: bool, embedding: Embedding, *, final: bool, alone: bool, d_mlp: int | None) -> Stack:

@@ -11,6 +11,7 @@ from adapters.architecture import Architecture, Block, Embedding, Readout, Stack
 from adapters.attention import Attention, Projection
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
+from adapters.stream_ends import tables
 from adapters.views import View, columns, interleaved
 
 FEED_FORWARD = MLP("mlp", up=Projection("c_fc"), down="c_proj")
@@ -67,16 +68,16 @@ def gpt2_like(
         final_norm: the norm behind the last block.
         embed, pos_embed, embed_norm: the embeddings of tokens and of positions, and a norm behind those of tokens.
         unembed: the output layer.
-        changed_in_place: as for `Block`.
+        changed_in_place: as for `Stack`.
         config_values: fields of `ModelConfig` that the configuration does not say by itself.
     """
     first, second = (Norm(name, LAYER_NORM) for name in pre)
     last, embedded = (name and Norm(name, LAYER_NORM) for name in (final_norm, embed_norm))
-    beside = Step(mlp, second, parallel_to=0 if parallel else None, out=out[1])
-    block = Block((Step(attn, first, out=out[0]), beside), changed_in_place)
-    embedding = Embedding(embed, positions=pos_embed, norm=embedded or None)
+    ff = Step(mlp, second, parallel_to=0 if parallel else None, out=out[1])
+    block = Block((Step(attn, first, out=out[0]), ff))
+    embedding = Embedding(embed, added=tables(pos_embed), norm=embedded or None)
     return Architecture(
-        (Stack(path, block, {}, last or None, embedding, output=output),),
+        (Stack(path, block, {}, last or None, embedding, output=output, changed_in_place=changed_in_place),),
         Readout(unembed),
         config_values=config_values or {},
     )

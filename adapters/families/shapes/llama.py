@@ -102,11 +102,12 @@ def llama_like(
         embed_factor: what the token embedding is multiplied with, by the model itself.
         logit_factor, soft_cap: what the logits are multiplied with, and the soft cap that they go through.
         final_norm: the norm behind the last block.
-        config_values: fields of `ModelConfig`, beside those of the rotary embedding.
+        config_values: fields of `ModelConfig`, in addition to those of the rotary embedding.
     """
     norms = [Norm(path, norm) if path else None for path in (*pre, *post)]
-    first = Step(attn, norms[0], norms[2], times(factor), out=out[0])
-    last = Step(mlp, norms[1], norms[3], times(factor), parallel_to=0 if parallel else None, out=out[1])
+    chains = [(*((behind,) if behind else ()), *times(factor)) for behind in norms[2:]]
+    first = Step(attn, norms[0], chains[0], out=out[0])
+    last = Step(mlp, norms[1], chains[1], parallel_to=0 if parallel else None, out=out[1])
     others = {index: Block((first, replace(last, part=part))) for index, part in (layers or {}).items()}
     embedding = Embedding("embed_tokens", times(embed_factor))
     return Architecture(

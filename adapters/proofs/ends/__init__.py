@@ -1,1 +1,1 @@
-"""What stands before the first block."""
+"""What comes before the first block."""

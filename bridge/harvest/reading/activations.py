@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from bridge.harvest.errors import HarvestError
-from bridge.harvest.reading.shuffle import Pool, Share, piece_order
+from bridge.harvest.reading.shuffle import Share, ShufflePool, piece_order
 from bridge.harvest.reading.statistics import Statistics, statistics_of
 from bridge.harvest.rows import ID_COLUMNS
 from bridge.harvest.shards import ShardFile
@@ -262,7 +262,7 @@ class Activations:
     ) -> Iterator[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
         rng = np.random.default_rng([seed, epoch, share.rank, share.worker])
         shapes = {name: self._shapes[name] for name in names}
-        pool = Pool(shapes, self._pool_rows(names, memory, size), rng)
+        pool = ShufflePool(shapes, self._pool_rows(names, memory, size), rng)
         for piece in pieces:
             if pool.held + self._piece > pool.room:
                 yield from pool.draw(size, last=False)

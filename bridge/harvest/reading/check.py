@@ -10,7 +10,7 @@ import xxhash
 
 from bridge.harvest.errors import HarvestError
 from bridge.harvest.shards import ShardFile
-from bridge.harvest.storage import Folder, Record
+from bridge.harvest.storage import Folder, ShardRecord
 from bridge.hooks.arguments import refuse_wrong_types
 
 
@@ -82,7 +82,7 @@ def check(path: str | os.PathLike[str]) -> Check:
     return found
 
 
-def _problem(place: Path, record: Record) -> str | None:
+def _problem(place: Path, record: ShardRecord) -> str | None:
     if not place.exists():
         return "it is missing"
     size = place.stat().st_size

@@ -54,7 +54,7 @@ def piece_order(count: int, seed: int | None, epoch: int) -> Array:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-class Pool:
+class ShufflePool:
     """Rows in memory, from which batches are drawn at random.
 
     Args:

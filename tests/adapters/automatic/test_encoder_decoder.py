@@ -86,7 +86,7 @@ def test_cross_attention_is_what_torch_hooks_see_and_change(model_type: str) -> 
 
 @pytest.mark.parametrize("model_type", ["bart", "blenderbot-small"])
 def test_the_decoders_own_embeddings(model_type: str) -> None:
-    """In BART a norm stands behind the sum of tokens and positions, in the small Blenderbot behind the tokens alone."""
+    """In BART a norm is behind the sum of tokens and positions, in the small Blenderbot behind the tokens alone."""
     model = tiny_model(model_type, "seq2seq")
     bridge = TransformerBridge(model)
     inputs = sample_inputs(model)

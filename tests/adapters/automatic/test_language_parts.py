@@ -74,9 +74,9 @@ Seeing = tuple[TransformerBridge, Tensor, dict[str, Any]]
 def test_what_stands_beside_the_text_is_named(seeing: Seeing) -> None:
     bridge, _, _ = seeing
     offered = bridge.offered()
-    (tower, *_) = offered.beside
+    (tower, *_) = offered.modules_without_points
     assert tower in ("model.audio_tower", "model.vision_tower", "model.visual")
-    assert f"beside the text, without hook points: {tower} ({offered.beside[tower]})" in str(offered)
+    assert f"has no hook points: {tower} ({offered.modules_without_points[tower]})" in str(offered)
     assert not any(tower in point.site.path for point in (hook.point for hook in bridge.hook_dict.values()))
 
 

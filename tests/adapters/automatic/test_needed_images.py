@@ -77,9 +77,13 @@ def test_every_model_that_needs_an_image(model_type: str) -> None:
 def test_what_a_model_needs_is_asked_for_by_name() -> None:
     bridge = TransformerBridge(tiny_model("instructblip", "image_text"))
     tokens = torch.full((1, 4), 7)
-    with pytest.raises(ValueError, match=r"InstructBlipForConditionalGeneration needs pixel_values beside its tokens"):
+    with pytest.raises(
+        ValueError, match=r"InstructBlipForConditionalGeneration needs pixel_values in addition to its tokens"
+    ):
         bridge(tokens)
-    with pytest.raises(ValueError, match=r"needs qformer_input_ids beside its tokens: bridge\(tokens, qformer_input_"):
+    with pytest.raises(
+        ValueError, match=r"needs qformer_input_ids in addition to its tokens: bridge\(tokens, qformer_input_"
+    ):
         bridge(tokens, pixel_values=torch.zeros(1, 3, 28, 28))
 
 

@@ -98,7 +98,7 @@ def test_the_source_of_numbers_and_texts_of_any_kind() -> None:
     assert isinstance(declared, Architecture) and declared.config_values == odd
 
 
-class InPlace(nn.Module):
+class ReplacedForward(nn.Module):
     """Writes over what it is given."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def with_shared_norm() -> nn.Module:
 
 
 def with_shared_activation() -> nn.Module:
-    model, shared = tiny("llama"), nn.Sequential(nn.SiLU(), InPlace())
+    model, shared = tiny("llama"), nn.Sequential(nn.SiLU(), ReplacedForward())
     for layer in model.model.layers:
         layer.mlp.act_fn = shared
     return model

@@ -59,7 +59,7 @@ CHANGED = {
     "beam": ("residual_transform",), "doge": ("residual_transform",),
     "minimax": ("residual_transform", "norm before the first"), "zaya": ("residual_transform", "output_transform"),
     "longcat_flash": ("reads what",),
-    "xlnet": ("stream_view",), "deepseek_v4": ("Opaque: streams not", "stream_view", "collapse"),
+    "xlnet": ("stream_view",), "deepseek_v4": ("Mixer: streams not", "stream_view", "collapse"),
     "hrm_text": ("block_inputs left", "parameters of the embedding"), "qwen4_exp_text": ("stream_view",),
 }  # fmt: skip
 

@@ -177,10 +177,12 @@ def by_hand(case: str, hf: PreTrainedModel) -> Model:
 def clamped(limit: float, alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
     """What gpt-oss makes of gate and of what stands beside it."""
 
-    def gated(gate: Tensor, beside: Tensor) -> Tensor:
+    def gated(gate: Tensor, modules_without_points: Tensor) -> Tensor:
         gate = torch.where(gate > limit, limit, gate)
-        beside = torch.where(beside.abs() > limit, beside.sign() * limit, beside)
-        return gate / (1 + torch.exp(-alpha * gate)) * (1 + beside)
+        modules_without_points = torch.where(
+            modules_without_points.abs() > limit, modules_without_points.sign() * limit, modules_without_points
+        )
+        return gate / (1 + torch.exp(-alpha * gate)) * (1 + modules_without_points)
 
     return gated
 

@@ -37,9 +37,15 @@ def test_each_weight_and_bias_is_proved(name: str) -> None:
     assert check.detail.startswith(f"blocks.1.{NAMES[name]}: differs by")
 
 
-def test_a_gate_with_a_bias_is_said_to_have_no_name() -> None:
+def test_the_bias_of_a_gate() -> None:
     bridge = TransformerBridge(tiny("llama-mqa-bias"))
+    gate = bridge.original_model.get_submodule("model.layers.1.mlp.gate_proj")
+    assert torch.equal(bridge.blocks[1].mlp.b_gate, gate.bias) and bridge.b_gate.shape == bridge.b_in.shape
+    assert not hasattr(TransformerBridge(tiny("llama-gqa")).blocks[1].mlp, "b_gate")  # its gate has none
+    evidence = randomized_run(bridge, *some_tokens(bridge, 2, 9))
+    weights = Weights(bridge.architecture, bridge.original_model, bridge.cfg)
+    weights.getters["blocks.1.mlp.b_gate"] = lambda: torch.zeros_like(gate.bias)
     findings = Findings(2e-5)
-    prove_weights(randomized_run(bridge, *some_tokens(bridge, 2, 9)), findings)
+    prove_weights(evidence, findings, weights)
     (check,) = findings.checks()
-    assert check.passed and "the bias of a gate, for which HookedTransformer has no name" in check.detail
+    assert not check.passed and check.detail.startswith("blocks.1.mlp.hook_pre: differs by")

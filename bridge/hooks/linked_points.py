@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from adapters.points import LinkedPoint
-from bridge.hooks.context import Remembered
+from bridge.hooks.context import PassMemory
 
 
-class TakeOver:
+class LeaderEdit:
     """The listener of a follower: what was written at its leader in a pass; None where nothing was.
 
     Args:
@@ -19,6 +19,6 @@ class TakeOver:
     def __init__(self, leader: str, follower: LinkedPoint) -> None:
         self._leader, self._follower = leader, follower
 
-    def __call__(self, run: Remembered | None) -> Tensor | None:
+    def __call__(self, run: PassMemory | None) -> Tensor | None:
         written = None if run is None else run.written.get(self._leader)
         return None if written is None else self._follower.convert(written)

@@ -17,7 +17,7 @@ _ADAPTERS = {
 
 
 @dataclass(frozen=True, repr=False)
-class Offered:
+class SupportReport:
     """What a bridge offers; printed, what it does not offer is listed with the reasons.
 
     Attributes:
@@ -29,7 +29,7 @@ class Offered:
             activation of its name is for `adapters.verify` to prove.
         adapter: whether the model's class has an adapter: ``none``, one that is ``there`` (though it may not be asked,
             with ``automatic="always"``), or one that is for ``other options`` of its configuration.
-        beside: of a model of images or sound and text, the modules beside the text's, which have no hook points, with
+        modules_without_points: of a model of images or sound and text, the modules that are not the text part, with
             their classes.
     """
 
@@ -38,7 +38,7 @@ class Offered:
     not_offered: Mapping[str, str]
     inferred: bool
     adapter: Literal["none", "there", "other options"]
-    beside: Mapping[str, str] = field(default_factory=dict)
+    modules_without_points: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -54,11 +54,13 @@ class Offered:
 
     def __repr__(self) -> str:
         why = [f"  not offered: {name}: {reason}" for name, reason in self.not_offered.items()]
-        beside = [f"  beside the text, without hook points: {path} ({cls})" for path, cls in self.beside.items()]
-        return "\n".join([self.summary, *why, *beside])
+        modules_without_points = [
+            f"  has no hook points: {path} ({cls})" for path, cls in self.modules_without_points.items()
+        ]
+        return "\n".join([self.summary, *why, *modules_without_points])
 
 
-def beside(model: nn.Module, used: Collection[str], path: str = "") -> dict[str, str]:
+def modules_without_points(model: nn.Module, used: Collection[str], path: str = "") -> dict[str, str]:
     """The outermost modules with parameters that neither are nor hold what is used, with the names of their classes.
 
     Args:
@@ -72,5 +74,5 @@ def beside(model: nn.Module, used: Collection[str], path: str = "") -> dict[str,
         return {path: type(model).__name__}
     found: dict[str, str] = {}
     for name, child in model.named_children():
-        found |= beside(child, used, join(path, name))
+        found |= modules_without_points(child, used, join(path, name))
     return found

@@ -19,7 +19,7 @@ _SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """What there is room for at once.
 
     Attributes:
@@ -61,7 +61,7 @@ class Room:
         )
 
 
-def room_for(model: PreTrainedModel, prompts: Sequence[int], new: int) -> Room:
+def capacity_for(model: PreTrainedModel, prompts: Sequence[int], new: int) -> Capacity:
     """What there is room for.
 
     Args:
@@ -81,10 +81,10 @@ def room_for(model: PreTrainedModel, prompts: Sequence[int], new: int) -> Room:
     most = _TOKENS if model.device.type == "cpu" else _TOKENS_ELSEWHERE
     tokens = max(longest, min(sum(prompts), most), min(len(prompts), most))
     mask = 2 * tokens * item * _PAGE  # for each page: the masks of full and of windowed attention
-    wanted = sum(Room(tokens, 0, _PAGE).pages_of(length, new) for length in prompts)
+    wanted = sum(Capacity(tokens, 0, _PAGE).pages_of(length, new) for length in prompts)
     free = int(_SHARE * free_memory(model.device)) - 2 * tokens * tokens * item
     pages = min(wanted, max(0, free) // (page + mask))
-    room = Room(tokens, pages, _PAGE)
+    room = Capacity(tokens, pages, _PAGE)
     if not room.fits(longest, new):
         raise ValueError(
             f"the longest prompt has {longest} tokens, and with {new} new ones it needs "

@@ -15,7 +15,7 @@ from greenlet import getcurrent, greenlet
 from transformers import DynamicCache
 
 from bridge import TransformerBridge
-from bridge.trace.turns import Turns
+from bridge.trace.coroutine import Coroutine
 from tests.conftest import tiny
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])
@@ -187,10 +187,10 @@ def test_in_a_greenlet_of_the_users_own(bridge):
 def test_what_leaves_is_not_begun():
     """Work that was left before it began is never done, and needs no greenlet."""
     done: list[int] = []
-    turns = Turns(lambda: done.append(1))
-    turns.leave()
-    turns.go_on()
-    assert turns.finished and not done
+    coroutine = Coroutine(lambda: done.append(1))
+    coroutine.abandon()
+    coroutine.resume()
+    assert coroutine.finished and not done
 
 
 @pytest.mark.parametrize("stops", [True, False])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adapters import Weights
 
 
-class Held(ChainMap[str, Any]):
+class ParametersOfPart(ChainMap[str, Any]):
     """What torch finds in a module: the parameters that a user gave it, and the model's, which stay where they are."""
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -43,7 +43,7 @@ class HoldsParameters(nn.Module):
     @property
     def _parameters(self) -> Any:  # type: ignore[override]
         own = self.__dict__["_parameters"]
-        return own if _OWN_ONLY.get() is self else Held(own, dict(self.parameters_here()))
+        return own if _OWN_ONLY.get() is self else ParametersOfPart(own, dict(self.parameters_here()))
 
     @_parameters.setter
     def _parameters(self, own: dict[str, nn.Parameter | None]) -> None:

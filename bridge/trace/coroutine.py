@@ -16,7 +16,7 @@ from bridge.trace.state import Switchboard, TorchState
 T = TypeVar("T")
 
 
-class Leave(BaseException):
+class AbandonForward(BaseException):
     """Takes a forward pass apart that is no longer needed. It never leaves its greenlet."""
 
 
@@ -30,7 +30,7 @@ class _Worker(NamedTuple):
     Attributes:
         greenlet: the greenlet.
         next_work: the list in which it finds its work.
-        depth: how many calls it stands behind for good: those in which its first piece of work began.
+        depth: how many calls are below it for good: those in which its first piece of work began.
     """
 
     greenlet: greenlet
@@ -78,7 +78,7 @@ def _serve(next_work: list[Callable[[], None]]) -> None:
         back.switch()
 
 
-class Turns:
+class Coroutine:
     """A piece of work that pauses in the middle of its calls, and goes on when it is told to.
 
     It runs in a copy of the context of whoever makes this, with the grad mode, autocast and modes that are there then;
@@ -102,7 +102,7 @@ class Turns:
         self._leaving = False
         self.finished = False
 
-    def beside(self, function: Callable[[], T]) -> T:
+    def run_in_context(self, function: Callable[[], T]) -> T:
         """Calls a function in the work's context, before the work begins or after it ended.
 
         Args:
@@ -110,7 +110,7 @@ class Turns:
         """
         return self._context.run(function)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Lets the work go on until it pauses or ends.
 
         Raises:
@@ -140,19 +140,19 @@ class Turns:
     def pause(self) -> None:
         """Called by the work: gives the turn back until it is to go on."""
         if self._leaving:
-            raise Leave
+            raise AbandonForward
         assert self._greenlet is not None and self._greenlet.parent is not None
         self._greenlet.parent.switch()
         if self._leaving:
-            raise Leave
+            raise AbandonForward
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Ends the work where it is: what it holds open is closed."""
         self._leaving = True
         if self._greenlet is None:  # it never began, or has ended
             self._work, self.finished = None, True
         while not self.finished:
-            self.go_on()
+            self.resume()
 
     def _begin(self) -> greenlet:
         idle, _IDLE.worker = _IDLE.worker, None
@@ -174,6 +174,6 @@ class Turns:
         assert work is not None
         try:
             work()
-        except Leave:
+        except AbandonForward:
             self._leaving = True  # it is; `contextlib.suppress` takes longer
         self.finished = True

@@ -19,14 +19,14 @@ from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.results import checked
-from bridge.legacy.calling import CallsParts, InPlace
-from bridge.legacy.held import HoldsParameters, names_of
+from bridge.legacy.calling import CallableParts, ReplacedForward
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.kinds import kind_of
+from bridge.legacy.parameters import HoldsParameters, names_of
 from bridge.legacy.parts import Blocks, Part
 from bridge.run.hooked import points_that_run
-from bridge.weights.component_tree import Tree
+from bridge.weights.component_tree import NameTree
 from weight_processing.saving import untie
 
 #: HookedTransformer's name of the point at the tokens, which it has where the configuration says so.
@@ -41,7 +41,7 @@ def _renamed(point: Point) -> Point:
     return replace(point, name="hook_tokens", aliases=(*point.aliases, _TOKENS), group="heavy", flag="use_hook_tokens")
 
 
-class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootModule):  # type: ignore[misc]  # the bridge's come first
+class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootModule):  # type: ignore[misc]  # the bridge's come first
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
     makes_points = HookPoint
@@ -68,7 +68,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
         self.setup()
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> NameTree:
         """Names and weights by the parts of their names."""
         return self._tree
 
@@ -142,9 +142,9 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
         """
         points, here = self.wiring.points, dict[str, HookPoint]()
         for name, module in (*self.named_modules(), *self.original_model.named_modules()):
-            if isinstance(module, HookPoint) and module.is_loose:
+            if isinstance(module, HookPoint) and module.is_standalone:
                 here[name] = module
-        placed = {name: point for name, point in points.items() if getattr(point, "is_loose", False)}
+        placed = {name: point for name, point in points.items() if getattr(point, "is_standalone", False)}
         for name, point in placed.items():
             if here.get(name) is not point:
                 del points[name]
@@ -194,7 +194,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
             if why is not None:
                 raise ValueError(why) if "shape" in why else TypeError(why)
             self.write({full: value})
-        elif full in self.parts or (point is not None and not getattr(point, "is_loose", False)):
+        elif full in self.parts or (point is not None and not getattr(point, "is_standalone", False)):
             if not isinstance(value, nn.Module):
                 raise TypeError(f"{full} cannot be set to {type(value).__name__}: a module can take its place")
             if point is not None:
@@ -203,7 +203,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
                 self.parts[full].refuse()
             if name == "pos_embed":
                 raise TypeError(f"{full} cannot be replaced: its modules can, or use hooks on its hook points")
-            self.stand_in(self.parts[full])
+            self.call_in_place_of(self.parts[full])
             parent._modules[name] = value
             try:
                 self.setup()
@@ -219,9 +219,9 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
             kind = HoldsParameters if isinstance(parent, HoldsParameters) else nn.Module
             kind.__setattr__(parent, name, value)
             if name == "forward" and isinstance(parent, Part):
-                self.stand_in(parent)
+                self.call_in_place_of(parent)
 
-    def stand_in(self, part: Part) -> None:
+    def call_in_place_of(self, part: Part) -> None:
         """Lets the model call what stands in a part's place, where it calls its own module."""
         if part.name in self.calls:
             return
@@ -237,7 +237,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
                     f"{part.name} cannot be replaced: {type(part.module).__name__} does more than {out} shows, such as "
                     f"adding the residual stream; use hooks on {out}"
                 )
-        self.calls[part.name] = InPlace(part, lambda: parent._modules[last], view)  # type: ignore[arg-type,return-value]
+        self.calls[part.name] = ReplacedForward(part, lambda: parent._modules[last], view)  # type: ignore[arg-type,return-value]
 
     def _splice(self, parent: nn.Module, name: str, point: AnyHookPoint, module: nn.Module) -> None:
         """Calls a module with the activation at a hook point; later computation uses what it returns."""
@@ -283,7 +283,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
         """
         full = join(prefix, name)
         point = self.wiring.points.get(full)
-        if full in self.parts or (point is not None and not getattr(point, "is_loose", False)):
+        if full in self.parts or (point is not None and not getattr(point, "is_standalone", False)):
             raise TypeError(f"{full} is the Hugging Face model's: put a module in its place, such as nn.Identity()")
 
     # Weights.
@@ -361,7 +361,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.original_model._apply(fn, recurse)
-        for *_, module in self._theirs():
+        for *_, module in self._user_modules():
             module._apply(fn, recurse)
         for holder in (self, *self.parts.values()):
             if isinstance(holder, HoldsParameters):
@@ -377,7 +377,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
         state = super().__getstate__()
         for name in ("parts", "own_weights", "parameter_names", "calls", "spliced", "gave_way"):
             state.pop(name)
-        theirs = {(name, key): module for name, key, module in self._theirs()}
+        theirs = {(name, key): module for name, key, module in self._user_modules()}
         in_place = {at for at in theirs if at[0] or join(*at) in self.parts or join(*at) in self.hook_dict}
         state["put_in"] = [(*at, theirs[at]) for at in theirs if at in in_place]
         state["_modules"] = {at[1]: module for at, module in theirs.items() if at not in in_place}
@@ -398,7 +398,7 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
             self.put(self.parts[name] if name else self, name, key, module)
         self.setup()
 
-    def _theirs(self) -> Iterator[tuple[str, str, nn.Module]]:
+    def _user_modules(self) -> Iterator[tuple[str, str, nn.Module]]:
         """The modules that were put in: the part each stands in, its name there, and the module."""
         for name, part in {"": self, **self.parts}.items():
             for key, module in part._modules.items():
@@ -407,5 +407,5 @@ class PartsAsBefore(CallsParts, TransformerBridge, HoldsParameters, HookedRootMo
 
     def _is_own(self, name: str, key: str, module: nn.Module | None) -> bool:
         """Whether what stands in a part is what the model has there, rather than the user's."""
-        of_model = isinstance(module, HookPoint) and not module.is_loose
+        of_model = isinstance(module, HookPoint) and not module.is_standalone
         return of_model or module is self.parts.get(join(name, key))

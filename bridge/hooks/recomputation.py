@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from adapters.imports.versions import check_checkpointed_gradients
 
 
-def with_its_hooks(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+def recomputation_frame(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function that has its hooks with it whenever it is called again: a whole run, a block that brings them.
 
     Args:
@@ -62,5 +62,5 @@ def refuse_older_checkpointing() -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-_KNOWN: CodeType = inspect.unwrap(with_its_hooks).__code__
+_KNOWN: CodeType = inspect.unwrap(recomputation_frame).__code__
 _CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__

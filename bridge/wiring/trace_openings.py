@@ -10,18 +10,18 @@ from torch import nn
 from bridge.hooks.listener import Scope
 from bridge.taps.tap import Tap
 from bridge.taps.taps import tap_on
-from bridge.wiring.boundary import only_there
+from bridge.wiring.boundary import noop_hook
 from bridge.wiring.site import SiteHook
-from bridge.wiring.torch_hooks import put_behind, take_away
+from bridge.wiring.torch_hooks import add_forward_hook, remove_hooks_of
 
 if TYPE_CHECKING:
     from bridge.wiring.wiring import Wiring
 
 
-class Openings:
+class TraceOpenings:
     """Modules that take notice of hooks which come while they run, and sites that are watched before anyone listens.
 
-    torch looks for hooks once, when a module is called, and a tap stands before its module's forward. A view that needs
+    torch looks for hooks once, when a module is called, and a tap wraps its module's forward. A view that needs
     what is seen elsewhere in its block needs it seen before somebody asks for that view.
 
     Args:
@@ -42,12 +42,12 @@ class Openings:
             return
         wiring = self._wiring
         with wiring.lock:
-            modules = wiring.finder(path).on_the_way
+            modules = wiring.finder(path).modules_on_path
             while path not in self._paths:
                 self._paths.add(path)
                 module = modules.pop()
                 if type(module).forward is not nn.Module.forward:  # a list of modules is never called
-                    put_behind(module, self._scope, only_there)
+                    add_forward_hook(module, self._scope, noop_hook)
                     self._modules.append(module)
                 kind = wiring.tapped.get(path)
                 if kind is not None and kind != "experts":  # that tap computes one expert at a time
@@ -69,7 +69,7 @@ class Openings:
         """Ends all of it."""
         with self._wiring.lock:
             while self._modules:
-                take_away(self._modules.pop(), self._scope)
+                remove_hooks_of(self._modules.pop(), self._scope)
             while self._taps:
                 self._taps.pop().close(self._scope)
             while self._watched:
