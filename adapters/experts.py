@@ -176,7 +176,9 @@ def width(experts: nn.Module) -> int:
     """How many neurons an expert has."""
     if held := stacked(experts):
         return held["W_out"].shape[1]
-    return _held(experts, "down_proj").shape[1 if is_transposed(experts) else 2]
+    down = experts.down_proj
+    assert isinstance(down, Tensor)
+    return down.shape[1 if is_transposed(experts) else 2]
 
 
 def expert_weight(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from adapters.agreeing import Peers
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,12 @@ class Cut:
     Attributes:
         axis: along which it is cut.
         group: the processes.
+        peers: they, where hooks are shown it.
     """
 
     axis: int
     group: dist.ProcessGroup
+    peers: Peers | None = None
 
     @property
     def parts(self) -> int:
@@ -48,6 +51,28 @@ class Cut:
         """As `part`, without a gradient."""
         size = whole.shape[self.axis] // self.parts
         return whole.narrow(self.axis, self.group.rank() * size, size).contiguous()
+
+
+@dataclass(frozen=True)
+class Alike(Cut):
+    """A tensor that all processes have, whole."""
+
+    @property
+    def parts(self) -> int:
+        """One: all of it."""
+        return 1
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The tensor."""
+        return part
+
+    def part(self, whole: Tensor) -> Tensor:
+        """The tensor."""
+        return whole
+
+    def joined(self, part: Tensor) -> Tensor:
+        """The tensor."""
+        return part
 
 
 @dataclass(frozen=True)
@@ -95,84 +120,3 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(gradients[0]), None, None
-
-
-class DifferentEditsError(RuntimeError):
-    """Hooks did not do the same on all processes that share a model."""
-
-
-def agreed(make: Callable[[], Tensor], name: str, group: dist.ProcessGroup) -> Tensor:
-    """What hooks make of an activation, if they make the same on all processes.
-
-    Args:
-        make: runs the hooks.
-        name: of the hook point.
-        group: the processes, all of which have to ask.
-
-    Raises:
-        DifferentEditsError: on all processes, where they differ; on the others, where a hook failed on one.
-    """
-    try:
-        made = make()
-    except BaseException:
-        _compared(0, group.rank() + 1, group)
-        raise
-    same, failed = _compared(_checksum(made), 0, group)
-    if failed:
-        raise DifferentEditsError(f"a hook at {name} failed on process {failed - 1} of {group.size()}, which says why")
-    if not same:
-        raise DifferentEditsError(
-            f"what hooks made of {name} differs between the {group.size()} processes that share this model: seed "
-            "random numbers alike, and do the same on all"
-        )
-    return made
-
-
-def agree(number: int, group: dist.ProcessGroup) -> bool:
-    """Whether a number is the same on all processes, all of which have to ask."""
-    return _compared(number, 0, group)[0]
-
-
-def number_of(given: object) -> int:
-    """A number that says which tensors, texts and numbers these are; other objects do not count.
-
-    Args:
-        given: one of them, or a list or mapping of them.
-
-    Example:
-        >>> import torch
-        >>> from adapters.gathering import number_of
-        >>> number_of({"input": torch.tensor([1, 2])}) == number_of({"input": torch.tensor([1, 3])})
-        False
-    """
-    if isinstance(given, Tensor):
-        data = given.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return zlib.crc32(data.numpy().tobytes(), zlib.crc32(repr(given.shape).encode()))
-    if isinstance(given, Mapping):
-        return number_of(list(given.values()))
-    if isinstance(given, list | tuple):
-        return zlib.crc32(repr([number_of(each) for each in given]).encode())
-    return zlib.crc32(repr(given).encode()) if isinstance(given, str | int | float) else 0
-
-
-def _compared(number: int, failed: int, group: dist.ProcessGroup) -> tuple[bool, int]:
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
-    both = torch.tensor([number, -number, failed], dtype=torch.int64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    highest, lowest, failed = both.tolist()
-    return highest == -lowest, failed
-
-
-def _on_cuda(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "nccl"
-
-
-def _checksum(x: Tensor) -> int:
-    """A number that another tensor of this shape would not have: of its bits, each with a factor of its place."""
-    size = x.element_size()
-    bits = x.detach().contiguous().flatten()
-    bits = torch.view_as_real(bits).flatten() if bits.is_complex() else bits
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    words = bits.view(integers[bits.element_size()]).long()
-    places = torch.arange(1, len(words) + 1, device=x.device) % 65521 + 1
-    return int((words * places).sum()) % (2**61) + size

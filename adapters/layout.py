@@ -9,17 +9,21 @@ on all processes. Under FSDP2 and data parallelism every process computes whole 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adapters.gathering import Cut, Summed, SummedGradients
+from adapters.agreeing import Peers
+from adapters.gathering import Alike, Cut, Summed, SummedGradients
 from adapters.paths import core_path, module_at, module_path
 from adapters.points import Point, Site
 from adapters.views import View
@@ -34,11 +38,16 @@ _TAKES_PART = "rowwise"
 _OF_HEADS = "replicated_with_grad_allreduce"
 #: How a mixture's experts are cut: each process has some neurons of all of them.
 _EXPERTS = {"moe_tp_experts", "packed_colwise", _TAKES_PART}
+#: Or each process has all neurons of some of them.
+_WHOLE_EXPERTS = {"ep_dispatch_experts", "grouped_gemm"}
 #: Layers of these styles are cut inside, and are given and give whole tensors.
 _WHOLE_OUTSIDE = (
     "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise",
-    "embedding_colwise", "replicate", "moe_tp_experts", "local_params",
+    "embedding_colwise", "replicate", "moe_tp_experts", "local_params", *_WHOLE_EXPERTS,
 )  # fmt: skip
+
+#: Layers that make keys, alone or with others, as transformers' own `get_kv_heads_per_rank` knows them.
+_KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 class SpreadModelError(TypeError):
@@ -51,43 +60,52 @@ class Layout:
 
     Attributes:
         said: in words.
-        group: the processes that share each layer; None where none is shared.
+        peers: the processes that share each layer; None where none is shared.
         styles: how each module is cut, by its path from the wrapped model.
         sizes: over how many columns, of modules that give or take a part.
         heads_first: the norms of heads that are given heads before positions.
     """
 
     said: str
-    group: dist.ProcessGroup | None = None
+    peers: Peers | None = None
     styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     heads_first: frozenset[str] = frozenset()
 
     def cut(self, site: Site) -> Cut | None:
-        """How a site's tensor is cut; None where it is whole.
+        """How a site's tensor is spread over processes; None where each has rows of its own.
 
         Raises:
             SpreadModelError: it is a part, and which is not known.
         """
-        if self.group is None:
+        if self.peers is None:
             return None
         path = module_path(site.path)
         if site.kind in ("input", "output"):
-            axis = self._axis(path, site.kind)
-        elif site.kind in ("attention", "softmax"):
-            axis = self._axis_of_heads(path)
-        elif site.kind == "experts" and self._styles_in(path) == _EXPERTS:
+            return self._along(self._axis(path, site.kind))
+        if site.kind in ("attention", "softmax"):
+            return self._along(self._axis_of_heads(path))
+        styles = self._styles_in(path)
+        if site.kind == "experts" and styles == _EXPERTS:
             return self._cut_of_expert(path, str(site.key).partition(".")[2])
-        elif any(_is_inside(other, path) for other in self.styles):
-            raise SpreadModelError(f"{path} is cut inside ({', '.join(sorted(self._styles_in(path)))})")
-        else:
-            axis = None
-        return None if axis is None else Cut(axis, self.group)
+        if styles and not (site.kind == "experts" and styles == _WHOLE_EXPERTS):
+            raise SpreadModelError(f"{path} is cut inside ({', '.join(sorted(styles))})")
+        return self._along(None)
+
+    def _along(self, axis: int | None) -> Cut:
+        """A tensor that is cut along an axis; None: it is whole."""
+        assert self.peers is not None
+        return Alike(0, self.peers.group, self.peers) if axis is None else Cut(axis, self.peers.group, self.peers)
 
     def of(self, points: Iterable[Point]) -> Layout:
         """The same, of a model with these hook points, whose views say in which order some modules have their axes."""
         first = (module_path(point.site.path) for point in points if _sees_heads_first(point.view))
         return replace(self, heads_first=frozenset(first))
+
+    def asking(self, compares: bool, patience: float) -> Layout:
+        """The same, whose processes ask each other in this way; see `Peers`."""
+        peers = None if self.peers is None else replace(self.peers, compares=compares, patience=patience)
+        return replace(self, peers=peers)
 
     def not_shown(self, points: Iterable[Point]) -> dict[str, str]:
         """The hook points that would show a part that cannot be put together, with the reason."""
@@ -120,7 +138,7 @@ class Layout:
     def _axis_of_heads(self, path: str) -> int | None:
         """Along which axis heads are cut inside an attention module."""
         styles = self._styles_in(path)
-        if styles <= set(_WHOLE_OUTSIDE) - {"local_params", "moe_tp_experts"}:
+        if styles <= set(_WHOLE_OUTSIDE) - {"local_params", "moe_tp_experts", *_WHOLE_EXPERTS}:
             return None
         if not styles <= {_GIVES_PART, _TAKES_PART, _OF_HEADS}:
             raise SpreadModelError(f"each process computes some of the heads of {path} ({', '.join(sorted(styles))})")
@@ -130,11 +148,10 @@ class Layout:
 
     def _cut_of_expert(self, path: str, part: str) -> Cut:
         """How what is inside of an expert is cut: its neurons; what it returns is a sum over them."""
-        assert self.group is not None
+        assert self.peers is not None
         self._check_even(f"{path}.down_proj")
-        if part in ("in", "out"):
-            return (Summed if part == "out" else SummedGradients)(-1, self.group)
-        return Cut(-1, self.group)
+        kind = {"in": SummedGradients, "out": Summed}.get(part, Cut)
+        return kind(-1, self.peers.group, self.peers)
 
     def _layers(self, region: str) -> list[str]:
         """The layers in a module that give or take parts."""
@@ -152,8 +169,8 @@ class Layout:
         return None
 
     def _check_even(self, path: str) -> None:
-        assert self.group is not None
-        if self.sizes[path] % self.group.size():
+        assert self.peers is not None
+        if self.sizes[path] % self.peers.group.size():
             raise SpreadModelError(f"the {self.sizes[path]} columns of {path} are cut into unequal parts")
 
 
@@ -165,6 +182,20 @@ def _sees_heads_first(view: View) -> bool:
 
 def _is_inside(path: str, module: str) -> bool:
     return path == module or path.startswith(module + ".")
+
+
+def refuse_context_parallel() -> None:
+    """Refuses to run where torch's `context_parallel` gives each process a part of the positions.
+
+    Raises:
+        SpreadModelError: it does.
+    """
+    attention = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if torch.nn.functional.scaled_dot_product_attention in getattr(attention, "_replaced_functions", ()):
+        raise SpreadModelError(
+            "the model is context parallel (torch's context_parallel is open): a hook would be shown some of the "
+            "positions. Run it outside of that"
+        )
 
 
 def layout_of(model: nn.Module) -> Layout | None:
@@ -193,7 +224,7 @@ def layout_of(model: nn.Module) -> Layout | None:
     sharded = {name for name, module in core.named_modules() if isinstance(module, FSDPModule)}
     if sharded:
         said.append("parameters sharded by FSDP2, each process with rows of its own")
-    plan = _plan(core) if (getattr(core, "_tp_size", None) or 1) > 1 else {}
+    plan = _plan(core, config) if (getattr(core, "_tp_size", None) or 1) > 1 else {}
     if not plan:
         if spread and not sharded:
             name, parameter = next(iter(spread.items()))
@@ -208,25 +239,36 @@ def layout_of(model: nn.Module) -> Layout | None:
 
 
 def _refuse_stages(core: nn.Module, config: Any) -> None:
-    for name, size in (("pipeline", getattr(config, "pp_size", None)), ("expert", getattr(config, "ep_size", None))):
-        if size is not None and size > 1:
-            raise SpreadModelError(
-                f"the model is {name} parallel over {size} processes: "
-                + (
-                    "each holds some of the layers, and passes no others"
-                    if name == "pipeline"
-                    else "each numbers its own experts from 0, and computes rows that the others do not"
-                )
-                + ". Load it with distributed_config=DistributedConfig(tp_plan='auto'), or in one process"
-            )
+    sizes = {name: getattr(config, f"{name}_size", None) or 1 for name in ("pp", "ep", "tp")}
+    instead = "Load it with distributed_config=DistributedConfig(tp_plan='auto'), or in one process"
+    if sizes["pp"] > 1:
+        raise SpreadModelError(
+            f"the model is pipeline parallel over {sizes['pp']} processes: each holds some of the layers, and passes "
+            f"no others. {instead}"
+        )
+    if sizes["ep"] > 1 and sizes["ep"] != sizes["tp"]:
+        raise SpreadModelError(
+            f"the model is expert parallel over {sizes['ep']} processes of which each {sizes['tp']} are given the "
+            "same: an expert's rows come from inputs that the others do not have. Load it with tp_size as large as "
+            "ep_size"
+        )
     if getattr(config, "enable_sequence_parallel", False):
         raise SpreadModelError("the model is sequence parallel: a hook would be shown some of the positions")
 
 
-def _plan(core: nn.Module) -> dict[str, str]:
-    """How each module and parameter that the plan names is cut."""
-    plan: Mapping[str, str] = getattr(core, "_tp_plan", None) or {}
-    paths = [name for name, _ in (*core.named_modules(), *core.named_parameters())]
+def _plan(core: nn.Module, config: Any) -> dict[str, str]:
+    """How each module and parameter that the plans name is cut. A plan for experts stands before the other."""
+    found = _named(core, "_tp_plan")
+    if (getattr(config, "ep_size", None) or 1) > 1:
+        experts = _named(core, "_ep_plan")
+        found = {path: style for path, style in found.items() if not any(_is_inside(path, e) for e in experts)}
+        found |= experts
+    return found
+
+
+def _named(core: nn.Module, name: str) -> dict[str, str]:
+    plan: Mapping[str, str] = getattr(core, name, None) or {}
+    paths = [path for path, _ in (*core.named_modules(), *core.named_parameters())]
     found = {path: plan.get(path) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)) for path in paths}
     return {path: style for path, style in found.items() if style is not None}
 
@@ -241,10 +283,11 @@ def _by_plan(
             "the model is tensor parallel, and its parameters do not say so: this version of transformers cuts them "
             "unseen. 5.23 is known to be right"
         )
-    meshes = {parameter.device_mesh for parameter in spread.values()}
-    mesh = next(iter(meshes))
-    if len(meshes) > 1 or mesh.ndim > 1:
+    mesh = next(iter(spread.values())).device_mesh
+    same = [parameter.device_mesh.mesh.tolist() == mesh.mesh.tolist() for parameter in spread.values()]
+    if mesh.ndim > 1 or not all(same):
         raise SpreadModelError(f"the model is spread over a grid of processes ({mesh}): one axis is known to be right")
+    _refuse_cut_heads(core, plan, mesh.size())
     inside = f"{path}." if path else ""
     sizes = {}
     for name, style in plan.items():
@@ -253,6 +296,27 @@ def _by_plan(
             sizes[inside + name] = int(getattr(module, "out_features" if style == _GIVES_PART else "in_features"))
         elif name in spread and style == _TAKES_PART:
             sizes[inside + name] = spread[name].shape[-1]
-    said.append(f"tensor parallel over {mesh.size()} processes")
+    kinds = {"expert" if style in _WHOLE_EXPERTS else "tensor" for style in plan.values()}
+    said.append(f"{' and '.join(sorted(kinds, reverse=True))} parallel over {mesh.size()} processes")
     styles = {inside + name: style for name, style in plan.items()}
-    return Layout("; ".join(said), mesh.get_group(), styles, sizes)
+    group = mesh.get_group()
+    return Layout("; ".join(said), Peers(group, _side_of(group)), styles, sizes)
+
+
+def _refuse_cut_heads(core: nn.Module, plan: Mapping[str, str], processes: int) -> None:
+    """The model's own forward fails where a process has a part of a head of keys."""
+    config: Any = core.config
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    cut = any(style == _GIVES_PART and name.rpartition(".")[2] in _KEY_LAYERS for name, style in plan.items())
+    if cut and isinstance(heads, int) and heads % processes:
+        raise SpreadModelError(
+            f"{heads} heads of keys cannot be cut for {processes} processes, and transformers does not copy them: take "
+            f"as many processes as divide {heads}"
+        )
+
+
+@lru_cache(maxsize=4)
+def _side_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same processes for questions, on their processors. All of them have to ask."""
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

@@ -74,6 +74,9 @@ def head_results(module: nn.Module, z: Tensor) -> Tensor:
 
     Returns:
         ``[batch, pos, head, d_model]``.
+
+    Raises:
+        TypeError: of a layer that is not plain, they do not sum to its output.
     """
     n_heads, d_head = z.shape[-2:]
     weight = weight_in_out(module)
@@ -81,7 +84,27 @@ def head_results(module: nn.Module, z: Tensor) -> Tensor:
         return torch.einsum("bphd,hdm->bphm", z, weight.unflatten(0, (n_heads, d_head)))
     own = torch.eye(n_heads, dtype=z.dtype, device=z.device)
     spread = torch.einsum("bphd,hg->bphgd", z, own).flatten(-2)
-    return module.forward(spread) - module.forward(torch.zeros_like(spread))
+    rows = spread.flatten(0, -2)  # bitsandbytes' layers know no further axes
+    bias = module.forward(torch.zeros_like(rows[:1]))
+    results = (module.forward(rows) - bias).unflatten(0, spread.shape[:-1])
+    _check_sum(module, results, (module.forward(z.flatten(2).flatten(0, 1)) - bias).unflatten(0, z.shape[:2]))
+    return results
+
+
+def _check_sum(module: nn.Module, results: Tensor, together: Tensor) -> None:
+    """Refuses a layer in which heads do not add up: one that rounds its input as it comes.
+
+    Raises:
+        TypeError: it is one.
+    """
+    eps, scale = torch.finfo(results.dtype).eps, float(results.abs().sum(-2).max()) if results.numel() else 0.0
+    off = float((results.sum(-2) - together).abs().max()) if results.numel() else 0.0
+    if off > (64 if eps < 1e-5 else 4) * eps * scale:
+        raise TypeError(
+            f"the results of heads cannot be had: what a {type(module).__name__} makes of each head alone does not sum "
+            f"to its output (off by {off:.1g}), for it rounds its input as it comes (int8 activations). Load the model "
+            "without quantisation, or with that of weights alone"
+        )
 
 
 def project_per_head(module: nn.Module, part: View, x: Tensor, call: Call) -> Tensor:

@@ -63,6 +63,7 @@ def ways(bridge: TransformerBridge, prompts: list[list[int]], new: int) -> dict[
         "one by one": one_by_one,
         "padded batch": padded,
         "transformers' generate_batch": own,
+        "the same once more": own,
         "generate_batch": of_ours(),
         "generate_batch, one point kept": of_ours(capture=POINT),
         "generate_batch, an edit for each": of_ours(each=each),
@@ -99,8 +100,9 @@ def main() -> None:
     print(f"d_model {given.width}, 6 layers, {given.device}, {given.threads} threads")
     own = took["transformers' generate_batch"]
     for name, seconds in took.items():
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(seconds, own, strict=True))
-        print(f"  {name:34s} {min(seconds):7.2f} s {64 * given.new / min(seconds):8.0f} tokens/s   {ratio:5.2f}")
+        ratios = [mine / theirs for mine, theirs in zip(seconds, own, strict=True)]
+        spread = f"{statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"  {name:34s} {min(seconds):7.2f} s {64 * given.new / min(seconds):8.0f} tokens/s   {spread}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from adapters import UnsupportedModelError, verify
-from adapters.architecture import Opaque
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.mixers.part import Mixer
@@ -143,7 +142,7 @@ def how_much(bridge: TransformerBridge) -> str:
     blocks = [block for stack in bridge.architecture.stacks for block in stack.every_block]
     if any(not block.steps for block in blocks):
         return "stream" if any(name.endswith("hook_resid_pre") for name in bridge.hook_dict) else "–"
-    opaque = any(isinstance(step.part, Opaque) for block in blocks for step in block.steps)
+    opaque = any(isinstance(step.part, Mixer) and not step.part.mixes for block in blocks for step in block.steps)
     parts = [step.part for block in blocks for step in block.steps]
     known = any(isinstance(part, Attention | MLP | MoE) or (isinstance(part, Mixer) and part.modules) for part in parts)
     if opaque or not_offered:

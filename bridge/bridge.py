@@ -23,6 +23,8 @@ class TransformerBridge(BasisMethods, LensMethods, TraceMethods, ProgramMethods,
             the class has an adapter, too.
         inputs: what the model needs for that run besides tokens, images or sound, by the names of its own arguments, as
             its processor returns them. None: made up, of the sizes that its configuration says.
+        compare_edits: where processes share the model, compare what hooks make of activations and gradients.
+        patience: likewise, how many seconds a hook waits for those of the other processes.
 
     Attributes:
         original_model: the model.

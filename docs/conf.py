@@ -14,7 +14,7 @@ project = "transformer-bridge"
 copyright = "the transformer-bridge authors"  # Sphinx's name for it
 version = release = __version__
 
-extensions = ["myst_parser", "api_pages", "pictures_in_pages"]
+extensions = ["myst_parser", "api_pages", "notebook_pages", "pictures_in_pages"]
 exclude_patterns = ["_site", "_static"]
 source_suffix = {".md": "markdown"}
 

@@ -27,7 +27,7 @@ MAY_USE = {
     "bridge.run": {"adapters", "bridge.hooks", "bridge.taps", "bridge.wiring"},
     "bridge.generation": {
         "adapters", "bridge.hooks", "bridge.interventions", "bridge.wiring", "bridge.run", "bridge.analysis",
-        "bridge.cache",
+        "bridge.cache", "bridge.bases",
     },
     "bridge.trace": {"adapters", "bridge.hooks", "bridge.wiring", "bridge.run", "bridge.generation"},
     "bridge.export": {"adapters", "bridge.taps", "bridge.version"},
@@ -46,7 +46,9 @@ MAY_USE = {
         "bridge.lens", "bridge.embedded", "bridge.loading", "bridge.version", "bridge.bases", "bridge.interventions",
     },
     "bridge.bridge": {"bridge.facade", "bridge.run"},
-    "bridge.patching": {"adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.run"},
+    "bridge.patching": {
+        "adapters", "bridge.bridge", "bridge.hooks", "bridge.interventions", "bridge.run", "bridge.bases",
+    },
     "bridge": {"bridge.version", "bridge.cli"},
     "bridge.version": set(),
 }  # fmt: skip
@@ -85,6 +87,7 @@ MUTABLE = {
     ("adapters/registry.py", "_CHECKS"): "the same: what looks at a model of theirs",
     ("adapters/registry.py", "_loaded"): "whether other packages' families are in the registry",
     ("adapters/registry.py", "_LOADING"): "held while they are imported",
+    ("bridge/generation/batch.py", "_TURN"): "held while a pass is under way that has a configuration say other things",
     ("bridge/run/layer_range.py", "_LOCK"): "held while a model's module is changed for a run, or changed back",
     ("bridge/taps/patched_functions.py", "LOCK"): "held while a function that models look up is exchanged, or put back",
     (

@@ -18,6 +18,8 @@ from adapters.inputs.arguments import accepted_arguments
 from adapters.inputs.made import with_required_inputs
 from adapters.observe.modes import evaluating
 
+__all__ = ["ProcessingError"]
+
 _HALF = (torch.float16, torch.bfloat16)
 #: How much larger than before the rounding error of a model in half precision may be. Each transform rounds the weights
 #: that it changes once more, about as the model rounds its activations: 1 to 2 are measured over all families.

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from weight_processing.check import ProcessingError
+from weight_processing.spread import held_here
 
 Samples = dict[str, Tensor]
 
@@ -19,7 +21,8 @@ _SIZE = 256
 
 
 def _samples(core: nn.Module) -> Samples:
-    flat = {name: p.detach().flatten() for name, p in core.named_parameters() if type(p) is nn.Parameter}
+    known = {name: p for name, p in core.named_parameters() if type(p) is nn.Parameter or isinstance(p, DTensor)}
+    flat = {name: held_here(p.detach()).flatten() for name, p in known.items()}
     return {name: x[:: max(1, len(x) // _SIZE)].clone() for name, x in flat.items()}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from adapters import Architecture, norms
@@ -13,12 +15,14 @@ from adapters.attention import AddedOutput, Gate, SinkGate
 from adapters.views import Affine, parameters_of
 from weight_processing.parts import Norm, ProcessedParts, norm_parameters
 from weight_processing.saving import SavedBiases
+from weight_processing.spread import held_here, is_sharded
 from weight_processing.steps import written
 
 #: How many rows or columns of a matrix are looked at.
 _SAMPLE = 64
 #: What may stand between values and the output projection, in words.
 _WORDS = {Gate: "gate", SinkGate: "gate", AddedOutput: "sum", norms.Norm: "norm", Affine: "factor"}
+_REFACTOR = "refactor_factored_attn_matrices"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -72,35 +76,59 @@ class Limits:
     def reason(self, step: str) -> str:
         """Why a transform cannot be done, "" where it can."""
         own: Callable[[], str] = getattr(self, "_" + step)
-        return own() or self._weights(step) or self._structure()
+        return own() or self._sharded(step) or self._weights(step) or self._structure()
+
+    def _sharded(self, step: str) -> str:
+        """FSDP2 knows the parameters that there were when it was set up: others it would not bring to the processes."""
+        if not is_sharded(self.core):
+            return ""
+        embedding, unembedding = self.a.embedding.tokens, "." + self.a.readout.path
+        has_bias, weights = self.parts.has_bias, self.parts.weights
+        unties = step in ("fold_ln", "center_writing_weights", "center_unembed") and weights.has(unembedding)
+        if unties and weights.module(embedding).weight is weights.module(unembedding).weight:
+            return "embedding and unembedding are one matrix, and FSDP2 has no place for another"
+        if step == "fold_ln":
+            norms = [norm for norm in self.parts.norms if has_bias(norm.path)]
+            lacking = [reader.holder for norm in norms for reader in norm.readers if not has_bias(reader.holder)]
+        else:
+            outputs = [path for _, path in self.parts.blocks if step in ("fold_value_biases", _REFACTOR)]
+            lacking = [
+                self.parts.output(path)
+                for path in outputs
+                if has_bias(self.parts.value(path)) and not has_bias(self.parts.output(path))
+            ]
+        return f"{lacking[0]} would be given a bias, for which FSDP2 has no place" if lacking else ""
 
     def _weights(self, step: str) -> str:
         """Every matrix that is written has to be a view of a parameter of a plain layer."""
-        stored = {p.untyped_storage().data_ptr() for p in self.core.parameters() if type(p) is nn.Parameter}
-        for name, get in written(self.parts, step).items():
-            try:
-                weight = get()
-            except TypeError as error:  # what `Weights.matrix` says of LoRA and quantised layers
-                return str(error)
-            if type(weight) not in (Tensor, nn.Parameter):
-                return f"{name} is a {type(weight).__name__}: quantised or spread, not a plain tensor"
-            if weight.dtype not in _TYPES:
-                return f"{name} is of type {weight.dtype}"
-            if weight.is_inference():
-                return f"{name} was made under torch.inference_mode and cannot be written to outside of it"
-            if weight.untyped_storage().data_ptr() not in stored:
-                return f"{name} is computed from the model's parameters: writing to it would change nothing"
+        stored = self._stored()
+        for place, getters in self.parts.by_place(
+            (name, (name, get)) for name, get in written(self.parts, step).items()
+        ):
+            with self.parts.around(place):
+                if self.parts.spread:
+                    stored = self._stored()
+                for name, get in getters:
+                    if reason := _why_not_written(name, get, stored):
+                        return reason
         return ""
+
+    def _stored(self) -> set[int]:
+        """Where plain parameters are in memory."""
+        return {p.untyped_storage().data_ptr() for p in self.core.parameters() if type(p) is nn.Parameter}
 
     def _structure(self) -> str:
         if others := self.parts.undeclared():
             return f"the adapter does not say what these parameters read and write: {', '.join(others[:3])}"
         places: dict[int, list[str]] = {}
         for name, parameter in self.core.named_parameters(remove_duplicate=False):
-            if type(parameter) is nn.Parameter and parameter.numel():
-                places.setdefault(parameter.data_ptr(), []).append(name)
+            held = held_here(parameter)
+            if held.numel() and (isinstance(parameter, DTensor) or type(parameter) is nn.Parameter):
+                places.setdefault(held.data_ptr(), []).append(name)
         embedding = self.parts.weights.module(self.a.embedding.tokens).weight
-        tied = places.get(embedding.data_ptr(), []) if type(embedding) is nn.Parameter else []
+        plain = isinstance(embedding, Tensor) and (isinstance(embedding, DTensor) or type(embedding) is nn.Parameter)
+        assert isinstance(embedding, Tensor)
+        tied = places.get(held_here(embedding).data_ptr(), []) if plain else []
         if len(tied) == 2 and f"{self.a.readout.path}.weight" in tied:
             places = {where: names for where, names in places.items() if names is not tied}
         twice = [names for names in places.values() if len(names) > 1]
@@ -119,7 +147,11 @@ class Limits:
             return "one of its norms is none that is known"
         if not self.parts.weights.has("." + self.a.readout.path):
             return f"{type(self.core).__name__} has no output layer into which the final norm could be folded"
-        return next((reason for norm in self.parts.norms if (reason := self._why_not_folded(norm))), "")
+        for place, at_place in self.parts.by_place((norm.name, norm) for norm in self.parts.norms):
+            with self.parts.around(place):
+                if reasons := [reason for norm in at_place if (reason := self._why_not_folded(norm))]:
+                    return reasons[0]
+        return ""
 
     def _why_not_folded(self, norm: Norm) -> str:
         """Why one norm cannot be folded into what reads it; empty where it can."""
@@ -194,22 +226,61 @@ class Limits:
         return ""
 
 
+def _why_not_written(name: str, get: Callable[[], Tensor], stored: set[int]) -> str:
+    """Why a matrix is no view of a parameter that can be written to; empty where it is one."""
+    try:
+        weight = get()
+    except TypeError as error:  # what `Weights.matrix` says of LoRA and quantised layers
+        return str(error)
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"{name} is a {type(weight).__name__}: quantised, not a plain tensor"
+    if weight.dtype not in _TYPES:
+        return f"{name} is of type {weight.dtype}"
+    if weight.is_inference():
+        return f"{name} was made under torch.inference_mode and cannot be written to outside of it"
+    if weight.untyped_storage().data_ptr() not in stored:
+        return f"{name} is computed from the model's parameters: writing to it would change nothing"
+    return ""
+
+
 def is_as_left(parts: ProcessedParts, step: str) -> bool:
     """Whether the parameters look as a transform leaves them: by all the norms and biases, by samples of matrices."""
+    looks: list[tuple[str, Callable[[], bool]]]
     if step == "fold_ln":
-        seen = [norm.readers[0].weight()[..., :_SAMPLE] for norm in parts.norms if norm.kind.centered]
-        return all(parts.is_plain(norm) for norm in parts.norms) and all(_sums_to_zero(W, -2) for W in seen)
-    if step == "center_writing_weights":
+        looks = [(norm.name, partial(_is_folded, parts, norm)) for norm in parts.norms]
+    elif step == "center_writing_weights":
         # A head that writes nothing has any directions whatever in its output matrix, once that is refactored.
-        seen = [get()[:_SAMPLE] for name, get in parts.writers.items() if not name.endswith("W_O")]
-        return all(_sums_to_zero(W, -1) for W in seen if W.ndim > 1)
-    if step == "center_unembed":
-        return _sums_to_zero(parts.get("unembed.W_U")()[:_SAMPLE], -1)
-    at = [f"{name}.attn" for name, _ in parts.blocks]
-    if step == "fold_value_biases":
-        return not any(bool(parts.get(parts.find(name, "b_V"))().any()) for name in at)
-    W_O = [parts.get(f"{name}.W_O")()[0].float() for name in at]
-    return all(torch.allclose(W @ W.T, torch.eye(len(W), device=W.device), atol=0.05) for W in W_O)
+        writers = [(name, get) for name, get in parts.writers.items() if not name.endswith("W_O")]
+        looks = [(name, partial(_is_centered, get)) for name, get in writers]
+    elif step == "center_unembed":
+        looks = [("", lambda: _sums_to_zero(parts.get("unembed.W_U")()[:_SAMPLE], -1))]
+    elif step == "fold_value_biases":
+        looks = [(name, partial(_has_no_value_bias, parts, name)) for name, _ in parts.blocks]
+    else:
+        looks = [(name, partial(_is_refactored, parts, name)) for name, _ in parts.blocks]
+    for place, at_place in parts.by_place(looks):
+        with parts.around(place):
+            if not all(look() for look in at_place):
+                return False
+    return True
+
+
+def _is_centered(get: Callable[[], Tensor]) -> bool:
+    return get().ndim < 2 or _sums_to_zero(get()[:_SAMPLE], -1)
+
+
+def _is_folded(parts: ProcessedParts, norm: Norm) -> bool:
+    plain = parts.is_plain(norm)
+    return plain and (not norm.kind.centered or _sums_to_zero(norm.readers[0].weight()[..., :_SAMPLE], -2))
+
+
+def _has_no_value_bias(parts: ProcessedParts, block: str) -> bool:
+    return not bool(parts.get(parts.find(f"{block}.attn", "b_V"))().any())
+
+
+def _is_refactored(parts: ProcessedParts, block: str) -> bool:
+    W = parts.get(f"{block}.attn.W_O")()[0].float()
+    return torch.allclose(W @ W.T, torch.eye(len(W), device=W.device), atol=0.05)
 
 
 def _sums_to_zero(x: Tensor, dim: int) -> bool:

@@ -5,8 +5,11 @@ Matrices are views of the model's own parameters, in HookedTransformer's orienta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,10 @@ from adapters.linear import is_linear, weight_in_out
 from adapters.norms import NormKind
 from adapters.paths import join
 from adapters.views import Call, Heads
+from weight_processing.spread import is_spread, put_together
 
 Get = Callable[[], Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,13 @@ class ProcessedParts:
     Attributes:
         norms: the norms before attention, MLP and unembedding.
         writers: for each canonical name, a matrix or bias that writes to the residual stream, ``[*rows d_model]``.
+        spread: processes share the model.
         piece: how many elements are worked on at a time: few of the model's, and few enough for processor caches.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self.cfg, self.architecture = weights, weights.cfg, weights.architecture
+        self.spread = is_spread(weights.core_model)
         self.piece = max(4096, min(self.cfg.n_params // 64, 1 << 17))
         self.norms = list(self._norms())
         self.writers = dict(self._writers())
@@ -104,6 +111,34 @@ class ProcessedParts:
         """What the norm before the unembedding computes, None where there is none."""
         norm = self.architecture.stack.final_norm
         return norm.kind if norm and not (norm.kind.identity or norm.kind.function) else None
+
+    def by_place(self, named: Iterable[tuple[str, T]]) -> list[tuple[str, list[T]]]:
+        """Those of one block together, and those outside of blocks (`around`).
+
+        Args:
+            named: each with its canonical name.
+        """
+        groups = groupby(named, lambda each: ".".join(each[0].split(".")[:2]) if each[0].startswith("blocks.") else "")
+        return [(place, [part for _, part in group]) for place, group in groups]
+
+    def around(self, place: str) -> AbstractContextManager[None]:
+        """Where processes share the model, puts the parameters of a place together for a while, to be written to.
+
+        Args:
+            place: a block's canonical prefix; "": what is outside of blocks.
+        """
+        if not self.spread:
+            return nullcontext()
+        paths = [dict(self.blocks)[place]] if place else self._ends
+        return put_together(self.weights.core_model, [self.weights.module(path) for path in paths])
+
+    @property
+    def _ends(self) -> list[str]:
+        """The paths of what is outside of blocks."""
+        a = self.architecture
+        norms = [norm.path for norm in (a.embedding.norm, a.stack.final_norm) if norm and not norm.kind.function]
+        ends = (a.embedding.tokens, a.embedding.positions, *norms, "." + a.readout.path)
+        return [path for path in ends if path and self.weights.has(path)]
 
     def find(self, prefix: str, name: str) -> str:
         """The name of a weight, with the underscore of grouped keys and values where it has that."""
@@ -236,9 +271,7 @@ class ProcessedParts:
         """Parameters of which the adapter does not say what they do: they may read or write what is to be changed."""
         a = self.architecture
         known: set[int] = set()
-        norms = [norm.path for norm in (a.embedding.norm, a.stack.final_norm) if norm and not norm.kind.function]
-        ends = (a.embedding.tokens, a.embedding.positions, *norms, "." + a.readout.path)
-        paths = [path for path in ends if path and self.weights.has(path)]
+        paths = self._ends
         for _, path, named in self.steps:
             step, part = named.step, named.step.part
             paths += [join(path, norm.path) for norm in (step.pre, step.post) if norm]

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from adapters import Architecture, Weights
 from adapters.config import ModelConfig
-from adapters.layout import layout_of
 from weight_processing.check import LogProbCheck, ProcessingError
 from weight_processing.interrupted import is_interrupted, marking_interrupted
 from weight_processing.limits import Limits, is_as_left, no_processing
 from weight_processing.parts import ProcessedParts
 from weight_processing.saving import SavedBiases, untie
+from weight_processing.spread import is_spread
 from weight_processing.steps import STEPS
 
 #: The field of the Hugging Face configuration that says what was done, so that a saved model knows it.
@@ -87,11 +87,6 @@ def process(
     if check not in (True, False, "each"):
         raise ValueError(f"check is {check!r}; it must be True, False or 'each'")
     asked = {name: value for name, value in given.items() if value}
-    if asked and (layout := layout_of(model.core)) is not None:
-        raise ProcessingError(
-            f"{model.cfg.model_name} is {layout.said}: its parameters here are parts of the whole. Process the weights "
-            "in one process, save_pretrained, and load that over several"
-        )
     parts, reasons = _what_can_be_done(model, asked)
     if not asked:
         return
@@ -133,6 +128,8 @@ class ProcessingRecord:
         record = dict(noted) if noted and noted != known else known
         if DONE not in record.values():
             return known
+        if is_spread(self._core):
+            return record  # to look at the weights, all processes would have to ask
         is_true = self._is_true(cfg, record)
         return known if is_true is None else record if is_true else {}
 

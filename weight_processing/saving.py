@@ -18,6 +18,7 @@ from adapters import Architecture
 from adapters.paths import base_path, has_module, join
 from weight_processing.file_conversion import BiasIntoNorm, FileConversion, OutputKeys, ReaderKeys
 from weight_processing.parts import Norm, ProcessedParts
+from weight_processing.spread import held_here
 
 
 class SavedBiases:
@@ -112,7 +113,7 @@ def untie(core: PreTrainedModel, architecture: Architecture) -> None:
     unembed = core.get_submodule(architecture.readout.path)
     weight, tied = unembed.weight, embed.weight
     assert isinstance(weight, Tensor) and isinstance(tied, Tensor)
-    if weight.data_ptr() == tied.data_ptr():
+    if held_here(weight).data_ptr() == held_here(tied).data_ptr():
         unembed.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     core.config.tie_word_embeddings = False
     getattr(core, "all_tied_weights_keys", {}).pop(f"{architecture.readout.path}.weight", None)

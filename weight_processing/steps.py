@@ -42,30 +42,43 @@ def _fold_into(parts: ProcessedParts, reader: NormReader, norm: Norm, w: Tensor 
 
 def do_fold_ln(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds every norm into all its readers, and leaves it with ones and zeros."""
-    for norm in parts.norms:
-        w, b = parts.affine(norm)
-        b = None if b is None or not bool(b.any()) else b
-        bare = set() if b is None else {r.holder for r in norm.readers if not parts.has_bias(r.holder)}
-        if bare:
-            saved_biases.add_readers(norm, bare)
-        for reader in norm.readers:
-            _fold_into(parts, reader, norm, w, b)
-        weight, bias = norm_parameters(parts.weights.module(norm.path))
-        if weight is not None:
-            weight.fill_(1.0 - norm.kind.added)
-        if bias is not None:
-            bias.zero_()
+    for place, norms in parts.by_place((norm.name, norm) for norm in parts.norms):
+        with parts.around(place):
+            for norm in norms:
+                _fold(parts, norm, saved_biases)
+
+
+def _fold(parts: ProcessedParts, norm: Norm, saved_biases: SavedBiases) -> None:
+    w, b = parts.affine(norm)
+    b = None if b is None or not bool(b.any()) else b
+    bare = set() if b is None else {r.holder for r in norm.readers if not parts.has_bias(r.holder)}
+    if bare:
+        saved_biases.add_readers(norm, bare)
+    for reader in norm.readers:
+        _fold_into(parts, reader, norm, w, b)
+    weight, bias = norm_parameters(parts.weights.module(norm.path))
+    if weight is not None:
+        weight.fill_(1.0 - norm.kind.added)
+    if bias is not None:
+        bias.zero_()
 
 
 def do_center_writing_weights(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Centres all that writes to the residual stream."""
-    for get in parts.writers.values():
-        for piece in _pieces(parts, get(), 0) if get().ndim > 1 else [get()]:
-            piece.copy_(center_writing_weights(precise(piece)))
+    for place, writers in parts.by_place(parts.writers.items()):
+        with parts.around(place):
+            for get in writers:
+                for piece in _pieces(parts, get(), 0) if get().ndim > 1 else [get()]:
+                    piece.copy_(center_writing_weights(precise(piece)))
 
 
 def do_center_unembed(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Centres the unembedding and its bias."""
+    with parts.around(""):
+        _center_unembed(parts)
+
+
+def _center_unembed(parts: ProcessedParts) -> None:
     W_U = parts.get("unembed.W_U")()
     pieces = list(_pieces(parts, W_U, 1))  # the stored matrix has the vocabulary first: these lie together in memory
     # One total: a sum for each piece, kept, would hold the freed pieces between them apart.
@@ -82,38 +95,46 @@ def do_center_unembed(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
 def do_fold_value_biases(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds the value biases of every block into its output bias."""
     for name, path in parts.blocks:
-        at = f"{name}.attn"
-        b_V = parts.get(parts.find(at, "b_V"))()
-        if not bool(b_V.any()):
-            continue
-        output, W_O = parts.output(path), parts.get(f"{at}.W_O")()
-        more = sum(
-            fold_value_biases(precise(biases), precise(heads))
-            for biases, heads in zip(b_V.split(1), W_O.split(len(W_O) // len(b_V)), strict=True)
-        )
-        if not parts.has_bias(output) or saved_biases.has_output(output):
-            saved_biases.add_output(parts, path, b_V)
-            ensure_bias(parts.weights.module(output))
-        b_O = parts.get(f"{at}.b_O")()
-        b_O.copy_(precise(b_O) + more)
-        b_V.zero_()
+        with parts.around(name):
+            _fold_value_biases(parts, saved_biases, f"{name}.attn", path)
+
+
+def _fold_value_biases(parts: ProcessedParts, saved_biases: SavedBiases, at: str, path: str) -> None:
+    b_V = parts.get(parts.find(at, "b_V"))()
+    if not bool(b_V.any()):
+        return
+    output, W_O = parts.output(path), parts.get(f"{at}.W_O")()
+    more = sum(
+        fold_value_biases(precise(biases), precise(heads))
+        for biases, heads in zip(b_V.split(1), W_O.split(len(W_O) // len(b_V)), strict=True)
+    )
+    if not parts.has_bias(output) or saved_biases.has_output(output):
+        saved_biases.add_output(parts, path, b_V)
+        ensure_bias(parts.weights.module(output))
+    b_O = parts.get(f"{at}.b_O")()
+    b_O.copy_(precise(b_O) + more)
+    b_V.zero_()
 
 
 def do_refactor(parts: ProcessedParts, saved_biases: SavedBiases) -> None:
     """Folds the value biases, and chooses other factors for every head."""
     do_fold_value_biases(parts, saved_biases)
     for name, path in parts.blocks:
-        at = f"{name}.attn"
-        names = ("W_Q", "b_Q", "W_K", "b_K")
-        views = [parts.get(f"{at}.{part}")() for part in names]
-        new = refactor_query_key(*map(precise, views))
-        for part, view, value in zip(names, views, new, strict=True):
-            # Where there is no bias its row of the matrix was zero, and is zero.
-            if part.startswith("W") or parts.has_bias(parts.projection(path, part[-1])):
-                view.copy_(value)
-        W_V, W_O = (parts.get(f"{at}.{part}")() for part in ("W_V", "W_O"))
-        for view, value in zip((W_V, W_O), refactor_value_output(precise(W_V), precise(W_O)), strict=True):
+        with parts.around(name):
+            _refactor(parts, f"{name}.attn", path)
+
+
+def _refactor(parts: ProcessedParts, at: str, path: str) -> None:
+    names = ("W_Q", "b_Q", "W_K", "b_K")
+    views = [parts.get(f"{at}.{part}")() for part in names]
+    new = refactor_query_key(*map(precise, views))
+    for part, view, value in zip(names, views, new, strict=True):
+        # Where there is no bias its row of the matrix was zero, and is zero.
+        if part.startswith("W") or parts.has_bias(parts.projection(path, part[-1])):
             view.copy_(value)
+    W_V, W_O = (parts.get(f"{at}.{part}")() for part in ("W_V", "W_O"))
+    for view, value in zip((W_V, W_O), refactor_value_output(precise(W_V), precise(W_O)), strict=True):
+        view.copy_(value)
 
 
 #: In the order in which they are done.
@@ -126,18 +147,15 @@ STEPS: dict[str, Callable[[ProcessedParts, SavedBiases], None]] = {
 }
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
 def written(parts: ProcessedParts, step: str) -> dict[str, Callable[[], Tensor]]:
     """The parameters that a transform needs to write to, by canonical name."""
     if step == "fold_ln":
         found: dict[str, Callable[[], Tensor]] = {}
         for norm in parts.norms:
-            for name, x in zip("wb", norm_parameters(parts.weights.module(norm.path)), strict=True):
+            module = parts.weights.module(norm.path)
+            for name, x in zip(("weight", "bias"), norm_parameters(module), strict=True):
                 if x is not None:
-                    found[f"{norm.name}.{name}"] = partial(_itself, x)
+                    found[f"{norm.name}.{name[0]}"] = partial(getattr, module, name)
             for reader in norm.readers:
                 found[reader.name] = reader.weight
                 if reader.bias is not None and parts.has_bias(reader.holder):

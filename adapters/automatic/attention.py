@@ -17,7 +17,7 @@ from adapters.norms import Norm
 from adapters.observe.calls import ModuleCall, Recording, Softmax
 from adapters.observe.errors import NotFound, one_line
 from adapters.observe.gradients import by_position, disjoint_sets, gradient_of, gradients_of_scores, gradients_of_z
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import FITTED, agree, tolerance, worked_out
 from adapters.views import Composed, Heads, OneHead
 
 #: The columns of each head, in a projection's output.
@@ -147,7 +147,7 @@ class FoundAttention:
                 continue
             for clip in [None, *(x for x in numbers if float(before.abs().max()) > x)]:
                 given = before if clip is None else before.clamp(-clip, clip)
-                if bool(((after - given.norm(dim=-1)).abs() <= 10 * tolerance(before) * after.max()).all()):
+                if agree(given.norm(dim=-1), after, before):
                     return clip
         return None
 
@@ -162,7 +162,7 @@ class FoundAttention:
         x, y = (each.double() - each.double().mean((0, 1)) for each in (before, after))
         scale = float((x * y).sum() / (x * x).sum())
         rest = after.double() / scale - before.double()
-        close = 10 * tolerance(before) * float(before.abs().max())
+        close = worked_out(before) * float(before.abs().max())
         if bool(((rest - rest[:1, :1]).abs() > close).any()) or float(rest.abs().max()) <= close:
             return None
         name = parameter_of(self.owner.module, rest[0, 0], close)
@@ -356,12 +356,11 @@ class FoundAttention:
         before, after = self.normed("q"), query.transpose(1, 2)
         if before.shape != after.shape:
             return False
-        close = 10 * tolerance(before)
         factor = float((before * after).sum() / (before * before).sum())
-        if bool(((after - factor * before).abs() <= close * after.abs().max()).all()):
+        if agree(factor * before, after, before):
             return False
         sizes = after.norm(dim=-1) / before.norm(dim=-1)
-        return bool(((sizes - sizes.mean()).abs() <= 100 * close * sizes.mean()).all())
+        return bool(((sizes - sizes.mean()).abs() <= FITTED * sizes.mean()).all())
 
     def product(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Queries times keys as they meet, and both, ``[batch, head, pos, d_head]``, keys repeated for their group."""

@@ -20,7 +20,7 @@ from adapters.observe.activations import product
 from adapters.observe.calls import BorderTensor, ModuleCall
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import gradient_of
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import agree
 
 #: The activation functions whose names are known, with HookedTransformer's first.
 ACTIVATIONS = (
@@ -106,7 +106,7 @@ class FoundMLP:
             derivative = gradient[row][columns] / weights
             value = made.detach()[row][columns]
             at = self.post.value[row]
-            is_linear = bool(((derivative * value - at).abs() <= 10 * tolerance(at) * at.abs().max()).all())
+            is_linear = agree(derivative * value, at)
             (self.linear if is_linear else self.activated).append((call, index))
 
     def _is_elementwise(self, made: Tensor, row: tuple[int, ...], columns: list[int], gradient: Tensor) -> bool:
@@ -182,7 +182,7 @@ class FoundMLP:
             made = each.left[0].value if each.left and each.entered and each.is_leaf else None
             if made is None or each.entered is None or not torch.equal(each.entered.value, before):
                 continue
-            if owner and bool(((made * other - post).abs() <= tolerance(post) * post.abs().max()).all()):
+            if owner and agree(made * other, post, each=True):
                 return relative(each.path, owner.path)
         return None
 
@@ -194,7 +194,7 @@ class FoundMLP:
                 continue
             for act_fn in self.names:
                 made = product(act_fn, before, other.detach(), self.config)
-                if made is not None and bool(((made - post).abs() <= tolerance(post) * post.abs().max()).all()):
+                if made is not None and agree(made, post, each=True):
                     self.act_fn = act_fn
                     return name
         return None
@@ -207,7 +207,7 @@ class FoundMLP:
         post = self.post.value
         for name in self.names:
             made = product(name, before, other, self.config)
-            if made is not None and bool(((made - post).abs() <= tolerance(post) * post.abs().max()).all()):
+            if made is not None and agree(made, post, each=True):
                 return name
         return None
 

@@ -11,7 +11,7 @@ from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, gradient_of
-from adapters.observe.tolerance import FITTED, tolerance
+from adapters.observe.tolerance import FITTED, tolerance, worked_out
 from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -37,7 +37,7 @@ def rotation(attention: FoundAttention) -> tuple[int, bool, bool] | None:
     # What is not rotated passes as it is; a slow rotation shows in the last digits.
     plain = torch.equal(before[:, 0], after[:, 0])
     after = after if plain else after * float(before[:, 0].norm() / after[:, 0].norm())
-    close = 20 * tolerance(attention.softmax.scores) * float(before.abs().max())
+    close = worked_out(attention.softmax.scores) * float(before.abs().max())
     least = 0.0 if plain else close
     changed = ((before - after).abs().amax((0, 1, 2)) > least).nonzero().flatten().tolist()
     if not changed:
@@ -63,7 +63,7 @@ def rotary_base(attention: FoundAttention, dim: int, adjacent: bool) -> float | 
         x[..., first] * y[..., first] + x[..., second] * y[..., second],
     ).abs()
     angle = float(turned.median())
-    if angle <= 0 or bool(((turned - angle).abs() > 1e-3 * angle).any()):
+    if angle <= 0 or bool(((turned - angle).abs() > FITTED * angle).any()):
         return None
     return float(f"{angle ** (-dim / 2):.4g}")
 
@@ -80,7 +80,7 @@ def soft_cap(attention: FoundAttention, said: float | None) -> float:
     def left(x: Tensor) -> float:
         return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
 
-    return said if left(capped) < 1e-5 or left(capped) < 0.1 * left(plain) else -1.0
+    return said if left(capped) < tolerance(attention.softmax.scores) or left(capped) < 0.1 * left(plain) else -1.0
 
 
 def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
@@ -113,7 +113,7 @@ def scale(attention: FoundAttention, *, biased: bool = False) -> float | None:
             float(query.norm() / q.norm()) * float(key.norm() / k.norm()) / (attention.n_heads / k.shape[2]) ** 0.5
         )
     usual = q.shape[-1] ** 0.5
-    return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
+    return usual if abs(factor * usual - 1) < FITTED else float(f"{1 / factor:.5g}")
 
 
 def scale_elsewhere(attention: FoundAttention) -> float | None:
@@ -138,7 +138,7 @@ def scale_elsewhere(attention: FoundAttention) -> float | None:
     if factor is None:
         return None
     usual = keys.shape[-1] ** 0.5
-    return usual if abs(factor * usual - 1) < 1e-4 else float(f"{1 / factor:.5g}")
+    return usual if abs(factor * usual - 1) < FITTED else float(f"{1 / factor:.5g}")
 
 
 def adding(attention: FoundAttention) -> tuple[str, ...]:
@@ -174,14 +174,14 @@ def alibi_scale(attention: FoundAttention) -> float | None:
         columns = torch.stack([p, k], 1)
         factor, slope = torch.linalg.lstsq(columns, y[:, None]).solution[:, 0].tolist()
         left = float((columns @ torch.tensor([factor, slope], dtype=y.dtype, device=y.device) - y).abs().max())
-        if slope <= 0 or left > 1e-4 * float(y.abs().max()):
+        if slope <= 0 or left > FITTED * float(y.abs().max()):
             return None
         factors.append(factor)
-    if max(factors) - min(factors) > 1e-3 * max(factors) or min(factors) <= 0:
+    if max(factors) - min(factors) > FITTED * max(factors) or min(factors) <= 0:
         return None
     usual = attention.normed("q").shape[-1] ** 0.5
     scale = 1 / (sum(factors) / len(factors))
-    return usual if abs(scale / usual - 1) < 1e-3 else float(f"{scale:.4g}")
+    return usual if abs(scale / usual - 1) < FITTED else float(f"{scale:.4g}")
 
 
 def _ratio(made: Tensor, of: Tensor) -> float | None:
@@ -206,7 +206,7 @@ def _bias(attention: FoundAttention) -> Tensor | None:
     if factor is None:
         return None
     bias = (scores - factor * product).mean(0)
-    return bias if float(bias.abs().max()) > 100 * tolerance(attention.softmax.scores) else None
+    return bias if float(bias.abs().max()) > FITTED * (float(scores.abs().max()) + 1) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +235,7 @@ def find_table(attention: FoundAttention, before: FoundTable | None) -> FoundTab
     if bias is None:
         return None
     seen = (attention.softmax.pattern > 0).any(0)[..., : bias.shape[-1]]
-    close = 30 * tolerance(attention.softmax.scores) * float(attention.softmax.scores.detach()[..., :1].abs().max() + 1)
+    close = worked_out(attention.softmax.scores) * float(attention.softmax.scores.detach()[..., :1].abs().max() + 1)
 
     def adds(values: Tensor) -> bool:
         return values.shape == bias.shape and bool(((values - bias)[seen].abs() <= close).all())
@@ -273,7 +273,7 @@ def _filled_scores(attention: FoundAttention) -> View:
     product = found[0][seen]
     rest = (attention.softmax.scores.detach() - alibi.view(len(pattern), attention.n_heads, 1, -1))[seen].double()
     factor = float((rest * product).sum() / (product**2).sum())
-    is_sum = bool(((rest - factor * product).abs() <= 1e-4 * rest.abs().max()).all())
+    is_sum = bool(((rest - factor * product).abs() <= FITTED * rest.abs().max()).all())
     return AlibiScores() if is_sum else MaskedScores()
 
 
@@ -287,7 +287,7 @@ def sinks(attention: FoundAttention) -> str | None:
             continue
         taken = parameter.detach().view(1, -1, 1, 1) - scores[..., -1:]
         highest = scores.amax(-1, keepdim=True)
-        close = tolerance(scores) * 10
+        close = worked_out(scores)
         if bool((taken.abs() <= close).all()) or bool((highest.abs() <= close).all()):
             return name
     raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")

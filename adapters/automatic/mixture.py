@@ -29,7 +29,7 @@ from adapters.experts import (
 from adapters.feed_forward import MLP, ChosenBy, MoE
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.observe.errors import NotFound
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import NEGLIGIBLE, agree
 from adapters.offloaded import materialized
 from adapters.paths import members_of
 from adapters.views import times
@@ -169,9 +169,7 @@ class FoundMixture:
         chosen = self.router.indices_seen.flatten(0, -2)
         for margin in [each for each in vars(self.router.module).values() if isinstance(each, float) and each > 0]:
             shares, best = sparsemixer_topk(logits, margin, chosen.shape[-1])
-            if torch.equal(best, chosen) and bool(
-                ((shares - weights).abs() <= tolerance(self.router.element(0).value)).all()
-            ):
+            if torch.equal(best, chosen) and agree(shares, weights, self.router.element(0).value):
                 return margin
         return None
 
@@ -200,7 +198,7 @@ class FoundMixture:
         logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
         scores = logits.sigmoid().gather(-1, self.router.indices_seen.flatten(0, -2).long())
         shares = [x / x.sum(-1, keepdim=True) for x in (scores, weights)]
-        if bool(((shares[0] - shares[1]).abs() > 30 * tolerance(self.router.element(1).value)).any()):
+        if not agree(shares[1], shares[0], self.router.element(1).value):
             raise NotFound(f"{self.router.path} weighs the experts by something else than a softmax or sigmoids")
 
     def _corrected(self) -> bool:
@@ -273,8 +271,7 @@ class FoundMixture:
             return False
         columns = torch.stack(terms, 1)
         weights = torch.linalg.lstsq(columns, total[:, None]).solution[:, 0]
-        close = 10 * tolerance(self.part.out[1].value) * float(total.abs().max())
-        if not bool(((columns @ weights - total).abs() <= close).all()) or bool((weights.abs() < 1e-3).any()):
+        if not agree(columns @ weights, total, self.part.out[1].value) or bool((weights.abs() < NEGLIGIBLE).any()):
             return False
         first, *second = map(rounded, weights.tolist())
         self.factors = (first, second[0] if second else 1.0)
@@ -299,8 +296,7 @@ class FoundMixture:
             if not self.experts.holds(call) or call.entered is None or not call.is_leaf or not call.left:
                 continue
             x, y = call.entered.value, call.left[0].value
-            close = tolerance(y) * float(y.abs().max()) if y.numel() else 0.0
-            for name in activations(self.config) if x.shape == y.shape else ():
-                if bool(((ACT2FN[name](x) - y).abs() <= close).all()):
+            for name in activations(self.config) if x.shape == y.shape and y.numel() else ():
+                if agree(ACT2FN[name](x), y, each=True):
                     return name
         return None

@@ -14,16 +14,17 @@ from adapters.norms import NormKind, eps_of
 from adapters.observe.calls import ModuleCall
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recognised import RecognisedNorm, recognise_module, recognise_norm
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import TOLERANCES, agree, tolerance
 
 
 def rounded(factor: float) -> float:
     """A factor that was measured, as it was written, if that is a whole number or one of a few digits; else as far as a
     run says it.
     """
-    if round(factor) and abs(round(factor) - factor) <= 2e-5 * abs(factor):
+    if round(factor) and abs(round(factor) - factor) <= tolerance(torch.float32) * abs(factor):
         return float(round(factor))
     short = float(f"{factor:.5g}")
+    # Fits of one factor leave at most 2.1e-6 (see `FITTED`); five digits of another are further off, nine times in ten.
     return short if abs(short - factor) <= 2e-6 * abs(factor) else float(f"{factor:.8g}")
 
 
@@ -52,7 +53,7 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
         y, weight, bias = (y if bias is None else y - bias.detach()) / weight.detach(), None, None
         return _of_numbers(x, y, None, None, kept)
     probed = None
-    if call.alone and tolerance(x) < 1e-3 and not isinstance(call.module, nn.Identity):
+    if call.alone and x.dtype in TOLERANCES and not isinstance(call.module, nn.Identity):
         try:
             probed = recognise_module(call.module, x.shape[-1], x, weight=weight, bias=bias, tolerance=tolerance(x))
         except WRONG as error:  # it takes none of other sizes than it was given
@@ -93,10 +94,9 @@ def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]
             assert norm.entered is not None
             made, left = norm.left[0], call.left[0].value
             for gate in [each for each in inside if each.entered and each.entered.mark == made.mark and each.left]:
-                close = 10 * tolerance(left) * float(left.abs().max())
                 if norm.entered.mark != call.entered.mark or gate.left[0].value.shape != left.shape:
                     continue
-                if bool(((made.value * gate.left[0].value.sigmoid() - left).abs() <= close).all()):
+                if agree(made.value * gate.left[0].value.sigmoid(), left):
                     inner, behind = (relative(each.path, call.path) for each in (norm, gate))
                     found[call] = replace(norms[norm], gated=(inner, behind))
                     found.pop(norm, None)
@@ -114,6 +114,7 @@ def _kept(call: ModuleCall) -> float | None:
 
 def _kind(found: RecognisedNorm, kept: float | None) -> NormKind | None:
     """The kind, with the epsilon that was measured, unless the module says the same one."""
+    # Two digits of an epsilon are measured: what rounds to the same is the same.
     if kept is not None and (found.eps is None or abs(found.eps - kept) <= 0.02 * kept):
         return NormKind(found.computes, found.offset)
     return None if found.eps is None else NormKind(found.computes, found.offset, eps=float(f"{found.eps:.2g}"))
@@ -129,7 +130,7 @@ def _of_numbers(
             expected = around * (around.pow(2).mean(-1, keepdim=True) + kept).rsqrt()
             expected = expected if weight is None else expected * (weight.detach().double() + offset)
             expected = expected if bias is None else expected + bias.detach().double()
-            if bool(((expected - y).abs() <= 2 * tolerance(x) * y.abs().max()).all()):
+            if agree(expected, y, x):
                 return NormKind("layer" if centered else "rms", offset)
         return None
     found = recognise_norm(x, y, weight, bias, tolerance=tolerance(x))

@@ -14,8 +14,12 @@ from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import rounded
 from adapters.block import MixElement
 from adapters.observe.calls import BorderTensor, Mark, ModuleCall, Recording
-from adapters.observe.tolerance import FITTED, tolerance
+from adapters.observe.tolerance import FITTED, NEGLIGIBLE, tolerance, worked_out
 from adapters.views import Affine, Chain, times, transformed
+
+#: Vectors are parallel where the square of the sine between them is below this: the rounding of float32 (6e-8) leaves
+#: about 1e-14, and two that a model adds are random to each other.
+_PARALLEL = 1e-9
 
 
 @dataclass(eq=False)
@@ -273,7 +277,8 @@ class Sums:
     def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
         """One value, and a parameter of the block that is added to it at every position."""
         assert self.block.entered is not None
-        width, close = self.block.entered.value.shape[-1], 10 * self.close * float(difference.abs().max())
+        entered = self.block.entered.value
+        width, close = entered.shape[-1], worked_out(entered) * float(difference.abs().max())
         for value in candidates:
             rows = (difference - value.x).view(-1, width)
             if bool(((rows - rows[0]).abs() <= close).all()):
@@ -302,14 +307,14 @@ def _fits(
             yield {i: 1.0, j: 1.0}
     for i in each:
         factor = d[i] / g[i][i]
-        if abs(square - factor * d[i]) <= rough and abs(factor) > 1e-3:
+        if abs(square - factor * d[i]) <= rough and abs(factor) > NEGLIGIBLE:
             yield {i: factor}
     for i, j in pairs:
         det = g[i][i] * g[j][j] - g[i][j] ** 2
-        if det < 1e-9 * g[i][i] * g[j][j]:
+        if det < _PARALLEL * g[i][i] * g[j][j]:
             continue
         u, v = (d[i] * g[j][j] - d[j] * g[i][j]) / det, (d[j] * g[i][i] - d[i] * g[i][j]) / det
-        if min(abs(u), abs(v)) > 1e-3 and abs(square - u * d[i] - v * d[j]) <= rough:
+        if min(abs(u), abs(v)) > NEGLIGIBLE and abs(square - u * d[i] - v * d[j]) <= rough:
             yield {i: u, j: v}
 
 
@@ -324,12 +329,12 @@ def fit(x: Tensor, v: Tensor, y: Tensor, close: float) -> tuple[Tensor, Tensor, 
     xc, vc, yc = x - mx, v - mv, y - my
     xx, vv, xv, xy, vy = (xc * xc).sum(0), (vc * vc).sum(0), (xc * vc).sum(0), (xc * yc).sum(0), (vc * yc).sum(0)
     det = xx * vv - xv * xv
-    if not bool((det > 1e-9 * xx * vv).all()):
+    if not bool((det > _PARALLEL * xx * vv).all()):
         return None
     a, b = (xy * vv - vy * xv) / det, (vy * xx - xy * xv) / det
     c = my - a * mx - b * mv
     fits = bool(((a * x + b * v + c - y).abs() <= 2 * close * y.abs().max()).all())
-    return (a, b, c) if fits and bool((a.abs() > 1e-3).any() & (b.abs() > 1e-3).any()) else None
+    return (a, b, c) if fits and bool((a.abs() > NEGLIGIBLE).any() & (b.abs() > NEGLIGIBLE).any()) else None
 
 
 def named(fitted: tuple[Tensor, Tensor, Tensor], block: nn.Module) -> tuple[Chain | None, Chain | None]:

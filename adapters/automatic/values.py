@@ -16,7 +16,7 @@ from adapters.mixers.part import axes_of
 from adapters.norms import Norm
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, is_linear_through
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import agree, worked_out
 from adapters.paths import join
 from adapters.views import Affine
 
@@ -37,10 +37,9 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     z = found.z_by_head.detach().double()
     if mixed.shape != z.shape:
         raise NotFound(f"what enters its output projection is {z.shape[-1]} wide for each head, values {v.shape[-1]}")
-    bound = 10 * tolerance(found.z.value) * float(z.abs().max())
 
     def is_z(x: Tensor) -> bool:
-        return bool(((x - z).abs() <= bound).all())
+        return agree(x, z, found.z.value)
 
     if is_z(mixed):
         return declared
@@ -51,7 +50,7 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
     flat = mixed.flatten(2)
     for call in found.sources:
         behind = call.entered if not call.is_linear and call.left[0].mark == found.z.mark else None
-        if behind and bool(((behind.value.flatten(2) - flat).abs() <= bound).all()):
+        if behind and agree(behind.value.flatten(2), flat, found.z.value):
             norm = Norm(relative(call.path, found.owner.path), found.norms[call])
             return replace(declared, z_transform=norm)
     for call, sets in found.gates:
@@ -63,6 +62,7 @@ def with_values(found: FoundAttention, declared: Attention) -> Attention:
                 path = relative(call.path, found.owner.path)
                 return replace(declared, z_transform=Gate(Projection(path, view), name))
     rest = z - mixed
+    bound = worked_out(found.z.value) * float(z.abs().max())
     if bool(((rest - rest[:1, :1]).abs() <= bound).all()):
         bias = parameter_of(found.owner.module, rest[0, 0], bound)
         if bias is not None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from adapters.config import config_of, first
 from adapters.inputs.arguments import takes
+from adapters.offloaded import input_device
 from adapters.paths import core_path
 
 #: What a model is given, by the names of its own arguments.
@@ -56,7 +57,8 @@ def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Te
         CannotBeMade: it has no weights to run, or needs something that cannot be made up.
     """
     parameter = next(model.parameters(), None)
-    if parameter is None or parameter.is_meta:
+    device = None if parameter is None else input_device(model)
+    if device is None or device.type == "meta":
         raise CannotBeMade("it has no weights, and what plays which part is found in a run")
     config = config_of(model)
     core = model.get_submodule(core_path(model))
@@ -64,7 +66,7 @@ def sample_inputs(model: nn.Module, inputs: Given | None = None) -> dict[str, Te
     vocabulary = 4 if vocabulary is None else int(vocabulary)  # of images or sound alone
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
-    tokens = tokens.to(parameter.device)
+    tokens = tokens.to(device)
     return with_required_inputs(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
 
 

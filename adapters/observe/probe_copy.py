@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from adapters.offloaded import whole
 
@@ -25,7 +26,8 @@ def trivial_parameters(model: nn.Module) -> list[str]:
     Buffers that are biases count, such as what BART adds to its logits.
     """
     held = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name.endswith("bias"))]
-    return [name for name, p in held if p.is_floating_point() and p.numel() > 1 and not p.is_meta and _is_constant(p)]
+    plain = [(name, p) for name, p in held if type(p) in (nn.Parameter, Tensor) or isinstance(p, DTensor)]
+    return [name for name, p in plain if p.is_floating_point() and p.numel() > 1 and not p.is_meta and _is_constant(p)]
 
 
 def _is_constant(p: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from adapters.gathering import Cut
+from adapters.gathering import Alike, Cut
 from adapters.inputs.arguments import argument_names
 from adapters.layout import Layout, SpreadModelError
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, mark
@@ -84,7 +84,8 @@ class Recorder:
     def _cut(self, path: str, kind: Literal["input", "output"]) -> Cut | None:
         """How what passes a module is spread over processes; None where it is whole, or nobody knows."""
         try:
-            return None if self._layout is None else self._layout.cut(Site(path, kind))
+            cut = None if self._layout is None else self._layout.cut(Site(path, kind))
+            return None if isinstance(cut, Alike) else cut
         except SpreadModelError:
             return None
 

@@ -28,8 +28,32 @@ _HALF = 5e-2
 #: inferring the 185 causal types of transformers: of 418 fits of one factor, 410 leave at most 2.1e-6 and 8 at least
 #: 2.0e-2; of 534 columns, 54 are a constant or a parameter up to 4.6e-7, and 480 are none by at least 0.13.
 FITTED = 1e-3
+#: A factor below this is none: what it would add is what `FITTED` leaves of the rest.
+NEGLIGIBLE = 1e-3
+#: How much more than single numbers those may differ by that are worked out from many: sums, differences, quotients,
+#: least squares.
+_WORKED_OUT = 10
 
 
 def tolerance(of: Tensor | torch.dtype) -> float:
     """What values of a type of numbers may differ by, relative to the largest."""
     return TOLERANCES.get(of if isinstance(of, torch.dtype) else of.dtype, _HALF)
+
+
+def worked_out(of: Tensor | torch.dtype) -> float:
+    """What numbers may differ by that are worked out from values of a type, relative to the largest."""
+    return _WORKED_OUT * tolerance(of)
+
+
+def agree(made: Tensor, seen: Tensor, of: Tensor | None = None, *, each: bool = False) -> bool:
+    """Whether numbers that were worked out are those that were seen.
+
+    Args:
+        made: the numbers.
+        seen: of the same shape, or one that broadcasts.
+        of: what they were worked out from; None: numbers of the type of `seen`.
+        each: each number is a function of one number. (GELU and its approximations differ by less than `worked_out`.)
+    """
+    like = seen if of is None else of
+    close = (tolerance(like) if each else worked_out(like)) * seen.abs().max()
+    return bool(((made - seen).abs() <= close).all())

@@ -11,6 +11,7 @@ from adapters.attention import Attention
 from adapters.feed_forward import MLP
 from adapters.norms import Norm, NormKind, NormScale
 from adapters.observe.recognised import RecognisedNorm, probe, recognise_module
+from adapters.offloaded import materialized
 from adapters.paths import join
 from adapters.proofs.evidence import Evidence
 from adapters.proofs.protocol import Hook
@@ -90,7 +91,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
         call = inner
     assert call.input is not None
     module, width = call.module, call.input.shape[-1]
-    held = {key: getattr(module, key, None) for key in ("weight", "bias")}
+    held = {key: materialized(module, key) for key in ("weight", "bias")}
     parameters = {key: value if isinstance(value, Tensor) else None for key, value in held.items()}
     found = recognise_module(module, width, call.input, **parameters, tolerance=findings.tolerance)
     if found is None:

@@ -19,6 +19,17 @@ from bridge.analysis.runnable import RunnableModel
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.shapes import heads_shown
 
+__all__ = [
+    "HEAD_NAMES",
+    "HeadDetectionError",
+    "compute_head_attention_similarity_score",
+    "detect_head",
+    "get_duplicate_token_head_detection_pattern",
+    "get_induction_head_detection_pattern",
+    "get_previous_token_head_detection_pattern",
+    "get_supported_heads",
+]
+
 HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]
 HEAD_NAMES: list[str] = list(get_args(HeadName))
 ErrorMeasure = Literal["abs", "mul"]

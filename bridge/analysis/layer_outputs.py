@@ -140,7 +140,7 @@ def rows_of_neurons(
         >>> from bridge.analysis.layer_outputs import rows_of_neurons
         >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
         >>> rows_of_neurons(cache, 1, cache["post", 1]).shape
-        torch.Size([512, 128])
+        torch.Size([344, 128])
     """
     module = cache.module_of_the_run(f"blocks.{layer}.mlp.hook_post")
     with gradients_of(like):

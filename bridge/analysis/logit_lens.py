@@ -16,6 +16,8 @@ from bridge.analysis.runnable import RunnableModel
 from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
 
+__all__ = ["head_contributions", "logit_lens"]
+
 #: The scales of the norms that what a head writes may meet.
 _SCALE = re.compile(r"(blocks\.\d+\.ln\w+|ln_final)\.hook_scale")
 

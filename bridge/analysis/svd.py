@@ -15,6 +15,8 @@ from bridge.hooks.arguments import refuse_wrong_types
 from bridge.weights.accessors import first_weight
 from bridge.weights.factored_matrix import FactoredMatrix
 
+__all__ = ["SVDInterpreter"]
+
 VECTOR_TYPES = ("OV", "w_in", "w_out")
 
 

@@ -216,46 +216,43 @@ class Circuit:
             mask[at], scores[at] = True, score
         return cls(graph, mask, scores)
 
-    def draw(self, **options: Any) -> Any:
+    @refuse_wrong_types
+    def draw(
+        self,
+        bridge: TransformerBridge | None = None,
+        clean: Int[Tensor, "batch pos"] | None = None,
+        corrupted: Int[Tensor, "batch pos"] | None = None,
+        metric: Metric | str = "metric",
+        **options: Any,
+    ) -> Any:
         """A picture of the circuit, by `bridge.pictures.circuit`: depth from left to right, heads with their inputs.
 
-        Blue edges are those without which the metric falls (their score is negative).
+        Blue edges are those without which the metric falls (their score is negative). With a bridge and prompts, a
+        click on a node, in HTML, shows what its head attends to in the first clean prompt, and its direct effect: by
+        how much the metric changes if what it sends straight to the logits is that of the corrupted run.
 
         Args:
+            bridge: the bridge.
+            clean, corrupted: pairs of prompts, ``[batch, pos]``.
+            metric: from logits to one number, as for `evaluate`; or its name.
             options: as `bridge.pictures.circuit` takes them.
 
         Raises:
-            ImportError: the pictures or what they need are not installed.
+            ImportError: what pictures need is not installed.
+            ValueError: a bridge without prompts and a metric to be computed, or these without a bridge.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.circuits import edge_attribution
+            >>> from bridge.tasks import embedded_pairs
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> pairs = embedded_pairs(bridge, "ioi", 2)
+            >>> scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            >>> scores.greedy(9).draw(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            Picture('Circuit')
         """
-        try:
-            pictures = importlib.import_module("bridge.pictures")
-        except ImportError as error:
-            raise ImportError(
-                "drawing needs the extra `pictures`: pip install 'transformer-bridge[pictures]'"
-            ) from error
-        given = {"columns": self._depths(), "joins": self._joins(), "supports": "negative", "measure": "change"}
-        return pictures.circuit(self.edges, **(given | options))
-
-    def _depths(self) -> dict[str, int]:
-        """A column for each node: of a layer, its heads' inputs, its heads, its MLP."""
-        graph = self.graph
-        depths = {"embed": 0}
-        for name in (*graph.receivers, *graph.senders[1:]):
-            layer = len(graph.layers) if name == "logits" else int(name[1:].split("H")[0].split("G")[0].split("M")[0])
-            part = 1 if "." in name or name == "logits" else 3 if name.endswith("MLP") else 2
-            depths[name] = 3 * layer + part
-        return depths
-
-    def _joins(self) -> list[tuple[str, str]]:
-        """Each head that writes, with those of its inputs that are read through."""
-        graph = self.graph
-        writes, reads = self.mask.any(0).tolist(), self.mask.any(1).tolist()
-        return [
-            (graph.receivers[receiver], graph.senders[sender])
-            for sender, inputs in enumerate(graph.inputs)
-            for receiver in inputs
-            if writes[sender] and reads[receiver] and graph.receivers[receiver] != graph.senders[sender]
-        ]
+        drawing = importlib.import_module("bridge.circuits.drawing")  # it needs `edge_effects`, which needs this class
+        return drawing.draw(self, bridge, clean, corrupted, metric, options)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)

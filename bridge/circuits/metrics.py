@@ -43,6 +43,7 @@ def logit_difference(
         here = logits[:, position] if isinstance(position, int) else logits[rows, position.to(logits.device)]
         return (here[rows, answers.to(logits.device)] - here[rows, wrong.to(logits.device)]).mean()
 
+    metric.__name__ = "logit_difference"  # what pictures call it
     return metric
 
 
@@ -67,4 +68,5 @@ def kl_divergence(right: Float[Tensor, "batch pos d_vocab"], position: int = -1)
         found = logits[:, position].log_softmax(-1)
         return (target.exp() * (target - found)).sum(-1).mean()
 
+    metric.__name__ = "kl_divergence"
     return metric

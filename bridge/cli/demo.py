@@ -19,18 +19,19 @@ PROMPT = "When Mary and John went to the store, John gave a drink to"
 ANSWERS = (" Mary", " John")
 
 
-def demo(model: str | None = None, prompt: str | None = None, gguf_file: str | None = None) -> None:
+def demo(model: str | None = None, prompt: str | None = None, gguf_file: str | None = None, tp: bool = False) -> None:
     """Prints the demonstration.
 
     Args:
         model: a hub name or folder; None: the shipped model.
         prompt: the text to study; None: an indirect-object prompt.
         gguf_file: of the model.
+        tp: spread the model over processes.
 
     Raises:
         CommandError: a prompt that the model cannot read.
     """
-    bridge = named_model(model or "embedded", gguf_file=gguf_file)
+    bridge = named_model(model or "embedded", tp, gguf_file=gguf_file)
     prompt = PROMPT if prompt is None else prompt
     check_prompt(bridge, prompt)
     with torch.no_grad():

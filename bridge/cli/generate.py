@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from bridge.cli.parsers import add_command, add_model
+from bridge.cli.parsers import add_command, add_model, add_tp
 
 
 def add_generate(commands: Any) -> argparse.ArgumentParser:
@@ -16,6 +16,7 @@ def add_generate(commands: Any) -> argparse.ArgumentParser:
         'python -m bridge generate embedded "The capital of France is" --max-new-tokens 3',
     )  # fmt: skip
     add_model(parser)
+    add_tp(parser)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="texts; several are generated together")
     add_interventions(parser)
     parser.add_argument("--max-new-tokens", type=int, default=20, metavar="TOKENS")
@@ -37,7 +38,7 @@ def run_generate(given: argparse.Namespace) -> int:
     from bridge.cli.model import named_model
     from bridge.interventions import load
 
-    bridge = named_model(given.model, gguf_file=given.gguf_file)
+    bridge = named_model(given.model, given.tp, gguf_file=given.gguf_file)
     try:
         hooks = () if given.interventions is None else load(given.interventions, bridge)
         with bridge.hooks(fwd_hooks=hooks):

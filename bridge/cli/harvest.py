@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge.cli.generate import add_interventions
-from bridge.cli.parsers import add_command
+from bridge.cli.parsers import add_command, add_tp
 
 
 def add_harvest(commands: Any) -> argparse.ArgumentParser:
@@ -38,6 +38,7 @@ def add_harvest(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--no-special", action="store_true", help="write no rows for BOS and separators")
     parser.add_argument("--rows", default="all", choices=["all", "mean", "last"])
     parser.add_argument("--batch-size", type=int, metavar="INPUTS")
+    add_tp(parser)
     parser.add_argument("--device", help="such as cuda")
     parser.add_argument("--model-dtype", help="such as bfloat16")
     parser.add_argument("--format", default="arrow", choices=["arrow", "parquet"])
@@ -70,7 +71,7 @@ def run_harvest(given: argparse.Namespace) -> int:
             given.parser.error(f"harvest needs {', '.join(lacking)} (or --check FOLDER)")
         separator = given.separator
         report = harvest(
-            given.model,
+            given.model if not given.tp else _spread(given),
             Files(*given.files),
             hook_points=given.points,
             interventions=_interventions(given.model, given.interventions),
@@ -86,8 +87,8 @@ def run_harvest(given: argparse.Namespace) -> int:
             keep_special=not given.no_special,
             rows=given.rows,
             batch_size=given.batch_size,
-            device=given.device,
-            model_dtype=given.model_dtype,
+            device=None if given.tp else given.device,
+            model_dtype=None if given.tp else given.model_dtype,
             format=given.format,
             engine=given.engine,
             workers=given.workers,
@@ -102,6 +103,17 @@ def run_harvest(given: argparse.Namespace) -> int:
         return 2
     print(report)
     return 0
+
+
+def _spread(given: argparse.Namespace) -> Any:
+    """The model over the processes of torchrun, each on a device of its own."""
+    from bridge.cli.model import CommandError, named_model
+
+    if given.device is not None:
+        raise CommandError(
+            f"--tp puts each process's part on a device of its own, so --device {given.device} says too much"
+        )
+    return named_model(given.model, tp=True, dtype=given.model_dtype)
 
 
 def _interventions(model: str, file: str | None) -> Sequence[Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from bridge.cli.export import add_export, run_export
 from bridge.cli.generate import add_generate, run_generate
 from bridge.cli.harvest import add_harvest, run_harvest
-from bridge.cli.parsers import add_command, add_model
+from bridge.cli.parsers import add_command, add_model, add_tp
 from bridge.version import __version__
 
 _STATUS = """exit status:
@@ -28,8 +31,8 @@ def hooks(given: argparse.Namespace) -> int:
     from bridge.cli.model import named_model
     from bridge.hooks.shapes import shape_text
 
-    load_weights = None if given.model == "embedded" else False
-    bridge = named_model(given.model, gguf_file=given.gguf_file, load_weights=load_weights)
+    load_weights = None if given.model == "embedded" or given.tp else False
+    bridge = named_model(given.model, given.tp, gguf_file=given.gguf_file, load_weights=load_weights)
     cfg = bridge.cfg
     rows = [
         [name, shape_text(cfg, hook.point.axes), hook.point.group, ", ".join(hook.point.aliases)]
@@ -46,7 +49,9 @@ def verify(given: argparse.Namespace) -> int:
     from adapters import verify as check
     from bridge.cli.model import named_model
 
-    found = check(named_model(given.model, gguf_file=given.gguf_file), level="quick" if given.quick else "full")
+    found = check(
+        named_model(given.model, given.tp, gguf_file=given.gguf_file), level="quick" if given.quick else "full"
+    )
     print(found)
     return 0 if found.passed else 1
 
@@ -74,16 +79,16 @@ def demo(given: argparse.Namespace) -> int:
     from bridge.cli.demo import demo as told
 
     if given.report is not None:
-        return write_page(given.model, given.prompt, given.report, given.gguf_file)
-    told(given.model, given.prompt, given.gguf_file)
+        return write_page(given.model, given.prompt, given.report, given.gguf_file, given.tp)
+    told(given.model, given.prompt, given.gguf_file, given.tp)
     return 0
 
 
-def write_page(model: str | None, prompt: str | None, path: str, gguf_file: str | None = None) -> int:
+def write_page(model: str | None, prompt: str | None, path: str, gguf_file: str | None = None, tp: bool = False) -> int:
     """Writes the demonstration as a page of pictures, and returns the exit status.
 
     Args:
-        model, prompt, gguf_file: as for `bridge.cli.demo.demo`.
+        model, prompt, gguf_file, tp: as for `bridge.cli.demo.demo`.
         path: the file to write.
     """
     from bridge.cli.model import CommandError
@@ -96,7 +101,9 @@ def write_page(model: str | None, prompt: str | None, path: str, gguf_file: str 
         from bridge.cli.story import story
     except ImportError as error:  # the extra is not installed: the error says which command installs it
         raise CommandError(str(error)) from error
-    Path(path).write_text(story(model, prompt, gguf_file), encoding="utf-8")
+    page = story(model, prompt, gguf_file, tp)
+    if not _follows(tp):
+        Path(path).write_text(page, encoding="utf-8")
     print(f"wrote {path}: open it in a browser")
     return 0
 
@@ -127,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--prompt", help="the text to study (default: an indirect-object prompt)")
     for command in (asked, shown):
         command.add_argument("--report", metavar="FILE.html", help="write it as a page of pictures instead")
+        add_tp(command)
         command.set_defaults(run=demo)
     simple: tuple[tuple[str, str, Callable[[argparse.Namespace], int]], ...] = (
         ("hooks", "list the hook points of a model", hooks),
@@ -137,6 +145,8 @@ def _parser() -> argparse.ArgumentParser:
         command = add_command(commands, name, text, f"python -m bridge {name} embedded")
         add_model(command)
         command.set_defaults(run=run)
+        if name != "declare":
+            add_tp(command)
         if name == "verify":
             command.add_argument("--quick", action="store_true", help="what takes a few runs: no gradients")
     add_generate(commands).set_defaults(run=run_generate)
@@ -164,8 +174,10 @@ def _done(given: argparse.Namespace) -> int:
     """Runs the command that was given, and returns its exit status."""
     from bridge.cli.model import CommandError  # imports torch, which --help and --version do without
 
+    silent = redirect_stdout(StringIO()) if _follows(getattr(given, "tp", False)) else nullcontext()
     try:
-        return int(given.run(given))
+        with silent:
+            return int(given.run(given))
     except CommandError as error:
         return _refused(f"error: {error}")
     except FileNotFoundError as error:
@@ -177,6 +189,11 @@ def _done(given: argparse.Namespace) -> int:
             f"{given.model}: there is no such folder here, and no model of this name could be had from the hub "
             f"({str(error).splitlines()[0]})"
         )
+
+
+def _follows(tp: bool) -> bool:
+    """Whether this is one of several processes, and not the first, which prints and writes."""
+    return tp and os.environ.get("RANK", "0") != "0"
 
 
 def _refused(message: Any) -> int:

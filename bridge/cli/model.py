@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
+from transformers.distributed import DistributedConfig
+
+from adapters.layout import SpreadModelError
 from bridge.bridge import TransformerBridge
+from bridge.embedded import MODEL_DIR
 
 
 class CommandError(Exception):
     """What a command was given cannot be done: the message is for its user, and the exit status is 2."""
 
 
-def named_model(name: str, **options: Any) -> TransformerBridge:
+def named_model(name: str, tp: bool = False, **options: Any) -> TransformerBridge:
     """Loads a model in evaluation mode.
 
     Args:
         name: a hub name, a folder, or ``embedded``.
+        tp: spread it over the processes of torchrun.
         options: further arguments of `TransformerBridge.boot_transformers`; those that are None are left out.
+
+    Raises:
+        CommandError: there are no processes, or the model cannot be spread.
     """
     given = {key: value for key, value in options.items() if value is not None}
+    if tp:
+        try:
+            return _spread_model(name, given)
+        except (ValueError, SpreadModelError) as error:  # what transformers says of a model without a plan, and we
+            raise CommandError(f"--tp: {error}") from error
     if name == "embedded" and not given:
         found = TransformerBridge.boot_embedded()
     else:
         found = TransformerBridge.boot_transformers(name, **given)
     found.eval()
     return found
+
+
+def _spread_model(name: str, given: dict[str, Any]) -> TransformerBridge:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes < 2:
+        raise CommandError(
+            "--tp spreads the model over several processes: start them with torchrun --nproc-per-node 2 -m bridge ..."
+        )
+    config = DistributedConfig(tp_plan="auto", tp_size=processes)
+    place = str(MODEL_DIR) if name == "embedded" else name
+    bridge = TransformerBridge.boot_transformers(place, distributed_config=config, **given)
+    if name == "embedded":
+        bridge.cfg.model_name = name
+    bridge.eval()
+    torch.manual_seed(0)  # who samples draws the same everywhere
+    return bridge
 
 
 def check_prompt(bridge: TransformerBridge, prompt: str) -> None:

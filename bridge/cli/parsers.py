@@ -25,6 +25,12 @@ def add_command(commands: Any, name: str, text: str, example: str) -> argparse.A
     return parser
 
 
+def add_tp(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that spreads the model over processes."""
+    text = "spread the model over the processes of `torchrun --nproc-per-node N -m bridge ...`; the first one prints"
+    parser.add_argument("--tp", action="store_true", help=text)
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name a model."""
     parser.add_argument("model", help='a hub name, a folder, or "embedded" for the model in the package')

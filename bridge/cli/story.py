@@ -19,20 +19,21 @@ from bridge.pictures.labels import visible
 CORRUPTED = "When Mary and John went to the store, Mary gave a drink to"
 
 
-def story(model: str | None = None, prompt: str | None = None, gguf_file: str | None = None) -> str:
+def story(model: str | None = None, prompt: str | None = None, gguf_file: str | None = None, tp: bool = False) -> str:
     """The page, as HTML that needs nothing but itself.
 
     Args:
         model: a hub name or folder; None: the shipped model.
         prompt: the text to study; None: an indirect-object prompt.
         gguf_file: of the model.
+        tp: spread the model over processes.
 
     Example:
         >>> from bridge.cli.story import story
         >>> story(prompt="The capital of France is").startswith("<!doctype html>")
         True
     """
-    bridge = named_model(model or "embedded", gguf_file=gguf_file)
+    bridge = named_model(model or "embedded", tp, gguf_file=gguf_file)
     ready_made = model is None and prompt is None
     prompt = PROMPT if prompt is None else prompt
     check_prompt(bridge, prompt)

@@ -55,6 +55,8 @@ class WrappedModel(nn.Module):
         *,
         automatic: Automatic = True,
         inputs: Given | None = None,
+        compare_edits: bool = True,
+        patience: float = 60.0,
     ) -> None:
         self.__dict__.pop("wiring", None)  # there where a bridge is made anew in place (see `__setattr__`)
         super().__init__()
@@ -69,6 +71,8 @@ class WrappedModel(nn.Module):
                 "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
             )
         found = map_model(hf_model, automatic=automatic, inputs=inputs)
+        if found.layout is not None:
+            found = replace(found, layout=found.layout.asking(compare_edits, patience))
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
         self._take(found)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bridge.cache.activation_cache import ActivationCache
@@ -51,7 +52,7 @@ class RunMethods(HookMethods, TokenMethods):
         loss_per_token: bool = False,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | NDArray[Any] | None = None,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         **model_kwargs: Any,

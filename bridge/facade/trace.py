@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bridge import trace as tracing
@@ -38,7 +39,7 @@ class TraceMethods(RunMethods, GenerationMethods):
         capture: Sequence[str] = (),
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | NDArray[Any] | None = None,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         **model_kwargs: Any,

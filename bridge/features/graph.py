@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -119,6 +120,50 @@ class AttributionGraph:
         pairs = [divmod(int(at), len(self.nodes)) for at in found.indices]
         return [(str(self.nodes[j]), str(self.nodes[i]), float(self.adjacency[i, j])) for i, j in pairs]
 
+    @refuse_wrong_types
+    def draw(self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any) -> Any:
+        """A picture of the edges with the most influence, by `bridge.pictures.circuit`: layers across, tokens down.
+
+        Args:
+            n: how many edges.
+            bridge: the bridge, which knows the text of its tokens.
+            tokens: the prompt of the graph, ``[1, pos]``.
+            options: as `bridge.pictures.circuit` takes them.
+
+        Raises:
+            ImportError: what pictures need is not installed.
+            ValueError: no edge is asked for; a prompt of another length.
+
+        Example:
+            See `attribution_graph`.
+        """
+        pictures = importlib.import_module("bridge.pictures")
+        if tokens.shape[1] != self.nodes[-1].pos + 1:
+            raise ValueError(f"tokens has {tokens.shape[1]} positions; the graph is of {self.nodes[-1].pos + 1}")
+        edges = self.largest(n)
+        drawn = {name for sender, receiver, _ in edges for name in (sender, receiver)}
+        nodes = {}
+        for node in self.nodes:
+            if str(node) in drawn:
+                column, label = _column(node, bridge.cfg.n_layers)
+                if node.kind in ("token", "logit"):
+                    token = int(tokens[0, node.pos]) if node.kind == "token" else node.index
+                    label = pictures.labels.visible(bridge.to_single_str_token(token))
+                nodes[str(node)] = pictures.CircuitNode(column=column, label=label, position=node.pos)
+        given = {"nodes": nodes, "tokens": bridge.to_str_tokens(tokens[0]), "measure": "contribution"}
+        return pictures.circuit(edges, **(given | {"title": "Attribution graph"} | options))
+
+
+def _column(node: Node, n_layers: int) -> tuple[int, str]:
+    """Where a node stands from left to right, and what is written on it."""
+    if node.kind == "token":
+        return 0, ""
+    if node.kind == "logit":
+        return 3 * n_layers + 1, ""
+    _, layer, point = node.point.split(".", 2)
+    part = 1 if "attn" in point or "resid_pre" in point else 2 if "mlp" in point or "resid_mid" in point else 3
+    return 3 * int(layer) + part, f"L{layer} error" if node.kind == "error" else f"L{layer} #{node.index}"
+
 
 @refuse_wrong_types
 def attribution_graph(
@@ -175,6 +220,8 @@ def attribution_graph(
         True
         >>> graph.influence().shape == (len(graph.nodes),)
         True
+        >>> graph.draw(6, bridge, bridge.to_tokens("Mary and John"))
+        Picture('Attribution graph')
     """
     if bridge.training:
         raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")

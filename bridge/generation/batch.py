@@ -17,10 +17,11 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from adapters.imports.versions import check_batching
+from bridge.bases.trials import read_by
 from bridge.cache.activation_cache import ActivationCache
 from bridge.generation.capacity import Capacity, capacity_for
 from bridge.generation.options import check_generates
-from bridge.generation.packed import Edit, Packed, PackedHook, PackedRequest, check_tells_apart, together
+from bridge.generation.packed import Edit, Packed, PackedHook, PackedRequest, TellsApart, check_tells_apart, together
 from bridge.generation.prompt import Generates, decode
 from bridge.hooks.arguments import shown
 from bridge.hooks.context import CURRENT, ForwardPass, Generation, RunContext
@@ -30,8 +31,13 @@ from bridge.hooks.names import NamesFilter
 from bridge.interventions.operation import Operation
 from bridge.run.checks import check_ids
 from bridge.run.hooked import check_specs
+from bridge.run.memory import free_memory
 from bridge.run.protocol import HookSpec
 from bridge.run.tokenization import TextOptions, batch_of
+
+#: A packed pass has the model's configuration say that it is not causal until it is over (transformers 5.23). No other
+#: pass of the model may begin meanwhile: it would see later tokens.
+_TURN = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ def generate_batch(
         prompts: as tokens.
         interventions, each, options: as there.
     """
-    bridge.wiring.refuse_spread("generate_batch")
+    bridge.wiring.refuse_own_rows("generate_batch")
     check_batching()
     check_generates(bridge)
     if bridge.core.config.is_encoder_decoder or not hasattr(bridge.core, "init_continuous_batching"):
@@ -133,9 +139,14 @@ def generate_batch(
         (good if request.error is None else failed).append(request)
     if not good:
         return iter([_answer(bridge, request, [], ()) for request in failed])
-    room = capacity_for(bridge.core, [len(request.prompt) for request in good], options.max_new_tokens)
+    lengths = [len(request.prompt) for request in good]
+    bridge.wiring.check_all_alike([[hook.name for hook in (*edits, *captured)], prompts, options.max_new_tokens])
+    free = bridge.wiring.least(free_memory(bridge.core.device))
+    room = capacity_for(bridge.core, lengths, options.max_new_tokens, free)
     batch = _Batch(bridge, good, edits, captured, options, room)
-    return _answers(batch, failed)
+    answers = _answers(batch, failed)
+    # Where processes share the model, nothing else may be asked of it meanwhile: all are made before one is given.
+    return answers if bridge.wiring.group is None else iter(list(answers))
 
 
 def _edits(
@@ -199,6 +210,8 @@ class _Batch:
         self._lock = threading.Lock()
         self._packed: Packed | None = None
         self._pass: ForwardPass | None = None
+        self._passing: int | None = None  # the thread of our pass
+        self._turns = threading.local()
         self._whole_logits = any(hook.name.startswith("unembed") for hook in (*edits, *captured))
         self.scope = Scope()
         self._gave_whole_logits = False
@@ -250,6 +263,8 @@ class _Batch:
             edits = self._edits.get(hook, ())
             at_point = PackedHook(self._now, edits, hook in self.captured, self.fail)
             members.append((hook, Listener("fwd" if edits else "read", at_point, self.scope)))
+        for hook, name in read_by([*self._edits, *self.captured]).items():
+            members.append((wiring.points[name], Listener("read", TellsApart(self._now, hook), self.scope)))
         wiring.attach_members(members, self.scope)
         handles = [
             core.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
@@ -264,8 +279,9 @@ class _Batch:
         self._waiting.clear()
         self.manager.stop(block=True, hard_stop=True)
         self.manager.destroy()
-        for handle in handles:
-            handle.remove()
+        with _TURN:
+            for handle in handles:
+                handle.remove()
         self.bridge.wiring.detach_scope(self.scope)
 
     def feed(self) -> None:
@@ -304,9 +320,18 @@ class _Batch:
         return processor is not None and kwargs.get("cache") is processor.cache
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The pass begins: whose tokens are in it, in which context its hooks run."""
-        if not self._is_ours(kwargs):
+        """The pass begins, when no other is under way: whose tokens are in it, in which context its hooks run."""
+        ours = self._is_ours(kwargs)
+        if self._passing == threading.get_ident():
+            raise RuntimeError(
+                "a function of generate_batch runs the model inside of a pass of many requests, in which it is not "
+                "causal: run it before or afterwards"
+            )
+        _TURN.acquire()
+        self._turns.taken = getattr(self._turns, "taken", 0) + 1
+        if not ours:
             return None
+        self._passing = threading.get_ident()
         processor = self.manager.batch_processor
         assert processor is not None
         packing = processor.inputs_and_outputs
@@ -331,8 +356,21 @@ class _Batch:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The pass is over."""
-        if not self._is_ours(kwargs) or self._pass is None:
-            return None
+        ours = self._is_ours(kwargs)
+        if not ours and self._passing == threading.get_ident():
+            return None  # it was refused
+        try:
+            return self._ended(kwargs, output) if ours and self._pass is not None else None
+        finally:
+            if ours:
+                self._passing = None
+            if getattr(self._turns, "taken", 0):
+                self._turns.taken -= 1
+                _TURN.release()
+
+    def _ended(self, kwargs: dict[str, Any], output: Any) -> Any:
+        """What is left of our pass, and what it gives."""
+        assert self._pass is not None
         self._pass.end()
         self._pass = None
         CURRENT.set(RunContext(frozenset((self.scope,))))

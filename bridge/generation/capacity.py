@@ -61,13 +61,14 @@ class Capacity:
         )
 
 
-def capacity_for(model: PreTrainedModel, prompts: Sequence[int], new: int) -> Capacity:
+def capacity_for(model: PreTrainedModel, prompts: Sequence[int], new: int, free: int | None = None) -> Capacity:
     """What there is room for.
 
     Args:
         model: the model.
         prompts: the lengths of the prompts.
         new: the new tokens of each.
+        free: bytes of memory; None: those that are free on the model's device.
 
     Raises:
         ValueError: the memory that is free does not hold the longest request alone.
@@ -82,7 +83,7 @@ def capacity_for(model: PreTrainedModel, prompts: Sequence[int], new: int) -> Ca
     tokens = max(longest, min(sum(prompts), most), min(len(prompts), most))
     mask = 2 * tokens * item * _PAGE  # for each page: the masks of full and of windowed attention
     wanted = sum(Capacity(tokens, 0, _PAGE).pages_of(length, new) for length in prompts)
-    free = int(_SHARE * free_memory(model.device)) - 2 * tokens * tokens * item
+    free = int(_SHARE * (free_memory(model.device) if free is None else free)) - 2 * tokens * tokens * item
     pages = min(wanted, max(0, free) // (page + mask))
     room = Capacity(tokens, pages, _PAGE)
     if not room.fits(longest, new):

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bridge.bases.trials import reconstructed
 from bridge.hooks.context import CURRENT, Generation, RunContext
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import HookFunction, Listener
 from bridge.hooks.results import checked
+from bridge.hooks.rounding import close
 from bridge.interventions.operation import Operation
 
 #: A hook point's function, for one request (by its number) or, with None, for all.
@@ -198,6 +200,34 @@ class PackedHook:
         if found is None:
             found = self._edits[index] = [fn for who, fn in self._order if who is None or who == index]
         return found
+
+
+class TellsApart:
+    """The listener's function where the features of a basis are read: whether it gives each request its own.
+
+    Args:
+        now: tells the pass that is under way.
+        basis: the point in the basis.
+    """
+
+    in_run = True
+
+    def __init__(self, now: Callable[[], Packed], basis: HookPoint) -> None:
+        self._now, self._basis, self._tried = now, basis, False
+
+    def __call__(self, act: Tensor, hook: HookPoint) -> None:
+        now = self._now()
+        if self._tried or len(now.parts) == 1:
+            return
+        self._tried = True
+        whole = reconstructed(self._basis, act)
+        for part in now.parts:
+            mine = slice(*part.queries)
+            if not close(whole[:, mine], reconstructed(self._basis, act[:, mine])):
+                raise ValueError(
+                    f"the basis of {self._basis.name} makes of a position what depends on others: in a pass of many "
+                    "requests these are other people's: use bridge.generate"
+                )
 
 
 def _of_each_token(fn: HookFunction) -> bool:

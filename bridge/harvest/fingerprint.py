@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from adapters.offloaded import whole
 from adapters.views.basis import InBasis
 from bridge.bases.placing import modules_of
 from bridge.bridge import TransformerBridge
@@ -63,7 +64,7 @@ def add_tensor(total: Hash, tensor: Tensor) -> None:
 
 
 def of_module(module: nn.Module) -> str:
-    """The hash of a module's parameters and buffers, with their names.
+    """The hash of a module's parameters and buffers, with their names. Those that are spread are put together.
 
     Args:
         module: the module.
@@ -71,7 +72,7 @@ def of_module(module: nn.Module) -> str:
     total = xxhash.xxh3_128()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         total.update(name.encode())
-        add_tensor(total, tensor)
+        add_tensor(total, whole(tensor))
     return total.hexdigest()
 
 
@@ -83,7 +84,7 @@ def of_model(bridge: TransformerBridge) -> dict[str, str]:
         bridge: the bridge.
     """
     config = bridge.core.config.to_dict()
-    for varying in ("_name_or_path", "transformers_version", "architectures"):
+    for varying in ("_name_or_path", "transformers_version", "architectures", "distributed_config"):
         config.pop(varying, None)
     placed = bridge.bases
     adapters = adapters_at_work(bridge.original_model)
@@ -192,8 +193,8 @@ def _add(total: Hash, value: object, seen: tuple[int, ...]) -> None:
         add_tensor(total, torch.from_numpy(np.ascontiguousarray(value)))
     elif isinstance(value, types.FunctionType):
         _add_function(total, value, seen)
-    elif (whole := _whole(value)) is not None:
-        total.update(whole)
+    elif (plain := _whole(value)) is not None:
+        total.update(plain)
     else:
         own, parts = _taken_apart(value)
         total.update(own)

@@ -179,7 +179,7 @@ class ModelSource:
         Raises:
             TypeError: it is neither a bridge nor a name.
             HarvestError: a bridge in training mode or with hooks of its own, or a device or type for a bridge.
-            ValueError: a bridge of a model that is spread over processes.
+            ValueError: a bridge of a model whose processes have rows of their own.
         """
         if isinstance(model, str):
             name = None if device is None else str(device)
@@ -190,7 +190,7 @@ class ModelSource:
             raise HarvestError(
                 "device and model_dtype are for a model that is loaded by name: move the bridge yourself"
             )
-        model.wiring.refuse_spread("a harvest")
+        model.wiring.refuse_own_rows("a harvest")
         if model.training:
             raise HarvestError(
                 "the model is in training mode, where dropout would change what is harvested: bridge.eval() first"

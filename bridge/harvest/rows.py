@@ -17,6 +17,7 @@ from bridge.harvest.errors import HarvestError
 from bridge.harvest.options import HarvestOptions
 from bridge.harvest.packing import ShardInput
 from bridge.harvest.reductions import ChosenRows, TopPositions, choose
+from bridge.harvest.together import Together
 
 #: The columns of every row that say where it is from, and their types.
 ID_COLUMNS = {
@@ -84,6 +85,7 @@ class RowMaker:
         bridge: the bridge, in evaluation mode.
         options: what decides the rows.
         batch_size: inputs of full length in one forward pass. Where memory runs out it is halved, for good.
+        together: tells other processes that share the model.
 
     Attributes:
         points: the hook points' canonical names.
@@ -94,8 +96,10 @@ class RowMaker:
         UnknownHookError: a name that no hook point has.
     """
 
-    def __init__(self, bridge: TransformerBridge, options: HarvestOptions, batch_size: int) -> None:
-        self.bridge, self.options, self.batch_size = bridge, options, batch_size
+    def __init__(
+        self, bridge: TransformerBridge, options: HarvestOptions, batch_size: int, together: Together | None = None
+    ) -> None:
+        self.bridge, self.options, self.batch_size, self._together = bridge, options, batch_size, together
         hooks = list(dict.fromkeys(bridge.names.find(name) for name in options.hook_points))
         self.points = [hook.name for hook in hooks]
         self._hooks = hooks
@@ -211,6 +215,8 @@ class RowMaker:
             ours += time.perf_counter() - start
 
         start = time.perf_counter()
+        if self._together is not None:
+            self._together.tell("run", tokens, mask, self.points, self._stop, self._arguments)
         run(self.bridge, tokens, mask, self._hooks, self._interventions, self._stop, self._arguments, take)
         self.model_seconds += time.perf_counter() - start - ours
         missing = [name for name in self.points if name not in found]

@@ -35,6 +35,7 @@ from bridge.harvest.reductions import Reduction, Rows, TopPositions
 from bridge.harvest.rows import RowMaker, default_batch_size
 from bridge.harvest.sources import Source, as_source
 from bridge.harvest.storage import Folder, Manifest, ShardRecord
+from bridge.harvest.together import Together
 from bridge.hooks.listener import HookFunction
 from bridge.version import __version__
 
@@ -127,7 +128,6 @@ def harvest(
         >>> report.rows
         4
     """
-    began = time.perf_counter()
     for name, choice, choices in (("dtype", dtype, DType), ("format", format, FileFormat), ("engine", engine, Engine)):
         check_choice(name, choice, choices)
     _check_numbers(context_size, tokens_per_shard, workers, max_tokens, batch_size)
@@ -139,6 +139,9 @@ def harvest(
     if engine == "ray":
         installed()
     spec = ModelSource.of(model, device, model_dtype)
+    group = None if spec.bridge is None else spec.bridge.wiring.group
+    if engine == "ray" and group is not None:
+        raise HarvestError("a worker of Ray is one process, and this model is shared by several: engine='local'")
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(spec)
     reader_source = as_source(source, column)
     separator_id = special_id(tokenizer, separator)
@@ -154,22 +157,42 @@ def harvest(
         "asked": digest(json.dumps([asked.describe(asked.hook_points, batch_size or 0, ""), prepend_bos])),
         "tokenizer": None if tokenizer is None else of_tokenizer(tokenizer),
     }
-    folder = Folder(out)
+    together = None if group is None else Together(group)
+    pool = WorkerPool(workers, cpus_per_worker, gpus_per_worker, address) if engine == "ray" else None
+    made = partial(
+        _harvested, spec, asked, reader_source, tokenizer, prepend_bos, Folder(out), quick, pool, progress, together
+    )
+    if together is None:
+        return made()
+    assert spec.bridge is not None
+    return together.lead(made) if together.leads else together.follow(spec.bridge, interventions)
+
+
+def _harvested(
+    spec: ModelSource, asked: HarvestOptions, source: Source, tokenizer: Any, prepend_bos: bool | None, folder: Folder,
+    quick: dict[str, Any], pool: WorkerPool | None, progress: bool | Callable[[Progress], object],
+    together: Together | None,
+) -> Report:  # fmt: skip
+    """What `harvest` does in the process that writes."""
+    began, gpus, known = time.perf_counter(), bool(pool and pool.gpus > 0), quick["model"][3] is not None
     with folder.locked():
         manifest = folder.manifest()
-        if manifest is not None and manifest.complete and files is not None and manifest.quick == quick:
-            _check_source(manifest, reader_source)
+        if manifest is not None and manifest.complete and known and manifest.quick == quick:
+            _check_source(manifest, source)
             return _report(folder, manifest, 0, time.perf_counter() - began, None)
         bridge = (replace(spec, device=None) if gpus else spec).load()
         kind = "cuda" if gpus else torch.device(bridge.cfg.device).type
+        batch_size = asked.batch_size
         if batch_size is None:
-            batch_size = default_batch_size(context_size, kind)
+            batch_size = default_batch_size(asked.tokens.context_size, kind)
             if manifest is not None:
                 batch_size = int(manifest.options.get("batch_size", batch_size))
         bos = bos_id(tokenizer, prepend_bos, bridge.cfg.default_prepend_bos)
         options = replace(asked, tokens=replace(asked.tokens, bos=bos))
-        maker = RowMaker(bridge, options, batch_size)
-        planned = _manifest(bridge, maker, options, batch_size, kind, quick, reader_source)
+        maker = RowMaker(bridge, options, batch_size, together)
+        if together is not None:
+            together.tell("weights")
+        planned = _manifest(bridge, maker, options, batch_size, kind, quick, source)
         if manifest is None:
             _refuse_foreign(folder)
             manifest = planned
@@ -177,20 +200,19 @@ def harvest(
         else:
             _refuse_mixing(folder, manifest, planned)
             if manifest.complete:
-                _check_source(manifest, reader_source)
+                _check_source(manifest, source)
                 return _report(folder, manifest, 0, time.perf_counter() - began, None)
             folder.clean()
         weights = str(planned.model["weights"])
-        if engine == "ray" and spec.bridge is None:
+        if pool is not None and spec.bridge is None:
             del bridge, maker  # the workers have their own
-        reader = SourceReader(reader_source, tokenizer, options.tokens)
-        if engine == "local":
-            run: Runs = partial(run_local, maker, folder, format)
+        reader = SourceReader(source, tokenizer, options.tokens)
+        if pool is None:
+            run: Runs = partial(run_local, maker, folder, options.format)
         else:
-            pool = WorkerPool(workers, cpus_per_worker, gpus_per_worker, address)
             run = partial(_on_ray, pool, spec, options, batch_size, folder, weights)
-        meter = _write(manifest, reader, options, progress, workers if engine == "ray" else 1, run)
-        _finish(folder, manifest, reader, max_tokens)
+        meter = _write(manifest, reader, options, progress, 1 if pool is None else pool.workers, run)
+        _finish(folder, manifest, reader, options.max_tokens)
     return _report(folder, manifest, meter.shards, time.perf_counter() - began, meter.now())
 
 

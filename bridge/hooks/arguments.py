@@ -160,7 +160,7 @@ def _fits_part(value: object, part: Any) -> bool:
     if isinstance(value, Tensor) and inspect.isclass(origin):
         return value.ndim > 0 and issubclass(Tensor, origin)
     if hasattr(value, "__array__") and inspect.isclass(origin):
-        return issubclass(list, origin)
+        return isinstance(value, origin) or issubclass(list, origin)
     from beartype import BeartypeConf  # imported by what needs it: few calls do
     from beartype.door import is_bearable
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
-from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,10 @@ from bridge.hooks.recomputation import refuse_older_checkpointing, refuse_unknow
 from bridge.hooks.results import checked, listen_backward, replaces_activation, version_of, wants_gradients
 from bridge.hooks.shown import copy_to_show, keep_gradients_of_all
 
+__all__ = ["HookPoint"]
+
+T = TypeVar("T")
+
 
 class AttachesListeners(Protocol):
     """What attaches listeners to hook points, and detaches them."""
@@ -26,6 +30,9 @@ class AttachesListeners(Protocol):
 
     def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
         """Removes listeners."""
+
+    def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
+        """What a function makes of a gradient, if processes that share the model make the same of it."""
 
 
 class Attachment:
@@ -37,20 +44,20 @@ class Attachment:
         attaches: attaches and removes it.
 
     Attributes:
-        hook: likewise.
+        hook, listener: likewise.
     """
 
     def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
-        self.hook, self._listener, self._attaches = hook, listener, attaches
+        self.hook, self.listener, self._attaches = hook, listener, attaches
 
     def attach(self) -> None:
         """Attaches it, if it is not attached already."""
-        if self._listener not in self.hook.listeners:
-            self._attaches.add(self.hook, self._listener)
+        if self.listener not in self.hook.listeners:
+            self._attaches.add(self.hook, self.listener)
 
     def remove(self) -> None:
         """Removes it. Doing it twice does nothing."""
-        self._attaches.remove(self.hook, (self._listener,))
+        self._attaches.remove(self.hook, (self.listener,))
 
 
 class Handle(Attachment):
@@ -73,12 +80,12 @@ class Handle(Attachment):
     @property
     def is_permanent(self) -> bool:
         """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
-        return self._listener.permanent
+        return self.listener.permanent
 
     @property
     def context_level(self) -> int | None:
         """The level that it was added at."""
-        return self._listener.level
+        return self.listener.level
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Handle) and self._listener is other._listener
@@ -135,16 +142,21 @@ class HookPoint:
         """The functions of gradients that were added to it, by their handles."""
         return [Handle(self, listener, self._attaches) for listener in self.listeners if listener.kind == "bwd"]
 
-    def set_listeners(self, listeners: tuple[Listener, ...]) -> None:
-        """Replaces all listeners, and chooses what is done with an activation while these are there."""
-        self.listeners = listeners
-        self._path = HookPoint._read
-        for listener in listeners:
-            if listener.kind in ("bwd", "edge"):
-                self._path = HookPoint._edit_with_gradients
-                break
-            if listener.kind != "read":
-                self._path = HookPoint._edit
+    def add_listener(self, listener: Listener, prepend: bool = False) -> None:
+        """Adds a listener, and chooses what is done with an activation while it is there."""
+        self.listeners = (listener, *self.listeners) if prepend else (*self.listeners, listener)
+        if listener.kind in ("bwd", "edge"):
+            self._path = HookPoint._edit_with_gradients
+        elif listener.kind != "read" and self._path is HookPoint._read:
+            self._path = HookPoint._edit
+
+    def keep_listeners(self, left: Iterable[Listener]) -> None:
+        """Takes all listeners away but these."""
+        self.listeners, self._path = (), HookPoint._read
+        kept = tuple(left)
+        for one in {listener.kind: listener for listener in kept}.values():  # the path depends on their kinds
+            self.add_listener(one)
+        self.listeners = kept
 
     def layer(self) -> int:
         """The index of the block that the hook point belongs to.
@@ -350,8 +362,11 @@ class HookPoint:
             changed = True  # the gradient has to flow through the activation as it is seen
         x = self._put(x, act, changed, call, context, view)
         for listener in backward:
-            listen_backward(listener, x if view.identity else act, self)
+            listen_backward(listener, x if view.identity else act, self, self._compared)
         return x
+
+    def _compared(self, make: Callable[[], Any], given: Tensor) -> Any:
+        return self._attaches.compared(make, given, self)
 
     # What a hook does at a site, in a run and in a program: they differ in the pass.
 

@@ -54,13 +54,14 @@ class Listener:
         permanent, level: what `reset_hooks` asks for.
         named: its hook point was chosen by name, not by a filter.
         deferrable: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
+        optional: of a ``read``: where there is nothing to see, it does without, and a warning says so.
 
     Attributes:
         in_run: the function is a part of the run: hooks and caches see what it computes with the model. It says so by
             an attribute of this name.
     """
 
-    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "named", "permanent", "scope")
+    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "named", "optional", "permanent", "scope")
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class Listener:
         level: int | None = None,
         deferrable: bool = False,
         named: bool = False,
+        optional: bool = False,
     ) -> None:
-        self.in_run, self.named = getattr(fn, "in_run", False) is True, named
+        self.in_run, self.named, self.optional = getattr(fn, "in_run", False) is True, named, optional
         self.kind, self.fn, self.scope = kind, fn, scope
         self.permanent, self.level, self.deferrable = permanent, level, deferrable

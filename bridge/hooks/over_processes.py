@@ -6,39 +6,29 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from adapters.gathering import Cut, agreed
+from adapters.gathering import Cut
 from bridge.hooks.hook_point import HookPoint
 
 
-def agreed_part(
-    x: Tensor,
-    cut: Cut | None,
-    points: Sequence[HookPoint],
-    see: Callable[[Tensor], Tensor],
-    group: ProcessGroup | None = None,
-) -> Tensor:
-    """What hooks make of a tensor, as the part of it that this process continues with.
+def agreed_part(x: Tensor, cut: Cut, points: Sequence[HookPoint], see: Callable[[Tensor], Tensor]) -> Tensor:
+    """What hooks make of a tensor, as the part of it that this process is to go on with.
 
     Args:
         x: the part of this process, or all of it.
-        cut: how it is cut; None: it is whole.
+        cut: how it is spread.
         points: the hook points that are shown it.
         see: shows them the whole, and returns what they make of it.
-        group: the processes, where it is whole.
 
     Raises:
         DifferentEditsError: they make something else on another process, or failed there.
     """
-    group = group if cut is None else cut.group
-    editors = [point for point in points if any(listener.kind != "read" for listener in point.visible_listeners())]
-    everything = x if cut is None else cut.whole(x)
-    if editors:
-        assert group is not None
-        new = agreed(lambda: see(everything), editors[0].name, group)
-    else:
-        new = see(everything)
-    if cut is None:
-        return new
+    assert cut.peers is not None
+    kinds = {point.name: {listener.kind for listener in point.visible_listeners()} for point in points}
+    editors = [name for name, found in kinds.items() if not found <= {"read"}]
+    followed = [name for name, found in kinds.items() if "follow" in found]
+    if followed:  # a trace may ask on one process alone
+        cut.peers.meet(followed[0])
+    everything = cut.whole(x)
+    new = cut.peers.agreed(lambda: see(everything), editors[0]) if editors else see(everything)
     return x if new is everything and not (editors and torch.is_grad_enabled()) else cut.part(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from adapters.views import View
 from bridge.hooks.context import CURRENT, NamedPoint, in_context
 from bridge.hooks.listener import Listener
+
+#: Calls what makes something of a gradient, and compares that over processes.
+Compared = Callable[[Callable[[], Any], Tensor], Any]
 
 
 def checked(new: Any, old: Tensor, listener: Listener, point: NamedPoint) -> Tensor:
@@ -86,7 +90,7 @@ def version_of(x: Tensor) -> int | None:
     return x._version if torch.compiler.is_compiling() or not x.is_inference() else None
 
 
-def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint) -> None:
+def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint, compared: Compared) -> None:
     """Shows the gradient of an activation to a listener when there is one.
 
     Autograd may call it on a thread of its own, where nothing of the caller's context is known: the scopes that are
@@ -103,7 +107,7 @@ def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint) -> None
         given = gradient.clone()  # autograd may hand the same tensor to others
         version = version_of(given)
         with in_context(context):
-            new = context.call_user_function(listener, given, point)
+            new = compared(lambda: context.call_user_function(listener, given, point), given)
         if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
             (new,) = new
         if new is None:

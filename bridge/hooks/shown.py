@@ -65,10 +65,10 @@ def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
         given: what a function has just been shown.
         shown: what those before it were shown.
     """
-    if not shown or torch.compiler.is_compiling():
+    if not shown or torch.compiler.is_compiling() or not given.retains_grad:
         return
     before = [x for x in shown if x.retains_grad and x.grad_fn is given.grad_fn and x is not given]
-    if not (before and given.retains_grad):
+    if not before:
         return
     held = weakref.ref(before[-1])
 

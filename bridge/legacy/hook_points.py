@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+<<<<<<< HEAD
 from typing import Any, Literal, NamedTuple
+=======
+from typing import Any, NamedTuple, TypeVar
+>>>>>>> main
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,8 @@ from bridge.hooks.hook_point import AttachesListeners, Handle
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names, NamesFilter
 from bridge.legacy.table import why_not
+
+T = TypeVar("T")
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None.
 HookFunction = Callable[..., Any]
@@ -50,11 +56,15 @@ class StandaloneHooks:
 
     def add(self, point: bridge_point.HookPoint, listener: Listener, prepend: bool = False) -> None:
         """Attaches a listener."""
-        point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
+        point.add_listener(listener, prepend)
 
     def remove(self, point: bridge_point.HookPoint, gone: tuple[Listener, ...]) -> None:
         """Removes listeners."""
-        point.set_listeners(tuple(listener for listener in point.listeners if listener not in gone))
+        point.keep_listeners(listener for listener in point.listeners if listener not in gone)
+
+    def compared(self, make: Callable[[], T], given: Tensor, point: bridge_point.HookPoint) -> T:
+        """What a function makes of a gradient: it belongs to no model that others would share."""
+        return make()
 
 
 def point_named(name: str, depth: int = -1, stacks: Collection[str] | None = None) -> Point:

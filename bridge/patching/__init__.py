@@ -7,6 +7,7 @@ time with one activation replaced by what it was in the clean run, and a metric 
 """
 
 from bridge.patching.ablations import ablated
+from bridge.patching.everything import PatchedEverything, patch_everything
 from bridge.patching.generic import (
     Metric,
     generic_activation_patch,
@@ -48,6 +49,7 @@ from bridge.patching.standard import (
 __all__ = [
     "Metric",
     "PatchSetter",
+    "PatchedEverything",
     "ablated",
     "generic_activation_patch",
     "get_act_patch_attn_head_all_pos_every",
@@ -78,4 +80,5 @@ __all__ = [
     "layer_pos_head_vector_patch_setter",
     "layer_pos_patch_setter",
     "make_df_from_ranges",
+    "patch_everything",
 ]

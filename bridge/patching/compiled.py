@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
+from bridge.patching.measured import mixing_rows
 from bridge.patching.memory import tokens_per_run
 from bridge.patching.steps import PatchStep
 
@@ -38,11 +39,15 @@ def compiled_sweep(
         options: of `torch.compile`.
 
     Raises:
-        ValueError: the activations have no batch axis, or other shapes in other layers.
+        ValueError: the activations have no batch axis, or other shapes in other layers; or a basis mixes rows.
     """
     hooks = list(dict.fromkeys(step.hook for step in steps))
     names = [hook.name for hook in hooks]
     batch, given = len(tokens), {} if attention_mask is None else {"attention_mask": attention_mask}
+    if mixed := mixing_rows(model, tokens, hooks, attention_mask):
+        raise ValueError(
+            f"the basis of {mixed[0]} mixes the rows of a batch, which are patches here: use compiled=False"
+        )
     with torch.no_grad():
         logits, cache = model.run_with_cache(tokens, names_filter=names, attention_mask=attention_mask)
         shapes = {tuple(cache[name].shape) for name in names}

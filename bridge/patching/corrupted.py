@@ -14,10 +14,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from adapters.inputs.arguments import gives_cache
 from bridge.bridge import TransformerBridge
+from bridge.hooks.rounding import close
 from bridge.run.layer_range import StopRun
-
-#: How far logits of the same computation in another batch may be from each other, of the largest of them.
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class CorruptedRun:
@@ -180,17 +178,6 @@ class _KeysAlone(DynamicCache):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         super().update(key_states, value_states, *args, **kwargs)
         raise StopRun(key_states)
-
-
-def close(found: Tensor, right: Tensor) -> bool:
-    """Whether two results are the same but for the rounding of another batch.
-
-    Args:
-        found: the one.
-        right: the other.
-    """
-    tolerance = ROUNDING.get(right.dtype, 10 * torch.finfo(right.dtype).eps) * right.abs().max().item()
-    return found.shape == right.shape and torch.allclose(found, right, rtol=0, atol=tolerance)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -65,7 +65,8 @@ def generic_activation_patch(
         activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``; of a point
             in a basis ``"resid_pre.NAME"``.
         index_axis_names: what to go through, the layer first: all combinations of ``"layer"``, ``"pos"``, ``"head"``
-            (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``, and of a point in a basis ``"feature"``.
+            (or ``"head_index"``), ``"dest_pos"``, ``"src_pos"``, and of a point in a basis ``"feature"`` (last; of
+            features of each head after ``"head"``).
         index_df: instead, a pandas data frame with an index in each row, the layer first.
         return_index_df: also return the data frame of indices. This needs pandas.
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.

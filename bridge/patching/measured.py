@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from adapters.views.basis import InBasis
+from bridge.bases.trials import by_position, by_row, read_by
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
 from bridge.patching.corrupted import CorruptedRun
@@ -19,7 +19,7 @@ from bridge.patching.memory import tokens_per_run
 from bridge.patching.regions import changed_positions, differences
 from bridge.patching.runs import PatchedRuns, may_start_later
 from bridge.patching.steps import PatchStep
-from bridge.patching.sweep import Job, Patch, Sweep, by_position, starts_at_first
+from bridge.patching.sweep import Job, Patch, Sweep, starts_at_first
 
 #: From the logits ``[batch, pos, d_vocab]`` of one patched run to a number.
 Number = Callable[[Float[Tensor, "batch pos d_vocab"]], float]
@@ -56,6 +56,29 @@ def measure(
     return _one_by_one(model, tokens, steps, metric, attention_mask, patches_per_run, report)
 
 
+def mixing_rows(
+    model: TransformerBridge,
+    tokens: Int[Tensor, "batch pos"],
+    hooks: Sequence[HookPoint],
+    attention_mask: Int[Tensor, "batch pos"] | None,
+) -> list[str]:
+    """The hook points in a basis that makes something else of a row in another batch.
+
+    Args:
+        model: the bridge.
+        tokens: the prompts that it is tried on.
+        hooks: any hook points.
+        attention_mask: 1 for tokens and 0 for padding; None: no padding.
+    """
+    if not (reads := read_by(hooks)):
+        return []
+    with torch.no_grad():
+        _, cache = model.run_with_cache(
+            tokens, names_filter=list(dict.fromkeys(reads.values())), attention_mask=attention_mask
+        )
+        return [hook.name for hook, name in reads.items() if not by_row(hook, cache[name])]
+
+
 def _one_by_one(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
@@ -67,6 +90,8 @@ def _one_by_one(
 ) -> list[float]:
     """Each patch by a run through all positions; with ``"auto"`` alone, as hooks of the user may see batches."""
     together = 1 if patches_per_run == "auto" else patches_per_run
+    if together > 1 and mixing_rows(model, tokens, [step.hook for step in steps], attention_mask):
+        together = 1
     runs = PatchedRuns(model, tokens, [step.hook.point.depth for step in steps], attention_mask)
     results: list[float] = []
     for hook, group in itertools.groupby(steps, key=lambda step: step.hook):
@@ -93,27 +118,16 @@ class _Measured:
         self.model, self.steps, self.metric, self.patches_per_run = model, steps, metric, patches_per_run
         self.hooks = list(dict.fromkeys(step.hook for step in steps))
         keep = [step.hook.name for step in steps if step.region is not None]
-        keep += self._reads().values()
+        keep += read_by(self.hooks).values()
         layers = [hook.point.depth for hook in self.hooks]
         self.run = CorruptedRun(model, tokens, layers, list(dict.fromkeys(keep)), attention_mask)
-        self.possible = self._without_gradients()
+        bases = [(hook, self.run.kept[name]) for hook, name in read_by(self.hooks).items()]
+        self.possible = self._without_gradients() and all(by_row(hook, read) for hook, read in bases)
         if self.possible:
-            self.whole = {
-                hook
-                for hook, name in self._reads().items()
-                if isinstance(hook.view, InBasis) and not by_position(hook.view, self.run.kept[name])
-            }
+            self.whole = {hook for hook, read in bases if not by_position(hook, read)}
             self.jobs = self._jobs()
             # Where each patch leaves the first positions alone, no run has all of them.
             self.possible = not starts_at_first(self.jobs, self.run.length) or self.run.steps
-
-    def _reads(self) -> dict[HookPoint, str]:
-        """Of hook points in a basis, the names of those that their features are of."""
-        found = {}
-        for hook in self.hooks:
-            if isinstance(hook.view, InBasis):
-                found[hook] = hook.view.reads[0] if hook.view.reads else hook.name.rpartition(".")[0]
-        return found
 
     def _without_gradients(self) -> bool:
         """Whether the metric can do without gradients."""

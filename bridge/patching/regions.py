@@ -10,10 +10,12 @@ from torch import Tensor
 
 from bridge.patching.setters import (
     PatchSetter,
+    layer_feature_patch_setter,
     layer_head_dest_src_pos_pattern_patch_setter,
     layer_head_pattern_patch_setter,
     layer_head_pos_pattern_patch_setter,
     layer_head_vector_patch_setter,
+    layer_pos_feature_patch_setter,
     layer_pos_head_vector_patch_setter,
     layer_pos_patch_setter,
 )
@@ -38,6 +40,8 @@ REGIONS: dict[PatchSetter, Region] = {
     layer_pos_patch_setter: Region((0,), 0, False),
     layer_pos_head_vector_patch_setter: Region((0, 1), 0, False),
     layer_head_vector_patch_setter: Region((1,), 0, False),
+    layer_pos_feature_patch_setter: Region((0, 1), 0, False),
+    layer_feature_patch_setter: Region((1,), 0, False),
     layer_head_pattern_patch_setter: Region((0,), 1, True),
     layer_head_pos_pattern_patch_setter: Region((0, 1), 1, True),
     layer_head_dest_src_pos_pattern_patch_setter: Region((0, 1, 2), 1, True),
@@ -61,6 +65,8 @@ def region_of(setter: PatchSetter, axes: str) -> Region | None:
     names = axes.split()
     if region is None or names[0] != "batch":
         return None
+    if setter in (layer_feature_patch_setter, layer_pos_feature_patch_setter) and len(names) == 4:
+        region = region._replace(axes=(*region.axes, 2))  # features of each head
     fits = names[2:] == ["pos", "key_pos"] if region.pattern else names[1] == "pos"
     return region if fits and max(region.axes) < len(names) - 1 else None
 

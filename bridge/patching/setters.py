@@ -49,12 +49,12 @@ def layer_pos_patch_setter(corrupted_activation: Tensor, index: Sequence[int], c
 def layer_pos_head_vector_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
-    """Patches one head at one position, for q, k, v, z and result; or one feature, for points in a basis.
+    """Patches one head at one position, for q, k, v, z and result.
 
     Args:
-        corrupted_activation: ``[batch, pos, head, d]``, or ``[batch, pos, feature]``.
-        index: ``[layer, pos, head]``, or ``[layer, pos, feature]``.
-        clean_activation: of the same axes.
+        corrupted_activation: ``[batch, pos, head, d]``.
+        index: ``[layer, pos, head]``.
+        clean_activation: ``[batch, pos, head, d]``.
 
     Returns:
         The corrupted activation, changed.
@@ -68,7 +68,7 @@ def layer_pos_head_vector_patch_setter(
         >>> layer_pos_head_vector_patch_setter(torch.zeros(1, 2, 2, 1), [0, 1, 0], torch.ones(1, 2, 2, 1)).flatten()
         tensor([0., 0., 1., 0.])
     """
-    _, pos, head = _named(index, "layer", "pos", "head or feature")
+    _, pos, head = _named(index, "layer", "pos", "head")
     return _patch(corrupted_activation, clean_activation, index, (_ALL, pos, head))
 
 
@@ -76,12 +76,12 @@ def layer_pos_head_vector_patch_setter(
 def layer_head_vector_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
-    """Patches one head at all positions, for q, k, v, z and result; or one feature, for points in a basis.
+    """Patches one head at all positions, for q, k, v, z and result.
 
     Args:
-        corrupted_activation: ``[batch, pos, head, d]``, or ``[batch, pos, feature]``.
-        index: ``[layer, head]``, or ``[layer, feature]``.
-        clean_activation: of the same axes.
+        corrupted_activation: ``[batch, pos, head, d]``.
+        index: ``[layer, head]``.
+        clean_activation: ``[batch, pos, head, d]``.
 
     Returns:
         The corrupted activation, changed.
@@ -95,7 +95,7 @@ def layer_head_vector_patch_setter(
         >>> layer_head_vector_patch_setter(torch.zeros(1, 2, 2, 1), [0, 1], torch.ones(1, 2, 2, 1)).flatten()
         tensor([0., 1., 0., 1.])
     """
-    _, head = _named(index, "layer", "head or feature")
+    _, head = _named(index, "layer", "head")
     return _patch(corrupted_activation, clean_activation, index, (_ALL, _ALL, head))
 
 
@@ -180,9 +180,60 @@ def layer_head_dest_src_pos_pattern_patch_setter(
     return _patch(corrupted_activation, clean_activation, index, (_ALL, head, dest, src))
 
 
-# A feature is picked as a head is.
-layer_feature_patch_setter = layer_head_vector_patch_setter
-layer_pos_feature_patch_setter = layer_pos_head_vector_patch_setter
+@refuse_wrong_types
+def layer_pos_feature_patch_setter(
+    corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
+) -> Tensor:
+    """Patches one feature at one position, for points in a basis.
+
+    Args:
+        corrupted_activation: ``[batch, pos, feature]``, or ``[batch, pos, head, feature]``.
+        index: ``[layer, pos, feature]``; of features of each head ``[layer, pos, head, feature]``.
+        clean_activation: of the same axes.
+
+    Returns:
+        The corrupted activation, changed.
+
+    Raises:
+        ValueError: the index has another length, or the two shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from bridge.patching import layer_pos_feature_patch_setter
+        >>> layer_pos_feature_patch_setter(torch.zeros(1, 2, 2), [0, 1, 0], torch.ones(1, 2, 2)).flatten()
+        tensor([0., 0., 1., 0.])
+    """
+    _, *place = _named(index, "layer", "pos", *_heads_of(corrupted_activation), "feature")
+    return _patch(corrupted_activation, clean_activation, index, (_ALL, *place))
+
+
+@refuse_wrong_types
+def layer_feature_patch_setter(corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor) -> Tensor:
+    """Patches one feature at all positions, for points in a basis.
+
+    Args:
+        corrupted_activation: ``[batch, pos, feature]``, or ``[batch, pos, head, feature]``.
+        index: ``[layer, feature]``; of features of each head ``[layer, head, feature]``.
+        clean_activation: of the same axes.
+
+    Returns:
+        The corrupted activation, changed.
+
+    Raises:
+        ValueError: the index has another length, or the two shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from bridge.patching import layer_feature_patch_setter
+        >>> layer_feature_patch_setter(torch.zeros(1, 1, 2, 2), [0, 1, 0], torch.ones(1, 1, 2, 2)).flatten()
+        tensor([0., 0., 1., 0.])
+    """
+    _, *place = _named(index, "layer", *_heads_of(corrupted_activation), "feature")
+    return _patch(corrupted_activation, clean_activation, index, (_ALL, _ALL, *place))
+
+
+def _heads_of(features: Tensor) -> list[str]:
+    return ["head"] if features.ndim == 4 else []
 
 
 def _named(index: Sequence[int], *axes: str) -> Sequence[int]:

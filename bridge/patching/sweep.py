@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adapters.views.basis import InBasis, dense
 from bridge.hooks.hook_point import HookPoint
-from bridge.patching.corrupted import CorruptedRun, close
+from bridge.patching.corrupted import CorruptedRun
 from bridge.patching.lazy_logits import LazyLogits, LogitsAt, lazy
 
 #: What a run costs besides its tokens, for each layer, in tokens of one layer: reading the weights, mostly. (A sweep of
@@ -222,22 +222,6 @@ def _patching(patches: Sequence[Patch], before: int, batch: int, rows: int) -> C
         return activation
 
     return patch
-
-
-def by_position(view: InBasis, read: Tensor) -> bool:
-    """Whether a basis gives each position the same, wherever it is and whatever the others are: tried on an activation.
-
-    Args:
-        view: what is seen in the basis.
-        read: what its features are of, ``[batch, pos, ...]``.
-    """
-
-    def reconstructed(x: Tensor) -> Tensor:
-        return view.basis.decode(dense(view.encode(x)))
-
-    moved = read.roll(1, 1)
-    moved[:, ::2] = 0
-    return read.shape[1] == 1 or close(reconstructed(moved)[:, 1::2], reconstructed(read).roll(1, 1)[:, 1::2])
 
 
 def patch_below_basis(job: Job, hooks: Mapping[str, HookPoint]) -> Job:

@@ -15,17 +15,22 @@ if _missing:
 
 from bridge.pictures.attention_grids import attention
 from bridge.pictures.expert_grids import routing
-from bridge.pictures.graphs import circuit
+from bridge.pictures.graphs import CircuitNode, circuit
 from bridge.pictures.heat_maps import attribution, composition, heads, heat_map, patching
 from bridge.pictures.lines import residual_norms
 from bridge.pictures.page import page
 from bridge.pictures.picture import Picture
-from bridge.pictures.token_cells import logit_lens
+from bridge.pictures.several import together
+from bridge.pictures.token_cells import chosen_lens, logit_lens
+from bridge.pictures.token_lines import attention_text, tokens
 
 __all__ = [
+    "CircuitNode",
     "Picture",
     "attention",
+    "attention_text",
     "attribution",
+    "chosen_lens",
     "circuit",
     "composition",
     "heads",
@@ -35,4 +40,6 @@ __all__ = [
     "patching",
     "residual_norms",
     "routing",
+    "together",
+    "tokens",
 ]

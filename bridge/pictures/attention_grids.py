@@ -13,6 +13,9 @@ from bridge.pictures.picture import Picture
 from bridge.pictures.style import diverging, sequential
 from bridge.pictures.values import checked, limit, names_for
 
+#: The pixels that an overview may take, across and down.
+SCREEN = (1100, 780)
+
 
 def attention(
     pattern: Float[Tensor, "..."],
@@ -61,6 +64,7 @@ def attention(
     labels = token_labels(tokens, values.shape[-2])
     keys = token_labels(tokens if key_tokens is None else key_tokens, values.shape[-1], "key tokens")
     many = values.ndim == 4
+    sides: tuple[list[str], list[str]] | None = None
     if not many and layers is not None:
         raise ValueError(f"layers names the layers of [layer, batch, head, query, key]; the shape is {shape}")
     n_heads = values.shape[-3] if values.ndim > 2 else 1
@@ -70,10 +74,15 @@ def attention(
         if len(numbers) != len(values):
             raise ValueError(f"there are {len(numbers)} layers, and {len(values)} in the pattern of shape {shape}")
         short = names_for(heads, n_heads, "H", "heads")
-        panels = [f"L{layer}{'' if heads is None else ' '}{head}" for layer in numbers for head in short]
+        sides = [f"L{layer}" for layer in numbers], short
+        if len(values) > n_heads:  # wide rather than high
+            values, sides = values.transpose(0, 1), (short, sides[0])
+        gap = "" if heads is None else " "
+        panels = [f"{b}{gap}{a}" if sides[0] is short else f"{a}{gap}{b}" for a in sides[0] for b in sides[1]]
     flat = values.reshape(-1, *values.shape[-2:])
     weights = bool((values >= 0).all() and (values <= 1 + 1e-3).all())
-    cell = _cell(max(len(labels), len(keys)), many)
+    longest = max(len(labels), len(keys))
+    cell = _overview_cell(longest, *map(len, sides)) if sides else max(3.0, min(18.0, 220 / longest))
     return grid(
         flat if values.ndim > 2 else flat[0],
         Axis("query", labels, cell),
@@ -82,13 +91,11 @@ def attention(
         "weight" if weights else "score",
         title,
         panels=panels if values.ndim > 2 else None,
-        panels_wide=n_heads if many else min(4, n_heads),
-        wrap=not many,
+        panels_wide=min(4, n_heads),
+        sides=sides,
     )
 
 
-def _cell(n: int, many: bool) -> float:
-    """The pixels of a cell: 12 where its label is to be read, less where there are many."""
-    if many:
-        return max(2.0, min(8.0, 72 / n))
-    return max(3.0, min(18.0, 220 / n))
+def _overview_cell(n: int, down: int, across: int) -> float:
+    """The pixels of a cell of so many panels that a screen shows them all."""
+    return max(12.0, min(72.0, SCREEN[0] / across - 3, SCREEN[1] / down - 3)) / n

@@ -5,7 +5,9 @@ Vega's JavaScript is part of vl-convert and is written into the page: nothing is
 
 from __future__ import annotations
 
+import base64
 import functools
+import gzip
 import html
 import json
 from typing import Any
@@ -49,9 +51,9 @@ _DRAW = """
     spec.params.find((parameter) => parameter.name === "dark").value = dark;
     let width = await embed(element, spec, dark);
     const facet = spec.usermeta && spec.usermeta.wrap && spec.encoding.facet;
+    const own = spec.resolve && spec.resolve.axis && spec.resolve.axis.x === "independent";
     while (facet && width > room && facet.columns > 1) {
-      const rows = Math.ceil(spec.usermeta.wrap / (facet.columns - 1));
-      facet.columns = Math.ceil(spec.usermeta.wrap / rows);  // rows of about the same length
+      do facet.columns--; while (!own && spec.usermeta.wrap % facet.columns);  // full rows, or names under every panel
       width = await embed(element, spec, dark);
     }
   }
@@ -108,12 +110,13 @@ def drawing_script() -> str:
     return _DRAW
 
 
-def fragment(spec: dict[str, Any], n_values: int) -> str:
+def fragment(spec: dict[str, Any], n_values: int, still: str = "") -> str:
     """What stands for a picture in a page that has the scripts.
 
     Args:
         spec: its Vega-Lite specification.
         n_values: how many values it shows.
+        still: what is seen until the scripts have drawn it, as HTML.
 
     Example:
         >>> from bridge.pictures.embedding import fragment
@@ -123,24 +126,48 @@ def fragment(spec: dict[str, Any], n_values: int) -> str:
     text = json.dumps(spec, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     renderer = "canvas" if n_values > MOST_SVG_VALUES else "svg"
     return (
-        f'<div class="bridge-picture" data-renderer="{renderer}"><div></div>'
+        f'<div class="bridge-picture" data-renderer="{renderer}"><div>{still}</div>'
         f'<script type="application/json">{text}</script></div>'
     )
 
 
-def output(spec: dict[str, Any], n_values: int) -> str:
-    """A picture for a notebook: with the scripts, since every cell's output may be the only one.
+#: Unpacks the library where an output of the page holds it, and draws.
+_UNPACK = """
+(async function () {
+  const held = document.querySelector("script.bridge-vega");
+  if (held && !window.bridgeVega) window.bridgeVega = (async function () {
+    const packed = Uint8Array.from(atob(held.textContent), (character) => character.charCodeAt(0));
+    const text = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    (0, eval)(await new Response(text).text());
+  })();
+  await window.bridgeVega;
+  if (!window.vegaEmbed) return;  // the page was loaded without the output that holds it: the still pictures stay
+"""
+
+
+def output(spec: dict[str, Any], n_values: int, png: bytes, title: str, with_library: bool) -> str:
+    """A picture for a notebook: seen as it is where no script runs, and drawn where the page has the library.
 
     Args:
         spec, n_values: as for `fragment`.
+        png: the picture in pixels.
+        title: what it shows.
+        with_library: whether this output holds the library, packed (0.4 MB). One of a page has to.
+
+    Example:
+        >>> from bridge.pictures.embedding import output
+        >>> len(output({}, 1, b"", "Nothing", with_library=False)) < 10_000
+        True
     """
-    # The library is text until it turns out that no other output of this page has brought it.
-    return (
-        f"<style>{STYLE}</style>{fragment(spec, n_values)}"
-        f'<script type="text/plain" class="bridge-vega">{library()}</script>'
-        "<script>if (!window.vegaEmbed) (0, eval)(document.querySelector('script.bridge-vega').textContent);"
-        f"{_DRAW}</script>"
-    )
+    seen = base64.b64encode(png).decode()
+    still = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{seen}">'
+    held = f'<script type="text/plain" class="bridge-vega">{_packed_library()}</script>' if with_library else ""
+    return f"<style>{STYLE}</style>{fragment(spec, n_values, still)}{held}<script>{_UNPACK}{_DRAW}}})();</script>"
+
+
+@functools.cache
+def _packed_library() -> str:
+    return base64.b64encode(gzip.compress(library().encode(), mtime=0)).decode()
 
 
 def document(title: str, body: str) -> str:

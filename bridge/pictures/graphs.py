@@ -3,47 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import altair as alt
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from bridge.pictures.labels import visible, width_of
-from bridge.pictures.layered_graph import GraphLayout, columns_of, layout
+from bridge.pictures.graph_marks import Graph
+from bridge.pictures.labels import token_labels, visible
+from bridge.pictures.layered_graph import columns_of, layout
+from bridge.pictures.node_details import details
 from bridge.pictures.picture import Picture
-from bridge.pictures.style import colour, configuration, dark_parameter
+from bridge.pictures.style import configuration, dark_parameter
 from bridge.pictures.values import checked, compact
 
 #: From where, to where, and how much: ``("L0H1", "L2H3", 0.7)``.
 Edge = tuple[str, str, float]
 
 
+@dataclass(frozen=True, eq=False)
+class CircuitNode:
+    """What is known of a node of a circuit.
+
+    Attributes:
+        column: where it stands from left to right, such as its layer; None: to the right of all that send to it.
+        label: what is written on it; None: its name.
+        position: the position of the token that it stands at; None: at all of them.
+        effect: its direct effect on the metric.
+        pattern: what a head attends to, ``[query, key]``.
+
+    Example:
+        >>> from bridge import pictures
+        >>> pictures.CircuitNode(column=3, effect=-0.5).column
+        3
+    """
+
+    column: int | None = None
+    label: str | None = None
+    position: int | None = None
+    effect: float | None = None
+    pattern: Float[Tensor, "query key"] | None = None
+
+
 def circuit(
     edges: Iterable[Edge],
     *,
-    columns: Mapping[str, int] | None = None,
+    nodes: Mapping[str, CircuitNode] | None = None,
+    tokens: Sequence[str] | None = None,
     joins: Iterable[tuple[str, str]] = (),
     supports: Literal["positive", "negative"] | None = None,
+    metric: str = "metric",
     measure: str = "score",
     title: str = "Circuit",
 ) -> Picture:
     """A circuit as a graph, from left to right: a line for each edge, the thicker the larger its score.
 
     Blue is positive, orange negative, and dotted lines join what belongs together. Hovering over a line says from where
-    to where it goes. The slider, in HTML, hides edges with smaller scores, and the nodes that have no others.
+    to where it goes. In HTML, a slider hides edges with smaller scores, and the nodes that have no others; a click on a
+    node shows its edges, its direct effect and what it attends to.
 
     Args:
         edges: for each, the sender's name, the receiver's name and a score.
-        columns: which column each node stands in, such as its layer; None: to the right of all that send to it.
+        nodes: what is known of the nodes, by name. Either all have a column, or none; and so with positions.
+        tokens: the text of each position, for nodes that have one, and for patterns: ``bridge.to_str_tokens(prompt)``.
         joins: pairs of nodes that belong together, such as a head's input and the head; without a score.
-        supports: which scores say that an edge supports a metric, as those of a `Circuit` do; blue is theirs then.
+        supports: which scores say that an edge supports the metric, as those of a `Circuit` do; blue is theirs then.
             None: blue is positive.
-        measure: what the score is.
+        metric: what the scores are about, such as ``"logit difference"``.
+        measure: what a score is.
         title: over the picture.
 
     Raises:
-        ValueError: no edges, one that is given twice, a score that is not finite, senders and receivers in a circle, or
-            columns that do not go from left to right.
+        ValueError: no edges, one that is given twice, a score that is not finite, senders and receivers in a circle,
+            columns that do not go from left to right, a node of `nodes` that has no edge, or no tokens for positions.
         TypeError: an edge that is not two names and a number.
 
     Example:
@@ -63,109 +97,53 @@ def circuit(
         raise ValueError(f"the edge from {twice[0]!r} to {twice[1]!r} is given more than once")
     scores = checked(torch.tensor([float(score) for *_, score in given]), "the scores")
     pairs += joins
-    found = layout(pairs, columns_of(pairs) if columns is None else columns)
-    return _drawn(pairs, [score or 0.0 for score in compact(scores)], found, measure, title, supports)
-
-
-def _drawn(
-    pairs: Sequence[tuple[str, str]],
-    scores: Sequence[float],
-    found: GraphLayout,
-    measure: str,
-    title: str,
-    supports: Literal["positive", "negative"] | None,
-) -> Picture:
-    """The graph; of the pairs, those behind the scores are joined without one."""
-    box = max(46, width_of([visible(node) for node in found.nodes]))
-    gap = max(box + 40, min(150, 760 // found.n_columns))
-    half = box / gap / 2
-    across = alt.Scale(domain=[-0.5, found.n_columns - 0.5], nice=False)
-    down = alt.Scale(domain=[-found.n_rows / 2 - 0.1, found.n_rows / 2 + 0.1], nice=False, reverse=True)
-    x, y = alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
-    largest = max(map(abs, scores)) or 1.0
-    strongest = _strongest(pairs, scores)
-    points = [
-        {
-            "e": e,
-            "o": o,
-            "x": round(px, 3),
-            "y": round(py, 3),
-            "v": scores[e] if e < len(scores) else None,
-            "m": min(strongest.get(node, 0.0) for node in pairs[e]),
-        }
-        for e, (sender, _) in enumerate(pairs)
-        for o, (px, py) in enumerate(_line(found.nodes[sender], found.paths[e], half))
-    ]
-    names = [{"e": e, "s": visible(sender), "r": visible(receiver)} for e, (sender, receiver) in enumerate(pairs)]
-    joined = (
-        alt.Chart(alt.Data(values=[point for point in points if point["v"] is None]))
-        .transform_filter("datum.m >= least")
-        .mark_line(interpolate="basis", strokeWidth=1.5, strokeDash=[2, 3], color=colour("ink"), opacity=0.6)
-        .encode(x=x, y=y, detail="e:N", order="o:Q")
-    )
-    orange = "datum.v > 0" if supports == "negative" else "datum.v < 0"
-    lines = (
-        alt.Chart(alt.Data(values=[point for point in points if point["v"] is not None]))
-        .transform_lookup("e", from_=alt.LookupData(alt.Data(values=names), "e", ["s", "r"]))
-        .transform_calculate(size="abs(datum.v)")
-        .transform_filter("datum.size >= least")
-        .mark_line(interpolate="basis", opacity=0.85, strokeCap="round")
-        .encode(
-            x=x,
-            y=y,
-            detail="e:N",
-            order="o:Q",
-            color=alt.condition(orange, alt.value(colour("accent")), alt.value(colour("line"))),
-            strokeWidth=alt.StrokeWidth("size:Q", scale=alt.Scale(domain=[0, largest], range=[0.8, 9]), legend=None),
-            tooltip=[
-                alt.Tooltip("s:N", title="from"),
-                alt.Tooltip("r:N", title="to"),
-                alt.Tooltip("v:Q", title=measure),
-            ],
+    known = dict(nodes or {})
+    names = list(dict.fromkeys(name for pair in pairs for name in pair))
+    if unused := [name for name in known if name not in names]:
+        raise ValueError(f"{unused[0]!r} is one of the nodes, and no edge begins or ends there")
+    columns = {name: node.column for name, node in known.items() if node.column is not None}
+    positions = {name: node.position for name, node in known.items() if node.position is not None}
+    words = [] if tokens is None else token_labels(tokens, len(tokens))
+    if beyond := [name for name, at in positions.items() if not 0 <= at < len(words)]:
+        raise ValueError(
+            f"{beyond[0]!r} stands at position {positions[beyond[0]]}, and there are {len(words)} tokens: tokens must "
+            "hold the text of each position"
         )
+    for node in known.values():
+        if node.pattern is not None and list(node.pattern.shape) != [len(words)] * 2:
+            raise ValueError(f"a pattern has shape {list(node.pattern.shape)}, and there are {len(words)} tokens")
+    found = layout(pairs, columns or columns_of(pairs), positions or None)
+    sizes = [score or 0.0 for score in compact(scores)]
+    largest = max(map(abs, sizes)) or 1.0
+    names = [*found.nodes]
+    labels = [known.get(name, CircuitNode()).label or visible(name) for name in names]
+    graph = Graph(
+        pairs=[(names.index(sender), names.index(receiver)) for sender, receiver in pairs],
+        scores=sizes,
+        labels=labels,
+        names=[
+            f"{label} [{positions[name]}]" if name in positions else label
+            for name, label in zip(names, labels, strict=True)
+        ],
+        places=[found.nodes[name] for name in names],
+        paths=found.paths,
+        rows=found.n_rows,
+        bands=[(words[at], middle) for at, (middle, _) in found.bands.items()] if positions else [],
     )
-    nodes = [
-        {
-            "m": strongest.get(node, 0.0),
-            "n": visible(node),
-            "x": px,
-            "y": py,
-            "x0": px - half,
-            "x1": px + half,
-            "y0": py - 0.32,
-            "y1": py + 0.32,
-        }
-        for node, (px, py) in found.nodes.items()
-    ]
-    base = alt.Chart(alt.Data(values=nodes)).transform_filter("datum.m >= least")
-    boxes = base.mark_rect(fill=colour("ground"), stroke=colour("ink"), strokeWidth=1.2, cornerRadius=4).encode(
-        x=alt.X("x0:Q", axis=None, scale=across), x2="x1:Q", y=alt.Y("y0:Q", axis=None, scale=down), y2="y1:Q"
-    )
-    words = base.mark_text(fontSize=11, color=colour("ink"), limit=box - 4).encode(
-        x=x, y=y, text="n:N", tooltip=alt.Tooltip("n:N", title="node")
-    )
-    blue = (
-        f"positive {measure}, orange: negative" if supports is None else "the metric falls without it, orange: it rises"
-    )
-    legend = [f"blue: {blue}; width: {measure}, up to {largest:g}"]
-    if len(pairs) > len(scores):
+    legend = [_legend(supports, metric, measure, largest)]
+    if len(pairs) > len(given):
         legend.append("dotted: the inputs of one head; from left to right: the layers")
-    chart = (joined + lines + boxes + words).properties(
-        title=alt.Title(title, subtitle=legend),
-        width=gap * found.n_columns,
-        height=max(60, round(44 * (found.n_rows + 0.2))),
-        config=configuration(),
+    drawn = graph.drawn(measure, supports == "negative").properties(title=alt.Title(title, subtitle=legend))
+    effects = {names.index(name): node.effect for name, node in known.items() if node.effect is not None}
+    patterns = {
+        names.index(name): checked(node.pattern, "a pattern")
+        for name, node in known.items()
+        if node.pattern is not None
+    }
+    chart = alt.vconcat(drawn, details(graph, effects, patterns, words, metric, measure), spacing=14).properties(
+        config=configuration(), usermeta={"details": True}
     )
     return Picture(chart.add_params(dark_parameter(), _slider(largest)), title)
-
-
-def _strongest(pairs: Sequence[tuple[str, str]], scores: Sequence[float]) -> dict[str, float]:
-    """For each node the largest score, of either sign, of an edge there."""
-    found: dict[str, float] = {}
-    for pair, score in zip(pairs, scores, strict=False):
-        for node in pair:
-            found[node] = max(abs(score), found.get(node, 0.0))
-    return found
 
 
 def _slider(largest: float) -> alt.Parameter:
@@ -174,15 +152,10 @@ def _slider(largest: float) -> alt.Parameter:
     return alt.param(name="least", value=0, bind=ends)
 
 
-def _line(start: tuple[int, float], stops: Sequence[tuple[int, float]], half: float) -> Sequence[tuple[float, float]]:
-    """The points that guide a smooth line from a box through all stops: level at each, and straight where it passes."""
-    points: list[tuple[float, float]] = []
-    column, row = start
-    for at, (next_column, next_row) in enumerate(stops):
-        left, right = column + half, next_column - half
-        middle = (left + right) / 2
-        points += [(left, row), (middle, row), (middle, next_row), (right, next_row)]
-        if at < len(stops) - 1:
-            points.append((next_column + 0.0, next_row))
-        column, row = next_column, next_row
-    return points
+def _legend(supports: str | None, metric: str, measure: str, largest: float) -> str:
+    """What colours and widths say."""
+    if supports is None:
+        said = f"blue: positive {measure}, orange: negative"
+    else:
+        said = f"blue: the {metric} falls without it, orange: it rises"
+    return f"{said}; width: {measure}, up to {largest:g}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bridge.pictures.labels import lookup, width_of
 from bridge.pictures.picture import Picture
-from bridge.pictures.style import colour, configuration, dark_parameter, ink_on
+from bridge.pictures.style import colour, colour_bar, configuration, dark_parameter, ink_on
 from bridge.pictures.values import compact, limit
 
 #: What stands for no value.
@@ -40,10 +40,10 @@ def grid(
     columns: Axis,
     scale: alt.Scale,
     measure: str,
-    title: str,
+    title: str | alt.Title,
     panels: Sequence[str] | None = None,
     panels_wide: int = 4,
-    wrap: bool = True,
+    sides: tuple[Sequence[str], Sequence[str]] | None = None,
     numbers: bool = False,
     blank: str | None = None,
 ) -> Picture:
@@ -57,7 +57,8 @@ def grid(
         title: over the picture.
         panels: a name for each panel.
         panels_wide: how many panels are side by side.
-        wrap: whether a narrow page may put fewer of them side by side.
+        sides: the names of rows and columns of panels, for a table of them without names of rows and columns of their
+            own; None: they have these, and a narrow page may put fewer side by side.
         numbers: write each value into its cell (without `panels`).
         blank: what the hover says over a cell that stays blank; None: there is no hover.
 
@@ -86,8 +87,7 @@ def grid(
         chart = chart.transform_calculate(p=f"floor((datum.n - 1) / {size})")
         chart = chart.transform_calculate(panel=lookup(panels, "datum.p"))
         tooltip.insert(0, alt.Tooltip("panel:N", title="panel"))
-    legend = alt.Legend(title=measure, tickCount=5)
-    color: Any = alt.Color("data:Q", scale=scale, legend=legend)
+    color: Any = alt.Color("data:Q", scale=scale, legend=colour_bar(scale, measure))
     if blank is None:
         chart = chart.transform_filter(f"datum.data !== {BLANK}")
     else:
@@ -98,8 +98,8 @@ def grid(
         color = alt.condition("datum.shade === null", alt.value(colour("blank")), color)
         color["shorthand"] = "shade:Q"
     cells = chart.encode(
-        x=alt.X("c:O", axis=_axis(columns, True, 80)),
-        y=alt.Y("r:O", axis=_axis(rows, False, 140 if panels is None else 100)),
+        x=alt.X("c:O", axis=_axis(columns, True, 80) if sides is None else None),
+        y=alt.Y("r:O", axis=_axis(rows, False, 140 if panels is None else 100) if sides is None else None),
         color=color,
         tooltip=tooltip,
     )
@@ -114,13 +114,37 @@ def grid(
         drawn = drawn + _numbers(there, values, scale)
     if panels is not None:
         assert isinstance(drawn, alt.Chart)
-        header = alt.Header(labelExpr=lookup(panels, "datum.value"), title=None)
-        drawn = drawn.encode(facet=alt.Facet("p:O", columns=panels_wide, header=header, spacing=14 if wrap else 10))
+        if sides is None:
+            drawn = _wrapped(drawn, panels, panels_wide)
+        else:
+            wide = len(sides[1])
+            drawn = drawn.transform_calculate(q=f"floor(datum.p / {wide})", k=f"datum.p % {wide}")
+            drawn = drawn.encode(
+                row=alt.Row("q:O", header=_header(sides[0], 0), spacing=3),
+                column=alt.Column("k:O", header=_header(sides[1], None), spacing=3),
+            )
     size_of = {"width": alt.Step(columns.cell), "height": alt.Step(rows.cell)}
     chart_of_all = drawn.properties(
-        title=title, config=configuration(), usermeta={"wrap": len(panels) if wrap and panels else 0}, **size_of
+        title=title,
+        config=configuration(),
+        usermeta={"wrap": len(panels) if panels and sides is None else 0},
+        **size_of,
     )
-    return Picture(chart_of_all.add_params(dark_parameter()), title)
+    return Picture(chart_of_all.add_params(dark_parameter()), title if isinstance(title, str) else title.text)
+
+
+def _wrapped(drawn: alt.Chart, panels: Sequence[str], wide: int) -> alt.Chart:
+    """Panels in rows that are all full; where there are no such, each panel has the names of its own columns."""
+    header = alt.Header(labelExpr=lookup(panels, "datum.value"), title=None)
+    full = next(n for n in range(min(wide, len(panels)), 0, -1) if len(panels) % n == 0)
+    even = 2 * full >= min(wide, len(panels))
+    facet = alt.Facet("p:O", columns=full if even else wide, header=header, spacing=14)
+    return drawn.encode(facet=facet).resolve_axis(x="shared" if even else "independent")
+
+
+def _header(names: Sequence[str], angle: int | None) -> alt.Header:
+    turned: dict[str, Any] = {} if angle is None else {"labelAngle": angle, "labelAlign": "left"}
+    return alt.Header(labelExpr=lookup(names, "datum.value"), title=None, **turned)
 
 
 def _for_vega(values: Tensor, digits: int) -> list[float]:
@@ -145,7 +169,7 @@ def _axis(axis: Axis, along: bool, longest: int) -> alt.Axis:
 def _numbers(cells: alt.Chart, values: Tensor, scale: alt.Scale) -> alt.Chart:
     """The values in their cells, in ink that is seen on the cell's colour."""
     domain = scale.to_dict()["domain"]
-    ink = ink_on(f"abs(datum.data) / {max(abs(domain[0]), abs(domain[-1]))}")
+    ink = ink_on(f"datum.data / {domain[-1]}", signed=domain[0] < 0)
     return cells.mark_text(fontSize=10, tooltip=False).encode(
         text=alt.Text("data:Q", format=".2f" if limit(values) < 100 else ".3~g"), color=ink
     )

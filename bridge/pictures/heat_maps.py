@@ -67,7 +67,7 @@ def patching(
     panels: Sequence[str] | None = None,
     clean: float | None = None,
     corrupted: float | None = None,
-    measure: str | None = None,
+    metric: str = "metric",
     title: str = "Activation patching",
 ) -> Picture:
     """What patching brings back: results of `bridge.patching`, or of any other patching with these axes.
@@ -81,7 +81,7 @@ def patching(
         panels: for results of several activations, their names: ``["resid_pre", "attn_out", "mlp_out"]``.
         clean, corrupted: the metric of both runs, unpatched. With them, 0 is what the corrupted run gives and 1 what
             the clean one gives; without, the colours are the metric itself.
-        measure: what the numbers are; None: the metric, or the share that was restored.
+        metric: what was measured, such as ``"logit difference"``.
         title: over the picture.
 
     Raises:
@@ -132,8 +132,12 @@ def patching(
         values.reshape(-1, *values.shape[-2:]) if groups else values,
         (row.replace("_", " "), labels[row]),
         (column.replace("_", " "), labels[column]),
-        measure or ("restored" if clean is not None else "metric"),
-        title,
+        metric if clean is None else f"restored {metric}",
+        title
+        if clean is None
+        else alt.Title(
+            title, subtitle=f"0: the {metric} of the corrupted run, {corrupted:.3g}; 1: of the clean run, {clean:.3g}"
+        ),
         together if groups else None,
         blank="no such part",
     )
@@ -164,7 +168,7 @@ def attribution(
     components: Sequence[str],
     tokens: Sequence[str] | None = None,
     *,
-    measure: str = "logit",
+    measure: str = "added to the logit",
     title: str = "Direct logit attribution",
 ) -> Picture:
     """What each component adds to a logit: bars at one position, a heat map over all.
@@ -279,7 +283,7 @@ def _map(
     rows: tuple[str, list[str]],
     columns: tuple[str, list[str]],
     measure: str,
-    title: str,
+    title: str | alt.Title,
     panels: list[str] | None = None,
     blank: str | None = None,
 ) -> Picture:

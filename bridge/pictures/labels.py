@@ -18,6 +18,14 @@ class Vocabulary(Protocol):
         ...
 
 
+class KnowsWords(Protocol):
+    """What can say a word's token: a `TransformerBridge` with a tokenizer."""
+
+    def to_single_token(self, string: str) -> int:
+        """The token of a text."""
+        ...
+
+
 _SHOWN = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
@@ -110,5 +118,18 @@ def width_of(labels: Sequence[str]) -> int:
         >>> width_of(["abc"]) < width_of(["abcdef"])
         True
     """
-    wide = max((sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in label) for label in labels), default=0)
-    return min(120, 8 + 7 * wide)
+    return min(120, 8 + 7 * max(map(wide, labels), default=0))
+
+
+def wide(text: str) -> int:
+    """How many letters' room a text takes.
+
+    Args:
+        text: the text.
+
+    Example:
+        >>> from bridge.pictures.labels import wide
+        >>> wide("ab"), wide("日本")
+        (2, 4)
+    """
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

@@ -14,6 +14,8 @@ from graphlib import CycleError, TopologicalSorter
 #: A node, or where an edge passes a column: the edge's number and the column.
 _Stop = str | tuple[int, int]
 
+_BETWEEN_BANDS = 0.3
+
 
 @dataclass(frozen=True)
 class GraphLayout:
@@ -23,12 +25,14 @@ class GraphLayout:
         nodes: for each node its column and row.
         paths: for each edge the stops after its sender, its receiver the last, as columns and rows.
         n_columns, n_rows: how large it is.
+        bands: for each band its middle row and its height.
     """
 
     nodes: dict[str, tuple[int, float]]
     paths: list[list[tuple[int, float]]]
     n_columns: int
     n_rows: float
+    bands: dict[int, tuple[float, float]]
 
 
 def columns_of(edges: Sequence[tuple[str, str]]) -> dict[str, int]:
@@ -64,15 +68,18 @@ def columns_of(edges: Sequence[tuple[str, str]]) -> dict[str, int]:
     return column
 
 
-def layout(edges: Sequence[tuple[str, str]], columns: Mapping[str, int]) -> GraphLayout:
+def layout(
+    edges: Sequence[tuple[str, str]], columns: Mapping[str, int], bands: Mapping[str, int] | None = None
+) -> GraphLayout:
     """Rows for the nodes, and the stops of each edge.
 
     Args:
         edges: sender and receiver of each.
         columns: the column of each node.
+        bands: the band of each node: bands lie one under the other, in the order of their numbers; None: all in one.
 
     Raises:
-        ValueError: a node without a column, or a receiver that does not stand to the right of its sender.
+        ValueError: a node without a column or a band, or a receiver that does not stand to the right of its sender.
 
     Example:
         >>> from bridge.pictures.layered_graph import columns_of, layout
@@ -84,6 +91,9 @@ def layout(edges: Sequence[tuple[str, str]], columns: Mapping[str, int]) -> Grap
         missing = [node for node in (sender, receiver) if node not in columns]
         if missing:
             raise ValueError(f"{missing[0]!r} has no column; there are columns for {', '.join(map(repr, columns))}")
+        without = [node for node in (sender, receiver) if bands is not None and node not in bands]
+        if without:
+            raise ValueError(f"{without[0]!r} has no band, and others have one")
         if columns[sender] >= columns[receiver]:
             raise ValueError(
                 f"{receiver!r} (column {columns[receiver]}) must stand to the right of {sender!r} "
@@ -92,8 +102,11 @@ def layout(edges: Sequence[tuple[str, str]], columns: Mapping[str, int]) -> Grap
     shown = sorted({columns[node] for edge in edges for node in edge})
     index = {column: i for i, column in enumerate(shown)}  # columns without a node take no room
     members: dict[int, list[_Stop]] = {i: [] for i in range(len(shown))}
+    band: dict[_Stop, int] = {}
     for node in dict.fromkeys(name for edge in edges for name in edge):
         members[index[columns[node]]].append(node)
+        band[node] = 0 if bands is None else bands[node]
+    used = sorted(set(band.values()))
     chains: list[list[tuple[int, _Stop]]] = []
     near: dict[_Stop, list[_Stop]] = {}
     for number, (sender, receiver) in enumerate(edges):
@@ -101,24 +114,35 @@ def layout(edges: Sequence[tuple[str, str]], columns: Mapping[str, int]) -> Grap
         chain: list[tuple[int, _Stop]] = [(start, sender)]
         for column in range(start + 1, end):
             members[column].append((number, column))
+            between = [used.index(band[node]) for node in (sender, receiver)]
+            part = (column - start) / (end - start)
+            band[number, column] = used[round(between[0] + part * (between[1] - between[0]))]
             chain.append((column, (number, column)))
         chain.append((end, receiver))
         chains.append(chain)
         for (_, one), (_, other) in itertools.pairwise(chain):
             near.setdefault(one, []).append(other)
             near.setdefault(other, []).append(one)
+    heights = {
+        each: max(sum(_height(stop) for stop in stops if band[stop] == each) for stops in members.values())
+        for each in used
+    }
+    starts = itertools.accumulate((heights[each] + _BETWEEN_BANDS for each in used), initial=0.0)
+    total = sum(heights.values()) + _BETWEEN_BANDS * (len(used) - 1)
+    middle = {each: start + heights[each] / 2 - total / 2 for each, start in zip(used, starts, strict=False)}
     row: dict[_Stop, float] = {}
     for stops in members.values():
-        row |= _rows(stops)
+        row |= _rows(stops, band, middle)
     for sweep in range(12):
         for column in sorted(members, reverse=bool(sweep % 2)):
             members[column].sort(key=lambda stop: sum(row[other] for other in near[stop]) / len(near[stop]))
-            row |= _rows(members[column])
+            row |= _rows(members[column], band, middle)
     return GraphLayout(
         nodes={stop: (c, row[stop]) for c, stops in members.items() for stop in stops if isinstance(stop, str)},
         paths=[[(c, row[stop]) for c, stop in chain[1:]] for chain in chains],
         n_columns=len(shown),
-        n_rows=max(sum(_height(stop) for stop in stops) for stops in members.values()),
+        n_rows=total,
+        bands={each: (middle[each], heights[each]) for each in used},
     )
 
 
@@ -127,10 +151,13 @@ def _height(stop: _Stop) -> float:
     return 1.0 if isinstance(stop, str) else 0.4
 
 
-def _rows(stops: Sequence[_Stop]) -> dict[_Stop, float]:
-    """The stops of a column one under the other, around the middle."""
-    at, rows = -sum(map(_height, stops)) / 2, {}
-    for stop in stops:
-        rows[stop] = at + _height(stop) / 2
-        at += _height(stop)
+def _rows(stops: Sequence[_Stop], band: Mapping[_Stop, int], middle: Mapping[int, float]) -> dict[_Stop, float]:
+    """The stops of a column, those of a band one under the other around its middle."""
+    rows = {}
+    for each in middle:
+        there = [stop for stop in stops if band[stop] == each]
+        at = middle[each] - sum(map(_height, there)) / 2
+        for stop in there:
+            rows[stop] = at + _height(stop) / 2
+            at += _height(stop)
     return rows

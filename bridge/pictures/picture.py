@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,10 @@ import altair as alt
 import vl_convert
 
 from bridge.pictures.embedding import document, fragment, output
+from bridge.pictures.pixels import packed
+
+#: Numbers the outputs of this process: the first holds the drawing library for all.
+_outputs = itertools.count()
 
 
 class Picture:
@@ -79,7 +85,7 @@ class Picture:
             dark: on dark ground.
             scale: how many pixels stand for one.
         """
-        return vl_convert.vegalite_to_png(self.spec(dark), scale=scale)
+        return packed(vl_convert.vegalite_to_png(self._still(dark), scale=scale))
 
     def svg(self, dark: bool = False) -> str:
         """The picture in lines.
@@ -87,13 +93,29 @@ class Picture:
         Args:
             dark: on dark ground.
         """
-        return vl_convert.vegalite_to_svg(self.spec(dark))
+        return vl_convert.vegalite_to_svg(self._still(dark))
 
-    def save(self, path: str | os.PathLike[str], dark: bool = False, scale: float = 2.0) -> Path:
-        """Writes the picture to a file: one HTML page that needs nothing else, a PNG, or an SVG.
+    def pdf(self, dark: bool = False) -> bytes:
+        """The picture in lines, as a page of a PDF of its own size.
 
         Args:
-            path: where to; the ending says what: ``.html``, ``.png`` or ``.svg``.
+            dark: on dark ground.
+        """
+        return vl_convert.vegalite_to_pdf(self._still(dark))
+
+    def _still(self, dark: bool) -> dict[str, Any]:
+        """The specification without what only a click would show."""
+        found = self.spec(dark)
+        if found.get("usermeta", {}).get("details"):
+            found |= found.pop("vconcat")[0]
+            found.pop("spacing", None)
+        return found
+
+    def save(self, path: str | os.PathLike[str], dark: bool = False, scale: float = 2.0) -> Path:
+        """Writes the picture to a file: one HTML page that needs nothing else, a PNG, an SVG, or a PDF.
+
+        Args:
+            path: where to; the ending says what: ``.html``, ``.png``, ``.svg`` or ``.pdf``.
             dark: on dark ground (an HTML page follows the reader's system).
             scale: of a PNG, how many pixels stand for one.
 
@@ -118,14 +140,20 @@ class Picture:
                 path.write_bytes(self.png(dark, scale))
             case ".svg":
                 path.write_text(self.svg(dark), encoding="utf-8")
+            case ".pdf":
+                path.write_bytes(self.pdf(dark))
             case other:
-                raise ValueError(f"{path} ends in {other or 'nothing'}: a picture is saved as .html, .png or .svg")
+                raise ValueError(
+                    f"{path} ends in {other or 'nothing'}: a picture is saved as .html, .png, .svg or .pdf"
+                )
         return path
 
     def _n_values(self) -> int:
         data = getattr(self.chart, "data", None)
         return len(data.values) if isinstance(data, alt.Data) and isinstance(data.values, list) else 0
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """How a notebook shows it."""
-        return {"text/html": output(self.spec(), self._n_values()), "text/plain": repr(self)}
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """How a notebook shows it: HTML with a still picture in it, and that picture for what shows no HTML (a PDF)."""
+        png = self.png(scale=1)
+        text = output(self.spec(), self._n_values(), png, self.title, with_library=next(_outputs) == 0)
+        return {"text/html": text, "image/png": base64.b64encode(png).decode(), "text/plain": repr(self)}

@@ -35,8 +35,13 @@ SEQUENTIAL: list[tuple[str, str]] = [
     ("#9ecae1", "#2f6ea8"),
     ("#08519c", "#a9d7ff"),
 ]
-#: Beyond this part of a scale, text on its colour is in the other ink, on light and on dark ground.
-READABLE = (0.75, 0.5)
+#: Where black and white text can be read equally well, as a part of each scale, on light and on dark ground: there the
+#: colour's luminance is 0.179, and either has a contrast of 4.58. Text changes its colour there.
+READABLE: dict[str, tuple[float, float]] = {
+    "sequential": (0.833, 0.555),
+    "positive": (0.78, 0.564),
+    "negative": (0.831, 0.48),
+}
 
 
 def dark_parameter() -> alt.Parameter:
@@ -110,20 +115,46 @@ def sequential(limit: float = 1.0) -> alt.Scale:
     return alt.Scale(domain=domain, range=[themed(*pair) for pair in SEQUENTIAL], clamp=True, interpolate="lab")
 
 
-def ink_on(strength: str) -> dict[str, object]:
-    """The colour of text on a coloured cell, so that it can be read.
+def ink_on(strength: str, signed: bool = False) -> dict[str, object]:
+    """The colour of text on a coloured cell, so that it can be read: its contrast is 4.5 or more.
 
     Args:
-        strength: a Vega expression for how far the cell's colour is along its scale, from 0 to 1.
+        strength: a Vega expression for how far the cell's colour is along its scale, from 0 to 1, or from -1.
+        signed: the scale is `diverging`, not `sequential`.
 
     Example:
         >>> from bridge.pictures.style import ink_on
         >>> ink_on("datum.v")["condition"]["test"]
-        '(datum.v) > (dark ? 0.5 : 0.75)'
+        '(datum.v) > (dark ? 0.555 : 0.833)'
     """
-    bright = themed("#ffffff", "#101114").to_dict()
-    test = f"({strength}) > (dark ? {READABLE[1]} : {READABLE[0]})"
-    return {"condition": {"test": test, "value": bright}, "value": colour("ink").to_dict()}
+
+    def beyond(part: str, side: str) -> str:
+        light, dark = READABLE[side]
+        return f"({part}) > (dark ? {dark} : {light})"
+
+    test = f"{beyond(strength, 'positive')} || {beyond(f'-({strength})', 'negative')}"
+    return {
+        "condition": {
+            "test": test if signed else beyond(strength, "sequential"),
+            "value": themed("#ffffff", "#000000").to_dict(),
+        },
+        "value": themed("#000000", "#ffffff").to_dict(),
+    }
+
+
+def colour_bar(scale: alt.Scale, title: str) -> alt.Legend:
+    """A legend with numbers at the same distance from each other.
+
+    Args:
+        scale: what it explains.
+        title: what the numbers are.
+
+    Example:
+        >>> from bridge.pictures.style import colour_bar, diverging
+        >>> colour_bar(diverging(3.0), "score").to_dict()["values"]
+        [-3.0, -1.5, 0.0, 1.5, 3.0]
+    """
+    return alt.Legend(title=title, values=scale.to_dict()["domain"], format=".3~g", titleLimit=420)
 
 
 def configuration() -> alt.Config:

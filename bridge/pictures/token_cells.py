@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 
 import altair as alt
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.pictures.labels import Vocabulary, lookup, token_labels, visible
+from bridge.pictures.grid import Axis, grid
+from bridge.pictures.labels import KnowsWords, Vocabulary, lookup, token_labels, visible, wide
 from bridge.pictures.picture import Picture
-from bridge.pictures.style import colour, configuration, dark_parameter, ink_on, sequential
-from bridge.pictures.values import checked, compact, names_for
+from bridge.pictures.style import colour, colour_bar, configuration, dark_parameter, ink_on, sequential
+from bridge.pictures.values import checked, compact, limit, names_for
 
 
 def logit_lens(
@@ -49,18 +49,12 @@ def logit_lens(
         >>> pictures.logit_lens(lens, bridge.to_str_tokens("Mary and John"), bridge)
         Picture('Logit lens')
     """
-    values = checked(logits, "the logits")
-    if values.ndim == 4 and values.shape[1] == 1:
-        values = values[:, 0]
-    if values.ndim != 3:
-        raise ValueError(
-            f"the logits of a lens are [layer, pos, d_vocab], of one prompt; the shape is {list(logits.shape)}"
-        )
+    values = _of_one_prompt(logits)
     n_layers, n_pos, d_vocab = values.shape
     if not 1 <= top <= d_vocab:
         raise ValueError(f"top is {top}; it must be from 1 to {d_vocab}")
     columns = token_labels(tokens, n_pos)
-    layers = ["embed", *map(str, range(n_layers - 1))] if rows is None else names_for(rows, n_layers, "", "rows")
+    layers = _layers(rows, n_layers)
     best = values.softmax(-1).topk(top, dim=-1)
     known: dict[int, str] = {}
     for token in best.indices.flatten().unique().tolist():
@@ -93,7 +87,7 @@ def logit_lens(
             ],
         )
     )  # fmt: skip
-    legend = alt.Legend(title="probability", tickCount=5)
+    legend = colour_bar(sequential(), "probability")
     rects = base.mark_rect(stroke=colour("ground"), strokeWidth=1).encode(
         color=alt.Color("v:Q", scale=sequential(), legend=legend)
     )
@@ -104,24 +98,78 @@ def logit_lens(
     return Picture(chart.add_params(dark_parameter()), title)
 
 
+def chosen_lens(
+    logits: Float[Tensor, "..."],
+    tokens: Sequence[str],
+    model: KnowsWords,
+    chosen: Sequence[str],
+    *,
+    rows: Sequence[str] | None = None,
+    title: str = "Logit lens of chosen tokens",
+) -> Picture:
+    """How probable some tokens would be if the model ended after each layer: a panel for each token.
+
+    Args:
+        logits, tokens: as for `logit_lens`.
+        model: the bridge, which knows its words.
+        chosen: the tokens, as text: ``[" Mary", " John"]``.
+        rows: a name for each layer; None: ``embed``, 0, 1, ...
+        title: over the picture.
+
+    Raises:
+        ValueError: other axes, a batch of several prompts, no chosen token, or a text that is not one token.
+
+    Example:
+        >>> from bridge import TransformerBridge, pictures
+        >>> from bridge.analysis.logit_lens import logit_lens
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> lens = logit_lens(bridge, bridge.to_tokens("Mary and John"))
+        >>> pictures.chosen_lens(lens, bridge.to_str_tokens("Mary and John"), bridge, [" Mary", " John"])
+        Picture('Logit lens of chosen tokens')
+    """
+    values = _of_one_prompt(logits)
+    if isinstance(chosen, str) or not chosen:
+        raise ValueError(f"chosen is {chosen!r}; give a list of one or more tokens, such as [' Mary', ' John']")
+    columns = token_labels(tokens, values.shape[1])
+    layers = _layers(rows, len(values))
+    odds = values.softmax(-1)[..., [model.to_single_token(text) for text in chosen]].permute(2, 0, 1)
+    across = max(5.0, min(26.0, 480 / len(columns)))
+    return grid(
+        odds, Axis("after layer", layers, max(8.0, min(18.0, 360 / len(layers)))), Axis("token", columns, across),
+        sequential(limit(odds)), "probability", title, panels=[visible(text) for text in chosen],
+        panels_wide=max(1, int(1000 // (across * len(columns) + 60))),
+    )  # fmt: skip
+
+
+def _of_one_prompt(logits: Tensor) -> Tensor:
+    values = checked(logits, "the logits")
+    if values.ndim == 4 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim != 3:
+        raise ValueError(
+            f"the logits of a lens are [layer, pos, d_vocab], of one prompt; the shape is {list(logits.shape)}"
+        )
+    return values
+
+
+def _layers(rows: Sequence[str] | None, n: int) -> list[str]:
+    return ["embed", *map(str, range(n - 1))] if rows is None else names_for(rows, n, "", "rows")
+
+
 def _cell(texts: Sequence[str], n_pos: int) -> int:
     """The pixels of a cell: as wide as its words, but narrower where there are many."""
-    longest = max(map(_wide, texts))
+    longest = max(map(wide, texts))
     return max(34, min(8 + 6 * longest, 80 if n_pos <= 10 else 52))
-
-
-def _wide(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def _cut(text: str, cell: int) -> str:
     """The text, or as much of it as fits into a cell."""
     room = (cell - 4) // 6
-    if _wide(text) <= room:
+    if wide(text) <= room:
         return text
     kept = ""
     for character in text:
-        if _wide(kept + character) > room - 1:
+        if wide(kept + character) > room - 1:
             break
         kept += character
     return f"{kept}…"

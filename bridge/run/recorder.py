@@ -62,7 +62,7 @@ class Recorder:
         scope = Scope()
         whole = self.pos_slice is None and self.device is None
         one = self._read if not whole else self._keep if self.everything else self._keep_compact
-        listener = Listener("read", one, scope, deferrable=whole)
+        listener = Listener("read", one, scope, deferrable=whole, optional=self.everything)
         listening = (
             wiring.reading(self.points, listener, self._keep_all)
             if whole

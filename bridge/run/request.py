@@ -28,7 +28,7 @@ class Request:
     input: Input | None
     prepend_bos: bool | None = None
     padding_side: str | None = None
-    attention_mask: Tensor | None = None
+    attention_mask: Any = None  # an array becomes a tensor
     start_at_layer: int | None = None
     stop_at_layer: int | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)

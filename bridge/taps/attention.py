@@ -8,8 +8,8 @@ Kernels that are no torch functions are reached through transformers' `Attention
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,6 @@ from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
-from bridge.hooks.over_processes import agreed_part
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
@@ -131,14 +130,20 @@ class AttentionWatch(Watch):
         active = self.shown.active_points(missed)
         if self._went_by and all(x.kind == "follow" for point in active for x in point.visible_listeners()):
             return  # a trace that asked too late, which says so itself
-        if active:
-            module = self.shown.module
-            names = ", ".join(point.name for point in active)
-            raise RuntimeError(
-                f"{type(module).__name__} computed no scores that could be seen with attn_implementation="
-                f"{implementation_of(module)!r}, so there is nothing to show at {names}; load the model with "
-                'attn_implementation="sdpa" or "eager"'
-            )
+        if not active:
+            return
+        module = self.shown.module
+        needed = [point for point in active if not all(x.optional for x in point.visible_listeners())]
+        reason = (
+            f"{type(module).__name__} computed no scores that could be seen with attn_implementation="
+            f"{implementation_of(module)!r}"
+        )
+        cure = 'load the model with attn_implementation="sdpa" or "eager"'
+        if needed:
+            names = ", ".join(point.name for point in needed)
+            raise RuntimeError(f"{reason}, so there is nothing to show at {names}; {cure}")
+        names = ", ".join(dict.fromkeys(point.name.rpartition(".")[2] for point in active))
+        warnings.warn(f"the cache leaves out {names} of such layers: {reason}; {cure}", stacklevel=2)
 
     def _softmax(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
         self._inside_seen = True
@@ -268,11 +273,6 @@ class _CallOverProcesses(_CallInRun):
     def parts(self) -> int:
         """Over how many processes the heads are spread."""
         return self.cut.parts
-
-    def show(self, channel: str, x: Tensor) -> Tensor:
-        """Shows the tensor of all heads to the hook points of a channel, and returns what they make of these."""
-        active = self.tap.active_points((channel,))
-        return agreed_part(x, self.cut, active, partial(super().show, channel)) if active else x
 
     def _whole(self, attention: AttentionCall) -> AttentionCall:
         return attention.whole(self.cut)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.experts import first_projection, gate_and_up, has_gate, joined, stacked, width
-from adapters.observe.functions import LINEAR_PRODUCTS
+from adapters.experts import gate_and_up, joined
 from adapters.views import Call, Kwargs
-from bridge.hooks.over_processes import agreed_part
+from bridge.taps.experts_watch import ExpertsWatch, operands
+from bridge.taps.spread_experts import SpreadExpertsWatch, all_numbered, is_spread
 from bridge.taps.tap import RunCall, Tap, Watch
 
 
@@ -34,8 +34,13 @@ class ExpertsTap(Tap):
     def watched(self, *args: object, **kwargs: object) -> Any:
         """The module's forward when somebody listens."""
         call = Call(self.module, args, kwargs)
-        with _ExpertsWatch(self, call) as watch:
-            output = self._one_by_one(*args, **kwargs)
+        if is_spread(self.module):
+            watch: ExpertsWatch = SpreadExpertsWatch(self, call)
+            with watch, all_numbered(self.module):
+                output = inspect.unwrap(type(self.module).forward)(self.module, *args, **kwargs)
+        else:
+            with ExpertsWatch(self, call) as watch:
+                output = self._one_by_one(*args, **kwargs)
         watch.show_idle_experts()
         return output
 
@@ -51,88 +56,6 @@ class ExpertsTap(Tap):
             return self.original(*args, **kwargs)
         finally:
             module.__dict__["config"] = config
-
-
-class _ExpertsWatch(Watch):
-    """Shows what enters and leaves each expert's projections while it is active."""
-
-    def __init__(self, tap: ExpertsTap, call: Call) -> None:
-        super().__init__(RunCall(tap, call))
-        self._tap, self._call = tap, call
-        self._ran: set[int] = set()
-        self._first, self._stacked = first_projection(tap.module), stacked(tap.module)
-        self._given: dict[int, Tensor] = {}
-
-    def call(self, func: Callable[..., Any], args: tuple[object, ...], kwargs: Kwargs) -> Any:
-        """Shows what enters and leaves the projections."""
-        if func not in LINEAR_PRODUCTS and func not in _SUMS:
-            return func(*args, **kwargs)
-        x, other = _operands(args, kwargs)
-        module: Any = self._tap.module
-        if self._stacked:
-            return self._of_stacked(func, x, other, args, kwargs)
-        if func in LINEAR_PRODUCTS:
-            for weight, channel in ((getattr(module, self._first), "in"), (module.down_proj, "post")):
-                expert = _which(other, weight)
-                if expert is not None:
-                    x = self._show(expert, channel, x)
-                    args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
-        made = func(*args, **kwargs)
-        if (func in _SUMS) != module.has_bias:
-            return made
-        # What a projection makes is complete when its bias, where there is one, is added to the product.
-        ends = "_bias" if module.has_bias else ""
-        expert = _which(other, getattr(module, f"down_proj{ends}"))
-        if expert is not None:
-            return self._show(expert, "out", made)
-        expert = _which(other, getattr(module, f"{self._first}{ends}"))
-        if expert is None:
-            return made
-        self._ran.add(expert)
-        if not has_gate(module):
-            return self._show(expert, "pre", made)
-        gate, pre = gate_and_up(module, made)
-        return joined(module, self._show(expert, "gate", gate), self._show(expert, "pre", pre))
-
-    def _of_stacked(
-        self, func: Callable[..., Any], x: Any, other: Any, args: tuple[object, ...], kwargs: Kwargs
-    ) -> Any:
-        """Shows what enters and leaves projections that are apart: gate and up are given the same."""
-        if func in LINEAR_PRODUCTS:
-            for part, channel in (("W_gate", "gate"), ("W_in", "pre"), ("W_out", "out")):
-                expert = _which(other, self._stacked[part], turned=part != "W_out")
-                if expert is None:
-                    continue
-                self._ran.add(expert)
-                if part == "W_out":
-                    x = self._show(expert, "post", x)
-                elif expert not in self._given:
-                    x = self._given[expert] = self._show(expert, "in", x)
-                else:
-                    x = self._given[expert]
-                return self._show(expert, channel, func(x, *args[1:], **kwargs))
-        return func(*args, **kwargs)
-
-    def _show(self, expert: int, channel: str, x: Tensor) -> Tensor:
-        name = f"{expert}.{channel}"
-        cut = self._tap.cuts.get(name)
-        if cut is None:
-            return self._tap.show(name, x, self._call)
-        active = self._tap.active_points((name,))
-        return agreed_part(x, cut, active, lambda all_: self._tap.show(name, all_, self._call)) if active else x
-
-    def show_idle_experts(self) -> None:
-        """Shows the experts that did not run, without rows."""
-        module: Any = self._tap.module
-        shown: set[str] = set()
-        # One after the other: a hook may let go of points, or ask for further ones.
-        while waiting := [channel for channel in self._tap.points if channel not in shown]:
-            channel = waiting[0]
-            shown.add(channel)
-            expert, part = channel.split(".")
-            if int(expert) not in self._ran:
-                size = self._call.input.shape[-1] if part in ("in", "out") else width(module)
-                self._tap.show(channel, self._call.input.new_empty(0, size), self._call)
 
 
 class BatchedExpertsTap(Tap):
@@ -160,7 +83,7 @@ class _BatchesWatch(Watch):
         module: Any = self._tap.module
         if func not in _BATCHED_PRODUCTS:
             return func(*args, **kwargs)
-        x, weight = _operands(args, kwargs)
+        x, weight = operands(args, kwargs)
         if weight is module.down_proj:
             return self._each("out", func(self._each("post", x), *args[1:], **kwargs))
         if weight is not module.gate_up_proj:
@@ -180,21 +103,3 @@ class _BatchesWatch(Watch):
 
 
 _BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm}
-_SUMS = {torch.add, Tensor.add, Tensor.__add__}
-
-
-def _operands(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Any, Any]:
-    """The two tensors of a product or a sum, however they are named."""
-    first = args[0] if args else kwargs.get("input")
-    names = ("other", "weight", "mat2")
-    return first, args[1] if len(args) > 1 else next((kwargs[name] for name in names if name in kwargs), None)
-
-
-def _which(weight: Any, everyone: Tensor, *, turned: bool = False) -> int | None:
-    """Which expert's part of a parameter, or of its transpose (``turned``), this is; None where it is none."""
-    shape = everyone.shape[:0:-1] if turned else everyone.shape[1:]
-    if not isinstance(weight, Tensor) or weight.shape != shape:
-        return None
-    start = weight.data_ptr() - everyone.data_ptr()
-    expert = start // (everyone.stride(0) * everyone.element_size())
-    return expert if 0 <= expert < len(everyone) else None

@@ -16,6 +16,7 @@ from adapters.views import Call, Kwargs
 from bridge.hooks.context import CURRENT, ForwardPass
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Scope
+from bridge.hooks.over_processes import agreed_part
 
 
 class Tap:
@@ -124,6 +125,13 @@ class Tap:
 
     def show(self, channel: str, x: Tensor, call: Call) -> Tensor:
         """Shows a tensor to the hook points of a channel, and returns what they make of it."""
+        cut = self.cuts.get(channel)
+        if cut is None:
+            return self._shown(channel, x, call)
+        heard = self.active_points((channel,))
+        return agreed_part(x, cut, heard, lambda all_: self._shown(channel, all_, call)) if heard else x
+
+    def _shown(self, channel: str, x: Tensor, call: Call) -> Tensor:
         for point in self.points.get(channel, ()):
             if "@" in point.point.site.path and not self._is_under_way(point):
                 continue

@@ -132,13 +132,14 @@ class ForcedEager:
         self._users -= 1
         if self._users:
             return
-        module, self._module = self._module, None
+        module = self._module
         assert module is not None
         if self._own is None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = self._own
-        self._own, self.original = None, nothing
+        # Another thread may have taken this for the module's forward, and call it later.
+        self._own, self.original = None, module.forward
         del self.__wrapped__
 
     def __call__(self, *args: object, **kwargs: object) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from adapters.gathering import Alike
 from adapters.layout import Layout
 from adapters.offloaded import materialized
 from adapters.paths import module_path
@@ -23,14 +24,15 @@ class SharedSite(SiteHook):
         layout: how the model is spread.
     """
 
-    __slots__ = ("_cut", "_given", "_layout", "reads_plainly")
+    __slots__ = ("_cut", "_given", "reads_plainly")
 
     def __init__(self, site: Site, find: Finder, attached: dict[SiteHook, None], layout: Layout) -> None:
         super().__init__(site, find, attached)
-        self._layout, self._cut = layout, layout.cut(site)
+        self._cut = layout.cut(site)
         inside = module_path(site.path) in layout.styles
-        self._given = layout.cut(Site(site.path, "input")) if inside else None
-        self.reads_plainly = self._cut is None and not inside
+        given = layout.cut(Site(site.path, "input")) if inside else None
+        self._given = None if isinstance(given, Alike) else given
+        self.reads_plainly = isinstance(self._cut, Alike) and not inside
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
         """Runs the points in turn, on the whole."""
@@ -42,7 +44,8 @@ class SharedSite(SiteHook):
             module = _whole(module)
             args = (self._given.whole(args[0]), *args[1:]) if self._given is not None and args else args
         see = super().see
-        return agreed_part(x, self._cut, active, lambda all_: see(all_, module, args, kwargs), self._layout.group)
+        assert self._cut is not None
+        return agreed_part(x, self._cut, active, lambda all_: see(all_, module, args, kwargs))
 
 
 def _whole(module: nn.Module) -> nn.Module:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from adapters.gathering import DifferentEditsError, agree, number_of
-from adapters.layout import Layout
+from adapters.agreeing import DifferentEditsError, Peers, number_of
+from adapters.layout import Layout, refuse_context_parallel
 from adapters.paths import base_path, core_path, has_module
 from adapters.points import Point, Site
 from bridge.hooks.context import CURRENT, open_scope
@@ -33,6 +35,8 @@ from bridge.wiring.reading_plan import Keep, ReadingPlan
 from bridge.wiring.separate_reads import SeparateReading
 from bridge.wiring.shared_site import SharedSite
 from bridge.wiring.site import SiteHook
+
+T = TypeVar("T")
 
 
 class Wiring:
@@ -62,7 +66,7 @@ class Wiring:
     ) -> None:
         self._model = Finder(model, "")
         self._spread = "" if layout is None else layout.said
-        self._layout = None if layout is None or layout.group is None else layout
+        self._layout = None if layout is None or layout.peers is None else layout
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
         self.tapped: dict[str, str] = {}
@@ -90,7 +94,7 @@ class Wiring:
             [Finder(model, path) for path in stacks],
             CheckpointedBlocks([Finder(model, path) for path in (*stacks, *blocks)], self),
             ForcedEager(Finder(model, core_path(model))),
-            self.check_in_place,
+            self._check_direct_call,
             self.has_unseen_hooks,
         )
         self.embedding = TokenEmbedding(model.get_submodule(core_path(model)))
@@ -140,6 +144,13 @@ class Wiring:
             self._sources.clear()
             self._plans.clear()
 
+    def _check_direct_call(self) -> None:
+        """As `check_in_place`, where the model is called directly: all processes have to."""
+        self.check_in_place()
+        refuse_context_parallel()
+        if self.peers is not None:
+            self.peers.meet("the model's own call, where hooks are attached,")
+
     def check_in_place(self) -> None:
         """Looks whether what hooks are attached to is still what stands there.
 
@@ -165,6 +176,55 @@ class Wiring:
                 "modules first, and attach hooks then"
             )
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The processes that share each layer of the model; None where none do."""
+        return None if self.peers is None else self.peers.group
+
+    @property
+    def peers(self) -> Peers | None:
+        """Likewise, with how they ask each other."""
+        return None if self._layout is None else self._layout.peers
+
+    def least(self, number: int) -> int:
+        """The smallest that any process has which shares the model, all of which have to ask."""
+        return number if self.peers is None else self.peers.least(number)
+
+    def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
+        """What a function makes of a gradient, if processes that share the model make the same of it.
+
+        Args:
+            make: calls it.
+            given: the gradient, which it may write to.
+            point: the hook point.
+
+        Raises:
+            DifferentEditsError: see `Peers.agreed`.
+        """
+        if self.peers is None:
+            return make()
+        made: list[T] = []
+
+        def run() -> Tensor:
+            made.append(make())
+            new = made[0][0] if isinstance(made[0], tuple) else made[0]
+            return new if isinstance(new, Tensor) else given
+
+        self.peers.agreed(run, f"the gradient at {point.name}")
+        return made[0]
+
+    def refuse_own_rows(self, what: str) -> None:
+        """Refuses what has not been made for processes that share a model and have rows of their own.
+
+        Args:
+            what: in words.
+
+        Raises:
+            ValueError: the model is one of theirs.
+        """
+        if self.group is None:
+            self.refuse_spread(what)
+
     def refuse_spread(self, what: str) -> None:
         """Refuses what has not been made for models over several processes.
 
@@ -187,24 +247,26 @@ class Wiring:
         Raises:
             DifferentEditsError: hooks are at other points, or another input or other random numbers are there.
         """
-        if self._layout is None or self._layout.group is None:
+        refuse_context_parallel()
+        if self.peers is None:
             return
-        active = [
-            (hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in self.points.values()
-        ]
-        here = zlib.crc32(repr([found for found in active if found[1]]).encode())
-        if not agree(here, self._layout.group):
-            names = ", ".join(name for name, kinds in active if kinds) or "no hook point"
+        listening = [hook for hook in self.points.values() if hook.listeners and hook.has_visible_listeners]
+        heard = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
+        numbers = [zlib.crc32(repr(heard).encode()), number_of(given)]
+        numbers.append(number_of(torch.get_rng_state()) if random else 0)
+        same_points, same_input, same_draws = self.peers.agree(numbers)
+        if not same_points:
+            names = ", ".join(name for name, _ in heard) or "no hook point"
             raise DifferentEditsError(
                 f"hooks are at {names} here, and at other hook points on other processes that share this model: "
                 "do the same on all"
             )
-        if not agree(number_of(given), self._layout.group):
+        if not same_input:
             raise DifferentEditsError(
                 "the processes that share this model are given different inputs: each computes a part of every row, so "
                 "give all of them the same"
             )
-        if random and not agree(number_of(torch.get_rng_state()), self._layout.group):
+        if not same_draws:
             raise DifferentEditsError(
                 "the processes that share this model would draw different tokens: call torch.manual_seed with the same "
                 "number on all, or give do_sample=False"
@@ -234,25 +296,24 @@ class Wiring:
                 check_clash(point, listener, partial(self._in_block, declared.stack, declared.depth))
             if not point.listeners:
                 self._connect(point)
-            point.set_listeners((listener, *point.listeners) if prepend else (*point.listeners, listener))
+            point.add_listener(listener, prepend)
             if listener.kind != "read":
                 self._count_editor(listener, 1)
                 self._listeners_changed(point)
                 if declared.linked or declared.separate_consumers:
                     self._connect_followers(point, listener)
 
-    def remove(self, point: HookPoint, gone: tuple[Listener, ...]) -> None:
+    def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
         """Removes listeners, and the torch hook if nobody is left. Those that are not there are ignored."""
         with self.lock:
-            before = point.listeners
-            gone = tuple([listener for listener in gone if listener in before])
-            if not gone:
+            there = set(gone).intersection(point.listeners)
+            if not there:
                 return
-            left = tuple([listener for listener in before if listener not in gone])
-            point.set_listeners(left)
-            for listener in gone:
+            point.keep_listeners([listener for listener in point.listeners if listener not in there])
+            for listener in there:
                 if listener.kind != "read":
                     self._count_editor(listener, -1)
+            left = point.listeners
             if self._following:
                 self._disconnect_followers(point, left)
             if left:
@@ -299,8 +360,14 @@ class Wiring:
         with self.lock:
             scope.users -= 1
             if not scope.users:
+                gone = defaultdict[HookPoint, list[Listener]](list)
                 for member in scope.members:
-                    member.remove()
+                    if isinstance(member, Attachment):
+                        gone[member.hook].append(member.listener)
+                    else:
+                        member.remove()
+                for point, listeners in gone.items():
+                    self.remove(point, listeners)
                 if not scope.recomputed:
                     scope.members.clear()  # each holds the scope: the user's functions would live until a collection
 
@@ -313,7 +380,7 @@ class Wiring:
                 for point in points:
                     if not point.listeners:
                         self._connect(point)
-                    point.set_listeners((*point.listeners, listener))
+                    point.add_listener(listener)
                     attached.append(point)
             except BaseException:
                 self.stop_listening(attached, listener)
@@ -349,9 +416,8 @@ class Wiring:
         """Removes what `listen` attached."""
         with self.lock:
             for point in points:
-                left = tuple([other for other in point.listeners if other is not listener])
-                point.set_listeners(left)
-                if not left:
+                point.keep_listeners([other for other in point.listeners if other is not listener])
+                if not point.listeners:
                     self._disconnect(point)
 
     def finder(self, path: str) -> Finder:

@@ -1,4 +1,7 @@
-"""The API reference: a page for each room, written from what the packages hold, so that no name can be missing."""
+"""The API reference: a page for each module that says in `__all__` what it offers, and nothing else.
+
+What a class inherits from ours is listed with it, so that no public method can be missing.
+"""
 
 from __future__ import annotations
 
@@ -19,37 +22,13 @@ _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples
 
 @functools.cache
 def modules() -> list[str]:
-    """All modules of the packages."""
+    """The public modules: those that have an `__all__`."""
     names = list(PACKAGES)
     for package in PACKAGES:
         found = importlib.import_module(package)
         names += [name for _, name, _ in pkgutil.walk_packages(found.__path__, f"{package}.")]
-    return [name for name in sorted(names) if not name.endswith("__main__")]
-
-
-@functools.cache
-def rooms() -> dict[str, list[str]]:
-    """The modules of each page: those of a room together, and those that stand in no room with their package."""
-    known = modules()
-    pages: dict[str, list[str]] = {}
-    for name in known:
-        first, inside, *_ = [*name.split("."), ""]
-        room = f"{first}.{inside}"
-        is_room = any(other.startswith(f"{room}.") for other in known)
-        pages.setdefault(room if is_room else first, []).append(name)
-    return pages
-
-
-@functools.cache
-def public_names(module_name: str) -> dict[str, Any]:
-    """The functions, classes and data that a module defines, without those that start with an underscore."""
-    module = importlib.import_module(module_name)
-    found = {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module_name and _defined(value)
-    }
-    return found | {name: vars(module)[name] for name in _data(module) if name in vars(module) and name not in found}
+    names = [name for name in sorted(names) if not name.endswith("__main__")]
+    return [name for name in names if hasattr(importlib.import_module(name), "__all__")]
 
 
 def _defined(value: Any) -> bool:
@@ -77,11 +56,15 @@ def _data(module: Any) -> dict[str, str]:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that a class itself defines."""
-    for name, value in vars(cls).items():
-        plain = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        if not name.startswith("_") and (inspect.isfunction(plain) or isinstance(value, property)):
-            yield name, value
+    """The public methods and properties that a class has from us, by name."""
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] in PACKAGES:
+            for name, value in vars(base).items():
+                plain = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+                if not name.startswith("_") and (inspect.isfunction(plain) or isinstance(value, property)):
+                    found.setdefault(name, value)
+    yield from sorted(found.items())
 
 
 def signature(value: Any) -> str:
@@ -173,69 +156,27 @@ def entry(full: str, name: str, value: Any, comment: str, level: int) -> str:
     return text
 
 
-@functools.cache
-def page_of() -> dict[str, str]:
-    """The page of each module."""
-    return {name: room for room, names in rooms().items() for name in names}
-
-
-def link(full_module: str, path: str, text: str) -> str:
-    """A link to a name of a module."""
-    return f'<a href="{page_of()[full_module]}.html#{full_module}.{path}"><code>{text}</code></a>'
-
-
-def _offered(name: str) -> str:
-    """What a package offers, with links to where it is described; classes with all that they inherit of ours."""
+def page(name: str) -> str:
+    """The page of one module."""
     module = importlib.import_module(name)
-    ours = page_of()
-    rows = []
+    parts = [f"# {name}", described(module.__doc__)]
     for offered in module.__all__:
         value = getattr(module, offered)
-        home = getattr(value, "__module__", None)
-        if home not in ours or offered not in public_names(home):
-            rows.append(f'<span id="{name}.{offered}"></span>`{offered}`: {escaped(repr(value)[:80])}')
-            continue
-        summary = (inspect.getdoc(value) or "").split("\n")[0]
-        rows.append(f'<span id="{name}.{offered}"></span>{link(home, offered, offered)}: {escaped(summary)}')
-        if inspect.isclass(value):
-            found: dict[str, str] = {}
-            for cls in value.__mro__:
-                if cls.__module__ in ours:
-                    for inner, member in members(cls):
-                        doc = (member.fget if isinstance(member, property) else member).__doc__ or ""
-                        where = link(cls.__module__, f"{cls.__qualname__}.{inner}", inner)
-                        found.setdefault(
-                            inner, f"{where}: {escaped(doc.strip().splitlines()[0] if doc.strip() else '')}"
-                        )
-            rows[-1] += "".join(f"\n  - {found[inner]}" for inner in sorted(found))
-    return "\n".join(f"- {row}" for row in rows)
-
-
-def page(room: str, names: list[str]) -> str:
-    """One page of the reference."""
-    parts = [f"# {room}"]
-    for name in names:
-        module = importlib.import_module(name)
-        if name != room:
-            parts.append(f"## {name}\n")
-        parts.append(described(module.__doc__))
-        if hasattr(module, "__all__"):
-            parts.append(_offered(name))
-        comments = _data(module)
-        for inner, value in public_names(name).items():
-            parts.append(entry(f"{name}.{inner}", inner, value, comments.get(inner, ""), 2 if name == room else 3))
+        home = importlib.import_module(getattr(value, "__module__", None) or name) if _defined(value) else module
+        comment = _data(home).get(offered, "") if hasattr(home, "__file__") and home.__file__ else ""
+        parts.append(entry(f"{name}.{offered}", offered, value, comment, 2))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def write(folder: Path) -> None:
     """Writes the pages."""
     folder.mkdir(exist_ok=True)
-    pages = rooms()
-    wanted = {room: page(room, names) for room, names in pages.items()}
+    wanted = {name: page(name) for name in modules()}
     wanted["index"] = (
-        "# API reference\n\nEvery name of the packages, from the docstrings. [bridge](bridge.md) has what most people "
-        "need: `TransformerBridge` with all its methods, `ActivationCache`, `FactoredMatrix`.\n\n"
-        "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(pages) + "\n```\n"
+        "# API reference\n\nWhat is public, from the docstrings ([what stays as it is](../stability.md)). "
+        "[bridge](bridge.md) has what most people need: `TransformerBridge` with all its methods, `ActivationCache`, "
+        "`FactoredMatrix`.\n\n"
+        "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(modules()) + "\n```\n"
     )
     for old in folder.glob("*.md"):
         if old.stem not in wanted:

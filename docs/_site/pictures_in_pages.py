@@ -1,7 +1,8 @@
 """Runs the examples of pages that show pictures, and puts each picture under the code that made it.
 
 A page with `bridge.pictures` in its Python blocks is run from top to bottom, as the tests do. Where the last line of a
-block is an expression whose value is a `Picture`, it is shown there.
+block is an expression whose value is a `Picture`, it is shown there. On the page of a notebook, what a cell prints and
+its other values are shown too.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import ast
 import contextlib
 import io
 import os
+import pprint
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import notebook_pages
 from docutils import nodes
 
 LIBRARY, DRAW = "vega.js", "draw.js"
@@ -32,18 +35,27 @@ def show(app: Any, doctree: nodes.document) -> None:
     blocks = [block for block in doctree.findall(nodes.literal_block) if block.get("language") == "python"]
     if not any("pictures" in block.astext() for block in blocks):
         return
+    import torch
+
     from bridge.pictures import Picture
     from bridge.pictures.embedding import STYLE
 
     shown = 0
     namespace: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.enable_grad():
         for block in blocks:
-            with contextlib.redirect_stdout(io.StringIO()):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
                 value = last_value(block.astext(), app.env.docname, namespace)
+            below: list[nodes.Node] = []
             if isinstance(value, Picture):
-                block.parent.insert(block.parent.index(block) + 1, nodes.raw("", value.fragment(), format="html"))
+                below = [nodes.raw("", value.fragment(), format="html")]
                 shown += 1
+            elif value is not None:
+                printed.write(pprint.pformat(value, width=110))
+            if app.env.docname.startswith(f"{notebook_pages.FOLDER}/") and printed.getvalue():
+                below.insert(0, nodes.literal_block("", printed.getvalue().rstrip(), language="text"))
+            block.parent[block.parent.index(block) + 1 : block.parent.index(block) + 1] = below
     if shown:
         up = "../" * app.env.docname.count("/")
         scripts = "".join(f'<script src="{up}_static/{name}"></script>' for name in (LIBRARY, DRAW))

@@ -145,31 +145,38 @@ def test_generation(bridge: TransformerBridge, case: Case, name: str, tokens: Te
 def test_sweeps(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
     clean, corrupted = tokens[:1], tokens[1:]
     _, cache = bridge.run_with_cache(clean, names_filter=name)
-    if cache[name].ndim > 3:
-        pytest.skip("features of each head: the setters of heads go through those")
+    heads = list(cache[name].shape[2:-1])  # of features of each head
 
     def metric(logits: Tensor) -> Tensor:
         return logits[0, -1, 5] - logits[0, -1, 9]
 
     short = name.split("hook_")[1]
-    options = {"verbose": False, "index_axis_names": ("layer", "feature")}
+    n, at = cache[name].shape[-1], bridge.hook_dict[name].point.depth
+    axes = ["layer", *(["head"] if heads else []), "feature"]
+    options = {"verbose": False, "index_axis_names": axes}
     found = generic_activation_patch(bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options)
-    at = bridge.hook_dict[name].point.depth
-    assert found.shape == (bridge.cfg.n_layers, cache[name].shape[-1])
+    assert found.shape == (bridge.cfg.n_layers, *heads, n)
     assert found[[i for i in range(bridge.cfg.n_layers) if i != at]].isnan().all()
-    for feature in (0, 1, cache[name].shape[-1] - 1):
-
-        def patch(features: Tensor, hook: object, feature: int = feature) -> Tensor:
-            features[..., feature] = cache[name][..., feature]
-            return features
-
-        right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(name, patch)]))
-        assert torch.allclose(found[at, feature], right, atol=1e-4)
-    options["index_axis_names"] = ("layer", "pos", "feature")
+    options["index_axis_names"] = ["layer", "pos", *axes[1:]]
     by_pos = generic_activation_patch(
         bridge, corrupted, cache, metric, layer_pos_feature_patch_setter, short, **options
     )
-    assert by_pos.shape == (bridge.cfg.n_layers, 6, cache[name].shape[-1])
+    assert by_pos.shape == (bridge.cfg.n_layers, 6, *heads, n)
+    for feature in (0, 1, n - 1):
+        place = [size - 1 for size in heads] + [feature]
+        for where, mine in (((..., *place), found[(at, *place)]), ((0, 4, *place), by_pos[(at, 4, *place)])):
+
+            def patch(features: Tensor, hook: object, where: tuple[object, ...] = where) -> Tensor:
+                features[where] = cache[name][where]
+                return features
+
+            right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(name, patch)]))
+            assert torch.allclose(mine, right, atol=1e-4)
+    assert found[at].std() > 1e-4
+    if heads:
+        options["index_axis_names"] = ["layer", "feature"]
+        with pytest.raises(ValueError, match=r"this patch setter needs \[layer, head, feature\]"):
+            generic_activation_patch(bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options)
 
 
 def difference(logits: Tensor) -> Tensor:

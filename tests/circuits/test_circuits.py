@@ -9,6 +9,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.circuits import Circuit, Curve, EdgeScores, Graph, LayerShape, faithfulness_curve
+from bridge.circuits.drawing import _depths, _joins
 from bridge.circuits.evaluation import Evaluation
 from bridge.circuits.senders import written
 from bridge.tasks import embedded_pairs
@@ -172,17 +173,48 @@ def test_json(graph, tmp_path):
         Circuit.load(path)
 
 
-def test_drawing(graph, monkeypatch):
+def test_drawing(graph, embedded, monkeypatch):
     circuit = scores_of(graph).top(3)
-    monkeypatch.setitem(
-        sys.modules, "bridge.pictures", types.SimpleNamespace(circuit=lambda edges, **options: (edges, options))
-    )
+    drawing = types.SimpleNamespace(
+        circuit=lambda edges, **options: (edges, options), CircuitNode=types.SimpleNamespace
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "bridge.pictures", drawing)
     edges, options = circuit.draw(width=4)
     assert edges == circuit.edges and options.pop("width") == 4
-    assert options.keys() == {"columns", "joins", "supports", "measure"}
-    monkeypatch.setitem(sys.modules, "bridge.pictures", None)
-    with pytest.raises(ImportError, match="needs the extra `pictures`"):
-        circuit.draw()
+    assert options.keys() == {"nodes", "joins", "supports", "measure", "metric"} and options["metric"] == "metric"
+    assert circuit.draw(metric="loss")[1]["metric"] == "loss"
+    pairs = embedded_pairs(embedded, "ioi", 2)
+    with pytest.raises(ValueError, match="give bridge, clean and corrupted too"):
+        circuit.draw(metric=pairs.metric())
+    with pytest.raises(ValueError, match="together; or none of them"):
+        circuit.draw(embedded, pairs.clean)
+
+
+@torch.no_grad()
+def test_a_drawing_knows_direct_effects_and_patterns(embedded, monkeypatch):
+    drawing = types.SimpleNamespace(
+        circuit=lambda edges, **options: options, CircuitNode=types.SimpleNamespace
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "bridge.pictures", drawing)
+    pairs = embedded_pairs(embedded, "ioi", 2)
+    metric = pairs.metric()
+    names = ["embed->L0H1.v", "L0H1->L2H0.q", "L2H0->logits", "embed->L3MLP", "L3MLP->logits"]
+    given = Circuit.of_edges(Graph.of(embedded), names).draw(embedded, pairs.clean, pairs.corrupted, metric)
+    assert given["metric"] == "logit difference" and given["tokens"] == embedded.to_str_tokens(pairs.clean[0])
+    nodes = given["nodes"]
+    # By hand: what head 0 of layer 2 writes is taken from the corrupted run, in the last stream alone.
+    _, clean = embedded.run_with_cache(pairs.clean)
+    _, corrupted = embedded.run_with_cache(pairs.corrupted)
+
+    def written(cache):
+        return cache["z", 2][:, :, 0] @ embedded.W_O[2, 0]
+
+    end = clean["blocks.3.hook_resid_post"] + written(corrupted) - written(clean)
+    wanted = metric(embedded(end, start_at_layer=4)) - metric(embedded(pairs.clean))
+    assert nodes["L2H0"].effect == pytest.approx(float(wanted), abs=1e-4) and abs(float(wanted)) > 1e-3
+    for name in ("L2H0", "L2H0.q"):
+        assert torch.equal(nodes[name].pattern, clean["pattern", 2][0, 0])
+    assert not hasattr(nodes["L3MLP"], "pattern") and not hasattr(nodes["logits"], "effect")
 
 
 def test_the_shipped_models_circuit(embedded):
@@ -205,9 +237,9 @@ def test_the_shipped_models_circuit(embedded):
 def test_a_drawing_joins_heads_with_their_inputs_and_goes_by_layers(embedded):
     names = ["embed->L0H1.v", "L0H1->L2H0.q", "L0MLP->L2H0.k", "L2H0->L3MLP", "L3MLP->logits", "embed->L1H0.v"]
     circuit = Circuit.of_edges(Graph.of(embedded), names)
-    assert circuit._joins() == [("L0H1.v", "L0H1"), ("L2H0.q", "L2H0"), ("L2H0.k", "L2H0")]  # nothing reads L1H0
+    assert _joins(circuit) == [("L0H1.v", "L0H1"), ("L2H0.q", "L2H0"), ("L2H0.k", "L2H0")]  # nothing reads L1H0
     order = ["embed", "L0H1.v", "L0H1", "L0MLP", "L2H0.q", "L2H0", "L3MLP", "logits"]
-    columns = circuit._depths()
+    columns = _depths(circuit.graph)
     assert [columns[name] for name in order] == sorted({columns[name] for name in order})
     assert columns["L2H0.q"] == columns["L2H0.k"] and columns["logits"] == max(columns.values())
 
@@ -215,5 +247,5 @@ def test_a_drawing_joins_heads_with_their_inputs_and_goes_by_layers(embedded):
 def test_a_drawing_of_grouped_keys():
     graph = Graph([LayerShape(4, 2, True, False)] * 2)
     circuit = Circuit.of_edges(graph, ["embed->L0G1.v", "L0H2->logits", "L0H3->logits"])
-    assert circuit._joins() == [("L0G1.v", "L0H2"), ("L0G1.v", "L0H3")]
-    assert circuit._depths()["L0G1.v"] < circuit._depths()["L0H2"]
+    assert _joins(circuit) == [("L0G1.v", "L0H2"), ("L0G1.v", "L0H3")]
+    assert _depths(circuit.graph)["L0G1.v"] < _depths(circuit.graph)["L0H2"]

@@ -156,3 +156,12 @@ def test_a_folder_with_a_gguf_file_alone(capsys, tmp_path):
     assert "it has GGUF: gguf_file='small.gguf' (--gguf-file) loads it" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "small.gguf")]) == 2
     assert f"is a file: give its folder, {tmp_path}, and gguf_file='small.gguf'" in capsys.readouterr().err
+
+
+def test_the_advice_for_a_harvest_is_a_name_that_the_command_line_takes(capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("Mary and John\n")
+    command = ["harvest", "embedded", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--points"]
+    assert main([*command, "hook_z"]) == 2
+    said = capsys.readouterr().err
+    assert "A name says the layer: blocks.0.attn.hook_z, or in Python, for all 4 layers" in said
+    assert main([*command, "blocks.0.attn.hook_z", "--quiet"]) == 0

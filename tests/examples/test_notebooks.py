@@ -50,11 +50,15 @@ def outputs(notebook):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs(run, name):
-    found = outputs(run(name))
+    notebook = run(name)
+    found = outputs(notebook)
     assert not [output for output in found if output.output_type == "error"]
-    shown = [output.data["text/html"] for output in found if output.output_type in ("execute_result", "display_data")
+    shown = [output.data for output in found if output.output_type in ("execute_result", "display_data")
              and "bridge-picture" in output.data.get("text/html", "")]  # fmt: skip
     assert len(shown) == NOTEBOOKS[name]
+    assert all(data["image/png"] in data["text/html"].replace("\n", "") for data in shown if data["image/png"])
+    assert len(nbformat.writes(notebook)) < 1_000_000  # as it would be saved
+    assert sum('class="bridge-vega">' in data["text/html"] for data in shown) == 1
 
 
 @pytest.mark.real

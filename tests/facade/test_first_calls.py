@@ -39,6 +39,14 @@ def test_arrays(bridge, encoding):
     tokens, mask = encoding["input_ids"], encoding["attention_mask"]
     right = bridge(tokens, attention_mask=mask)
     assert torch.equal(bridge(tokens.numpy(), attention_mask=mask), right)
+    arrays = tokens.numpy(), mask.numpy()
+    assert torch.equal(bridge(arrays[0], attention_mask=arrays[1]), right)
+    assert torch.equal(bridge.run_with_cache(arrays[0], attention_mask=arrays[1])[0], right)
+    with bridge.trace(arrays[0], attention_mask=arrays[1]) as run:
+        assert torch.equal(run.logits, right)
+    settings = {"max_new_tokens": 2, "do_sample": False, "verbose": False}
+    made = bridge.generate(arrays[0], attention_mask=arrays[1], **settings)
+    assert torch.equal(made, bridge.generate(tokens, attention_mask=mask, **settings))
     assert torch.equal(bridge(bridge.tokenizer(TEXTS, return_tensors="np", padding=True)), right)
 
 

@@ -251,3 +251,76 @@ def test_the_usual_thread_of_a_streamer_is_refused_while_hooks_are_on():
         threading.excepthook = hook
     assert "contextvars.copy_context().run" in str(said[0])
     assert len(pieces()) > len("<bos>Mary and")  # and with none open, it is nobody's business
+
+
+def test_features_of_each_request_are_its_own(bridge):
+    """In a pass of many requests a basis is given all of them as one row."""
+    W = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)) / 6
+    apart = bridge.add_basis(
+        "blocks.0.hook_resid_post", "own", encode=lambda x: (x @ W).relu(), decode=lambda f: f @ W.T
+    )
+    each = [
+        [],
+        [(apart.name, Scale(3.0))],
+        [(apart.name, Zero(features=1, positions=-1))],
+        [],
+        [(apart.name, Add(1.0))],
+    ]
+    for answer in bridge.generate_batch(prompts(), NEW, each=each, capture=apart.name, output_logits=True, **GREEDY):
+        tokens, logits, cache = alone(bridge, prompts()[answer.index], each[answer.index], apart.name)
+        assert torch.equal(answer.tokens, tokens)
+        torch.testing.assert_close(answer.logits, logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(answer.cache[apart.name], cache[apart.name], rtol=1e-5, atol=1e-5)
+    mixed = bridge.add_basis(
+        "blocks.1.hook_resid_post",
+        "mixed",
+        encode=lambda x: (x - x.mean(1, keepdim=True)) @ W,
+        decode=lambda f: f @ W.T,
+    )
+    for options in ({"capture": mixed.name}, {"interventions": [(mixed.name, Scale(0.5))]}):
+        for answer in bridge.generate_batch(prompts(), NEW, **options, **GREEDY):
+            assert "makes of a position what depends on others" in str(answer.error)
+    assert not bridge.wiring.listening
+
+
+def test_a_run_beside_it_waits_for_its_turn(bridge):
+    """While a packed pass is under way transformers has the model's configuration say that it is not causal."""
+    tokens = torch.tensor([list(range(3, 20))])
+    with torch.no_grad():
+        right = bridge(tokens)
+        found, started = [], threading.Event()
+
+        def run():
+            with torch.no_grad():
+                while not started.wait(0.01):
+                    pass
+                for _ in range(60):
+                    found.append(bridge.original_model(tokens).logits)
+
+        def slow(x, hook):
+            started.set()
+            threading.Event().wait(0.002)
+
+        beside = threading.Thread(target=run)
+        beside.start()
+        answers = list(
+            bridge.generate_batch(prompts(), 15, interventions=[("blocks.0.hook_resid_post", slow)], **GREEDY)
+        )
+        beside.join()
+        assert all(answer.error is None for answer in answers)
+        assert len(found) == 60 and all(torch.equal(logits, right) for logits in found)
+        for answer in bridge.generate_batch(prompts(), NEW, **GREEDY):  # the same in the loop
+            assert answer.error is None and torch.equal(bridge(tokens), right)
+    assert not hasattr(bridge.core.config, "is_causal")
+
+
+def test_a_function_that_runs_the_model_inside_of_a_pass_is_refused(bridge):
+    def runs(x, hook):
+        bridge(torch.tensor([[5, 6]]))
+
+    each = [[("blocks.0.hook_resid_post", runs)], [], [], [], []]
+    found = {answer.index: answer for answer in bridge.generate_batch(prompts(), NEW, each=each, **GREEDY)}
+    assert "inside of a pass of many requests" in str(found.pop(0).error)
+    for index, answer in found.items():
+        right = bridge.generate(torch.tensor([prompts()[index]]), NEW, **GREEDY)[0, LENGTHS[index] :]
+        assert answer.error is None and torch.equal(answer.tokens, right)

@@ -365,9 +365,7 @@ def test_errors(bridge, pair):
         patch(axes=None)
     with pytest.raises(ValueError, match="give either"):
         patch(index_df=Frame([(0, 0)], ["layer", "pos"]))
-    with pytest.raises(
-        ValueError, match=r"the index is \[0, 0\]; this patch setter needs \[layer, pos, head or feature\]"
-    ):
+    with pytest.raises(ValueError, match=r"the index is \[0, 0\]; this patch setter needs \[layer, pos, head\]"):
         patch(setter=ready.layer_pos_head_vector_patch_setter, name="z")
     with pytest.raises(ValueError, match=r"a tensor of shape \[2, 61\]; it must be a single number"):
         patch(metric=lambda logits: logits[:, -1])
@@ -436,3 +434,40 @@ def test_features_that_depend_on_other_positions(point):
         right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(hook.name, patch)]))
         assert float(found[1, pos, 3]) == pytest.approx(float(right), abs=1e-4)
     assert found[1].std() > 1e-2
+
+
+MIXES = {
+    "encode": (lambda x: (x - 0.5 * x.mean(0, keepdim=True)).relu(), lambda f: f),
+    "decode": (lambda x: x, lambda f: f - 0.5 * f.mean(0, keepdim=True)),
+    "top k of the batch": (lambda x: x * (x >= x.flatten().topk(40).values[-1]), lambda f: f),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("together", ["auto", 3])
+@pytest.mark.parametrize("kind", MIXES)
+def test_a_basis_that_mixes_rows_is_run_patch_by_patch(kind, together):
+    """In a batch of patches it would give each the others' numbers."""
+    bridge = TransformerBridge.boot_embedded()
+    clean, corrupted = torch.tensor([[1, 20, 31, 42, 53, 64], [1, 20, 31, 42, 99, 64]])[:, None]
+    W = torch.randn(128, 8, generator=torch.Generator().manual_seed(0)) / 11
+    encode, decode = MIXES[kind]
+    hook = bridge.add_basis(
+        "blocks.1.hook_resid_post", "own", encode=lambda x: encode(x @ W), decode=lambda f: decode(f) @ W.T
+    )
+    _, cache = bridge.run_with_cache(clean, names_filter=hook.name)
+    metric = lambda logits: logits[0, -1, 7]
+    setter, axes = ready.layer_feature_patch_setter, ("layer", "feature")
+    arguments = (bridge, corrupted, cache, metric, setter, "resid_post.own", axes)
+    found = generic_activation_patch(*arguments, patches_per_run=together, verbose=False)
+    for feature in range(8):
+
+        def patch(features, hook, feature=feature):
+            features[..., feature] = cache[hook.name][..., feature]
+            return features
+
+        right = metric(bridge.run_with_hooks(corrupted, fwd_hooks=[(hook.name, patch)]))
+        assert float(found[1, feature]) == pytest.approx(float(right), abs=1e-4)
+    assert found[1].std() > 1e-3
+    with pytest.raises(ValueError, match=r"the basis of blocks\.1\.hook_resid_post\.own mixes the rows of a batch"):
+        generic_activation_patch(*arguments, compiled=True, verbose=False)

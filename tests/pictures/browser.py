@@ -153,6 +153,18 @@ class Browser:
         time.sleep(0.1)
         return self.evaluate("(document.querySelector('#vg-tooltip-element.visible') || {}).innerText || ''")
 
+    def click(self, text: str) -> None:
+        """Clicks on what says this text, and moves the mouse away."""
+        x, y = self.evaluate(f"""(() => {{
+            const found = [...document.querySelectorAll('text')].find((t) => t.textContent === {json.dumps(text)});
+            const box = found.getBoundingClientRect();
+            return [box.left + box.width / 2, box.top + box.height / 2];
+        }})()""")
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=0, y=0)
+        time.sleep(0.5)
+
     def screenshot(self, path: Path, whole: bool = True) -> Path:
         """Writes the page as it is seen to a PNG."""
         options: dict[str, Any] = {"format": "png"}

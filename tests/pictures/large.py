@@ -20,6 +20,9 @@ class Words:
     def to_single_str_token(self, int_token: int) -> str:
         return self.words[int_token % len(self.words)]
 
+    def to_single_token(self, string: str) -> int:
+        return self.words.index(string)
+
 
 def all_pictures() -> dict[str, Picture]:
     """One of each kind, by name."""
@@ -58,4 +61,11 @@ def all_pictures() -> dict[str, Picture]:
         ),
         "routing": pictures.routing({i: chosen[i] for i in range(LAYERS)}, TOKENS),
         "circuit": pictures.circuit(edges),
+        "tokens": pictures.tokens(normal(n), TOKENS, measure="feature 7"),
+        "attention text": pictures.attention_text(
+            (normal(HEADS, n, n) * 2).masked_fill(mask, -torch.inf).softmax(-1), TOKENS
+        ),
+        "chosen": pictures.chosen_lens(normal(LAYERS + 1, n, 200) * growing / 6, TOKENS, Words(), [" Mary", " John"]),
+        "nine heads": pictures.attention(normal(9, n, n).masked_fill(mask, -torch.inf).softmax(-1), TOKENS),
+        "together": pictures.together([pictures.heads(normal(LAYERS, HEADS)), pictures.heads(normal(3, 3))], "Two"),
     }

@@ -1,11 +1,16 @@
 """Every picture in a real browser: it is drawn, says nothing on the console, fetches nothing, and answers the mouse."""
 
+import itertools
 import json
+import time
 
 import pytest
+import torch
 
-from bridge import pictures
+from bridge import TransformerBridge, pictures
+from bridge.circuits import edge_attribution, edge_effects
 from bridge.cli.story import story
+from bridge.tasks import embedded_pairs
 from tests.pictures.large import LAYERS, TOKENS, all_pictures
 
 pytestmark = pytest.mark.pages
@@ -96,17 +101,55 @@ def test_the_lens_shows_its_words(browser, saved):
     assert sum(len(word) > 0 for word in words) >= (LAYERS + 1) * len(TOKENS)
 
 
-def test_a_notebook_output_draws_itself_twice_on_a_page(browser, tmp_path):
-    one = all_pictures()["heads"]._repr_mimebundle_()["text/html"]
-    other = all_pictures()["circuit"]._repr_mimebundle_()["text/html"]
+def test_outputs_of_a_notebook_share_one_library(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("bridge.pictures.picture._outputs", itertools.count())
+    one, other = (all_pictures()[name]._repr_mimebundle_()["text/html"] for name in ("heads", "circuit"))
     page = tmp_path / "notebook.html"
+    head = '<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><body data-jp-theme-light="false">'
+    for body in (one + other, other + one):
+        page.write_text(head + body)
+        seen = browser.open(page)
+        assert seen.console == [] and seen.errors == []
+        grounds = "[...document.querySelectorAll('svg.marks')].map((s) => getComputedStyle(s).backgroundColor)"
+        assert browser.evaluate(grounds) == ["rgb(19, 20, 22)"] * 2
+        assert browser.evaluate("document.querySelectorAll('.bridge-picture img').length") == 0
     page.write_text(
-        '<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">'
-        f'<body data-jp-theme-light="false">{one}{other}'
-    )
-    clean(browser.open(page), page)
-    grounds = "[...document.querySelectorAll('svg.marks')].map((s) => getComputedStyle(s).backgroundColor)"
-    assert browser.evaluate(grounds) == ["rgb(19, 20, 22)"] * 2
+        head.replace("<body", "<svg class='marks'></svg><body") + other
+    )  # without the library: a still picture
+    browser.send("Page.navigate", url=page.resolve().as_uri())
+    time.sleep(1)
+    seen = browser.seen()
+    assert seen.console == [] and seen.errors == []
+    assert browser.evaluate("document.querySelector('.bridge-picture img').naturalWidth") > 200
+
+
+def test_a_token_that_is_pointed_at_lights_what_it_attends_to(browser, tmp_path):
+    words = ["<bos>", " Mary", " and", " John"]
+    pattern = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0)).tril()
+    page = tmp_path / "text.html"
+    pictures.attention_text(pattern, words).save(page)
+    clean(browser.open(page, 390), page)
+
+    def lit():
+        labels = browser.evaluate("[...document.querySelectorAll('.mark-rect path')].map((c) => c.ariaLabel || '')")
+        found = [label.split("mean weight: ")[1].split(";")[0] for label in labels if "key: " in label]
+        return [float(text) for text in found]
+
+    assert lit() == pytest.approx(pattern[:, 3].mean(0).tolist(), rel=2e-2, abs=1e-3)  # of the last token
+    x, y = browser.evaluate("""(() => {
+        const found = [...document.querySelectorAll('text')].find((t) => t.textContent === '·and');
+        const box = found.getBoundingClientRect();
+        return [box.left + box.width / 2, box.top + box.height / 2];
+    })()""")
+    browser.hover(x, y)
+    time.sleep(0.5)
+    assert lit() == pytest.approx(pattern[:, 2].mean(0).tolist(), rel=2e-2, abs=1e-3)
+    browser.click("head 1")
+    assert lit() == pytest.approx(pattern[[0, 2], 2].mean(0).tolist(), rel=2e-2, abs=1e-3)
+    browser.click("head 0")
+    assert lit() == pytest.approx(pattern[2, 2].tolist(), rel=2e-2, abs=1e-3)
+    browser.click("head 1")
+    assert lit() == pytest.approx(pattern[1:, 2].mean(0).tolist(), rel=2e-2, abs=1e-3)
 
 
 def test_a_page_of_all_of_them(browser, tmp_path):
@@ -140,7 +183,8 @@ def test_the_slider_of_a_circuit_hides_weak_edges(browser, tmp_path):
     edges = [("embed", "L0H1.v", -4.0), ("L0H1", "logits", -3.0), ("embed", "L1MLP", 1.0), ("L1MLP", "logits", -1.0)]
     columns = {name: column for column, name in enumerate(("embed", "L0H1.v", "L0H1", "L1MLP", "logits"))}
     page = tmp_path / "circuit.html"
-    pictures.circuit(edges, columns=columns, joins=[("L0H1.v", "L0H1")], supports="negative").save(page)
+    nodes = {name: pictures.CircuitNode(column=column) for name, column in columns.items()}
+    pictures.circuit(edges, nodes=nodes, joins=[("L0H1.v", "L0H1")], supports="negative").save(page)
     clean(browser.open(page, 390), page)
     shown = "[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)"
     lines = "document.querySelectorAll('.mark-line path').length"
@@ -153,3 +197,47 @@ def test_the_slider_of_a_circuit_hides_weak_edges(browser, tmp_path):
     })""")
     assert "L1MLP" not in browser.evaluate(shown) and {"L0H1.v", "L0H1"} < set(browser.evaluate(shown))
     assert browser.evaluate(lines) == 3
+
+
+def test_a_click_on_a_node_shows_its_edges_its_effect_and_its_pattern(browser, tmp_path):
+    bridge = TransformerBridge.boot_embedded()
+    pairs = embedded_pairs(bridge, "ioi", 4)
+    metric = pairs.metric()
+    circuit = edge_attribution(bridge, pairs.clean, pairs.corrupted, metric).greedy(24)
+    direct = edge_effects(bridge, pairs.clean, pairs.corrupted, metric, verbose=False)
+    page = tmp_path / "circuit.html"
+    circuit.draw(bridge, pairs.clean, pairs.corrupted, metric).save(page)
+    clean(browser.open(page), page)
+    head = next(name for name in circuit.nodes if "H" in name and any(s == name for s, _, _ in circuit.edges))
+    _, cache = bridge.run_with_cache(pairs.clean[:1])
+    layer, number = map(int, head[1:].split("H"))
+    pattern = cache["pattern", layer][0, number]
+    browser.click(head)
+    said = browser.evaluate("[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)")
+    effect = f"the logit difference changes by {direct[f'{head}->logits']:+.3g}"
+    assert any(text.startswith(f"{head};") and text.endswith(effect) for text in said), said
+    near = {head, *(f"{head}.{part}" for part in "qkv")}
+    wanted = {f"{s} to {r}" for s, r, _ in circuit.edges if {s, r} & near}
+    assert {text for text in said if " to " in text and ";" not in text and "Click" not in text} == wanted
+    bright = (
+        "[...document.querySelectorAll('.mark-line path')].filter((p) => p.getAttribute('opacity') === '0.85').length"
+    )
+    assert browser.evaluate(bright) == len(wanted)
+    cells = browser.evaluate(
+        "[...document.querySelectorAll('.mark-rect path')].map((c) => c.getAttribute('aria-label'))"
+        ".filter((label) => label.includes('query'))"
+    )
+    assert len(cells) == pattern.numel()
+    for text, right in zip(cells, pattern.flatten().tolist(), strict=True):
+        shown = float(text.split("weight: ")[1].split(";")[0].replace("−", "-"))
+        assert abs(shown - right) <= 5e-3 * abs(right) + 1e-9
+    browser.click("embed")
+    said = browser.evaluate("[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)")
+    assert "no head, so no pattern" in said and any(text.startswith("embed to ") for text in said)
+    x, y = browser.evaluate("""(() => {
+        const line = document.querySelector('.mark-line path[aria-label*="from"]'), middle = line.getTotalLength() / 2;
+        const at = line.getPointAtLength(middle).matrixTransform(line.getScreenCTM());
+        return [at.x, at.y];
+    })()""")
+    said = browser.hover(x, y)
+    assert "from" in said and "to" in said and "change" in said, said

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -63,18 +64,32 @@ def test_more_is_further_from_the_ground(ground):
     assert abs(away(style.DIVERGING[0]) - away(style.DIVERGING[4])) < 8  # either sign weighs the same
 
 
-@pytest.mark.parametrize("ground", [0, 1], ids=["light", "dark"])
-def test_text_can_be_read_on_every_cell(ground):
-    ink = style.PALETTE["ink"][ground], ("#ffffff", "#101114")[ground]
-    assert contrast(ink[0], style.PALETTE["ground"][ground]) > 7
-    for scale in (style.SEQUENTIAL, style.DIVERGING[2:], style.DIVERGING[2::-1]):
-        colours = [pair[ground] for pair in scale]
-        for step in range(101):
-            at = step / 100 * (len(colours) - 1)
-            low, part = min(int(at), len(colours) - 2), at - min(int(at), len(colours) - 2)
-            ends = [[int(colours[i][j : j + 2], 16) for j in (1, 3, 5)] for i in (low, low + 1)]
-            mixed = "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(*ends, strict=True))
-            assert contrast(mixed, ink[step / 100 > style.READABLE[ground]]) > 3.2, (step, mixed)
+def cells_and_words(picture, dark):
+    """The colours of cells, and of the words in them, as they are drawn."""
+    svg = picture.svg(dark)
+    cells = re.findall(r'aria-roledescription="rect mark"[^>]*fill="([^"]*)"', svg)
+    return [hexadecimal(cell) for cell in cells], re.findall(r'aria-roledescription="text mark"[^>]*fill="(#\w+)"', svg)
+
+
+def hexadecimal(colour):
+    parts = [int(part) for part in re.findall(r"\d+", colour)]
+    return f"#{bytes(parts).hex()}" if colour.startswith("rgb") else colour
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read_on_every_cell(dark):
+    assert contrast(style.PALETTE["ink"][dark], style.PALETTE["ground"][dark]) > 7
+    steps = torch.linspace(-1, 1, 401)
+    drawn = [pictures.heat_map(torch.cat([part, torch.ones(1)])[:, None]) for part in steps.split(39)]
+    drawn += [
+        pictures.tokens(torch.cat([part.abs(), torch.ones(1)]), ["w"] * (len(part) + 1)) for part in steps.split(39)
+    ]
+    least = 21.0
+    for picture in drawn:
+        cells, words = cells_and_words(picture, dark)
+        assert len(words) == len(cells) > 1
+        least = min(least, *(contrast(cell, ink) for cell, ink in zip(cells, words, strict=True)))
+    assert least >= 4.5, least
 
 
 def test_zero_is_in_the_middle_whatever_the_values():

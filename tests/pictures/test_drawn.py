@@ -1,5 +1,6 @@
 """Each picture draws the numbers that it was given, in the places that they belong to."""
 
+import itertools
 import re
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_layer_without_the_part_is_blank_and_says_so(shape, axes, panels, ends
     layers[1] = float("nan")
     picture = pictures.patching(results, axes, TOKENS, panels=panels, **ends)
     drawn = [mark for mark in marks(picture) if "shade" in mark]  # not the numbers that are written into cells
-    measure = "restored" if ends else "metric"
+    measure = "restored metric" if ends else "metric"
     said = [mark for mark in drawn if mark[measure] == "no such part"]
     others = [number(mark[measure]) for mark in drawn if mark[measure] != "no such part"]
     assert len(said) == layers[1].numel()
@@ -126,17 +127,17 @@ def test_patching_of_several_activations_and_what_it_restores():
     assert len(drawn) == 24
     for mark in drawn:
         value = results["zq".index(mark["panel"]), int(mark["layer"]), int(mark["c"])]
-        assert close(mark["restored"], (value + 3) / 8)
+        assert close(mark["restored metric"], (value + 3) / 8)
 
 
 def test_attribution_over_positions_and_at_one():
     values, names = torch.randn(3, 1, 4), ["embed", "0_attn_out", "0_mlp_out"]
-    drawn = [m for m in marks(pictures.attribution(values, names, TOKENS)) if "logit" in m]
+    drawn = [m for m in marks(pictures.attribution(values, names, TOKENS)) if "added to the logit" in m]
     for mark in drawn:
-        assert close(mark["logit"], values[names.index(mark["component"]), 0, int(mark["c"])])
+        assert close(mark["added to the logit"], values[names.index(mark["component"]), 0, int(mark["c"])])
     bars = marks(pictures.attribution(values[:, :, 2], names))
     assert [mark["component"] for mark in bars] == names
-    assert all(close(mark["logit"], value) for mark, value in zip(bars, values[:, 0, 2], strict=True))
+    assert all(close(mark["added to the logit"], value) for mark, value in zip(bars, values[:, 0, 2], strict=True))
 
 
 def test_heads():
@@ -179,6 +180,97 @@ def test_routing_leaves_zero_blank():
     }
     assert found.keys() == wanted.keys()
     assert all(close(text, wanted[key]) for key, text in found.items())
+
+
+def test_chosen_tokens():
+    logits, vocabulary = torch.randn(3, 1, 4, 9), ["a", "b", "c"]
+
+    class Known:
+        def to_single_token(self, text):
+            return vocabulary.index(text)
+
+    drawn = marks(pictures.chosen_lens(logits, TOKENS, Known(), ["c", "a"]))
+    assert len(drawn) == 2 * 3 * 4
+    odds = logits[:, 0].softmax(-1)
+    for mark in drawn:
+        layer = ["embed", "0", "1"].index(mark["after layer"])
+        assert close(mark["probability"], odds[layer, int(mark["c"]), vocabulary.index(mark["panel"])])
+    with pytest.raises(ValueError, match="chosen is 'c'; give a list"):
+        pictures.chosen_lens(logits, TOKENS, Known(), "c")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_tokens_coloured_by_a_number(sign):
+    values = torch.tensor([0.5, 2.0, 0.25, 1.0]) * torch.tensor([1, sign, 1, 1])
+    picture = pictures.tokens(values[None], TOKENS, measure="loss")
+    drawn = [mark for mark in marks(picture) if "loss" in mark]
+    assert [(mark["token"], int(mark["position"])) for mark in drawn] == [
+        ("<bos>", 0), ("·Mary", 1), ("↵", 2), ("·Mary", 3)
+    ]  # fmt: skip
+    assert all(close(mark["loss"], value) for mark, value in zip(drawn, values, strict=True))
+    tops = [float(mark["y0"]) for mark in drawn]
+    assert tops[0] == tops[1] == tops[2] < tops[3]  # a line feed ends the line
+    assert picture.spec()["layer"][0]["encoding"]["color"]["scale"]["domain"][0] == (0 if sign > 0 else -2)
+
+
+def test_a_long_text_is_broken_into_lines():
+    drawn = [mark for mark in marks(pictures.tokens(torch.rand(40), [" word"] * 40)) if "value" in mark]
+    assert len(drawn) == 40 and len({mark["y0"] for mark in drawn}) > 2
+    assert all(float(mark["x1"]) <= 640 for mark in drawn)
+
+
+def test_a_token_lights_what_it_attends_to():
+    pattern = torch.rand(3, 4, 4).tril()
+    picture = pictures.attention_text(pattern, TOKENS, heads=["a", "b", "c"])
+    lit = [mark for mark in marks(picture) if "key" in mark]
+    assert [mark["key"] for mark in lit] == ["<bos>", "·Mary", "↵", "·Mary"]  # of the last token, by all heads
+    assert all(close(mark["mean weight"], value) for mark, value in zip(lit, pattern[:, -1].mean(0), strict=True))
+    assert [mark["head"] for mark in marks(picture) if "head" in mark] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="outside of 0 to 1"):
+        pictures.attention_text(pattern * 3, TOKENS)
+    with pytest.raises(ValueError, match="other keys than queries"):
+        pictures.attention_text(torch.rand(3, 4, 5), TOKENS)
+
+
+def test_an_overview_fits_a_screen():
+    pattern = torch.rand(30, 1, 9, 6, 6)
+    picture = pictures.attention(pattern, ["a", "b", "c", "d", "e", "f"])
+    wide, high = map(float, re.search(r'width="([\d.]+)" height="([\d.]+)"', picture.svg()).groups())
+    assert wide <= 1232 and high <= 900
+    drawn = marks(picture)
+    assert len(drawn) == pattern.numel()
+    for mark in drawn[::97]:
+        layer, head = map(int, re.fullmatch(r"L(\d+)H(\d+)", mark["panel"]).groups())
+        assert close(mark["weight"], pattern[layer, 0, head, int(mark["r"]), int(mark["c"])])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 9, 11, 12, 13])
+def test_no_names_of_keys_stand_under_an_empty_panel(n):
+    text = pictures.attention(torch.rand(n, 2, 2), ["query", "keyword"]).svg()
+    upright = len(re.findall(r"rotate\(-90\)[^>]*>keyword<", text)) or text.count(">keyword<")
+    facet = pictures.attention(torch.rand(n, 2, 2), ["query", "keyword"]).spec()
+    if n > 1 and n % facet["encoding"]["facet"]["columns"]:
+        assert facet["resolve"]["axis"]["x"] == "independent" and text.count(">keyword<") >= n + upright - n
+    else:
+        assert n == 1 or "resolve" not in facet or facet["resolve"]["axis"]["x"] == "shared"
+
+
+def test_colour_bars_have_even_numbers():
+    for picture in (pictures.heads(torch.tensor([[0.963, -0.2]])), pictures.attention(torch.rand(2, 3, 3), TOKENS[:3])):
+        encoding = (picture.spec().get("layer") or [picture.spec()])[0]["encoding"]["color"]
+        numbers = encoding["legend"]["values"]
+        assert len({round(b - a, 9) for a, b in itertools.pairwise(numbers)}) == 1 and len(numbers) >= 3
+        assert numbers[-1] == encoding["scale"]["domain"][-1]
+
+
+def test_several_pictures_as_one():
+    one, other = pictures.heads(torch.rand(2, 3)), pictures.patching(torch.rand(2, 4), "layer pos", TOKENS)
+    both = pictures.together([one, other], "Both")
+    assert len(marks(both)) == len(marks(one)) + len(marks(other)) and ">Both<" in both.svg()
+    with pytest.raises(ValueError, match="parts that answer a click"):
+        pictures.together([one, pictures.circuit([("a", "b", 1.0)])], "Both")
+    with pytest.raises(ValueError, match="no pictures"):
+        pictures.together([], "None")
 
 
 def test_circuit():

@@ -42,6 +42,20 @@ def test_columns_may_be_given():
         layout(edges, {"embed": 0, "L0H1": 1, "L5H2": 1})
 
 
+def test_bands_lie_one_under_the_other():
+    edges = [("a0", "b0"), ("a0", "b1"), ("a1", "b1"), ("b0", "c2"), ("a1", "c2")]
+    columns = {"a0": 0, "a1": 0, "b0": 1, "b1": 1, "c2": 2}
+    bands = {name: int(name[1]) for name in columns}
+    found = layout(edges, columns, bands)
+    for name, (_, row) in found.nodes.items():
+        middle, height = found.bands[bands[name]]
+        assert abs(row - middle) <= height / 2
+    (one, high), (two, next_high), (three, _) = (found.bands[band] for band in (0, 1, 2))
+    assert one + high / 2 < two - next_high / 2 and two < three
+    with pytest.raises(ValueError, match="'c2' has no band"):
+        layout(edges, columns, {name: 0 for name in columns if name != "c2"})
+
+
 def test_circles_are_named():
     with pytest.raises(ValueError, match="in a circle: "):
         columns_of([("a", "b"), ("b", "c"), ("c", "a")])

@@ -49,10 +49,26 @@ CASES = {
     "no layers": (lambda: pictures.routing({}, T), "dictionary of them by layer"),
     "no edges": (lambda: pictures.circuit([]), "no edges"),
     "an edge twice": (lambda: pictures.circuit([("a", "b", 1.0), ("a", "b", 2.0)]), "more than once"),
+    "unknown node": (
+        lambda: pictures.circuit([("a", "b", 1.0)], nodes={"c": pictures.CircuitNode()}),
+        "'c' is one of the nodes, and no edge",
+    ),
+    "no tokens of a circuit": (
+        lambda: pictures.circuit([("a", "b", 1.0)], nodes={"a": pictures.CircuitNode(position=2)}, tokens=["x"]),
+        "'a' stands at position 2, and there are 1 tokens",
+    ),
+    "no band": (
+        lambda: pictures.circuit([("a", "b", 1.0)], nodes={"a": pictures.CircuitNode(position=0)}, tokens=["x"]),
+        "'b' has no band, and others have one",
+    ),
+    "pattern of a circuit": (
+        lambda: pictures.circuit([("a", "b", 1.0)], nodes={"a": pictures.CircuitNode(pattern=torch.rand(2, 2))}),
+        r"shape \[2, 2\], and there are 0 tokens",
+    ),
     "circle": (lambda: pictures.circuit([("a", "b", 1.0), ("b", "a", 2.0)]), "in a circle"),
     "NaN edge": (lambda: pictures.circuit([("a", "b", float("nan"))]), r"nan at \[0\]"),
     "panels of a table": (lambda: pictures.heat_map(torch.rand(2, 2), panels=["a"]), "one panel only"),
-    "ending": (lambda: pictures.heads(torch.rand(2, 2)).save("x.pdf"), r"\.html, \.png or \.svg"),
+    "ending": (lambda: pictures.heads(torch.rand(2, 2)).save("x.gif"), r"\.html, \.png, \.svg or \.pdf"),
 }
 
 

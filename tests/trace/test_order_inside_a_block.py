@@ -52,6 +52,27 @@ def test_scores_that_cannot_be_seen_are_still_told_so():
         run["blocks.0.attn.hook_pattern"]
 
 
+def test_a_default_cache_leaves_out_what_cannot_be_seen_with_one_line():
+    bridge = TransformerBridge(tiny_model("llama"))
+    plain, wanted = bridge.run_with_cache(TOKENS)
+    attention = bridge.original_model.model.layers[0].self_attn
+    kernel = attention.forward
+
+    def forward(*args, **kwargs):
+        with torch._C.DisableTorchFunction():  # a kernel that is no torch function
+            return kernel(*args, **kwargs)
+
+    attention.forward = forward
+    with pytest.warns(UserWarning, match="leaves out hook_rot_q, hook_rot_k, hook_attn_scores, hook_pattern") as said:
+        logits, cache = bridge.run_with_cache(TOKENS)
+    assert len(said) == 1 and torch.equal(logits, plain)
+    left_out = {"blocks.0.attn.hook_attn_scores", "blocks.0.attn.hook_pattern"}
+    assert set(wanted) - set(cache) <= left_out | {"blocks.0.attn.hook_rot_q", "blocks.0.attn.hook_rot_k"}
+    assert left_out <= set(wanted) - set(cache)
+    with pytest.raises(RuntimeError, match="computed no scores that could be seen"):
+        bridge.run_with_cache(TOKENS, names_filter="blocks.0.attn.hook_pattern")
+
+
 def test_rwkv_goes_past_blocks_that_are_left_out():
     bridge = TransformerBridge(tiny_model("rwkv"))
     with torch.no_grad():

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from adapters import verify
+from adapters.registry import UnsupportedModelError
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 from tests.conftest import torch_hooks
@@ -85,6 +87,34 @@ def test_offloaded_weights(case):
         assert torch.equal(bridge.weights[name], plain.weights[name]), name
     assert bridge.cfg.device.type == "cpu"
     assert all(p.is_meta for p in model.parameters())  # nothing of it stays
+
+
+def test_offloaded_weights_are_proved_and_not_inferred_from():
+    bridge = TransformerBridge(accelerate.cpu_offload(tiny("llama-gqa"), execution_device="cpu"))
+    assert verify(bridge).passed
+    with pytest.raises(UnsupportedModelError, match=r"such as model.embed_tokens.weight, are offloaded"):
+        TransformerBridge(bridge.original_model, automatic="always")
+    with torch.device("meta"):
+        empty = type(bridge.original_model)(bridge.original_model.config)
+    with pytest.raises(UnsupportedModelError, match="it has no weights"):
+        TransformerBridge(empty, automatic="always")
+
+
+class RoundsRows(nn.Linear):
+    """As layers of int8 activations do: each row of the input is rounded by its own largest."""
+
+    def forward(self, x):
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 127
+        return super().forward((x / scale).round() * scale)
+
+
+def test_heads_of_a_layer_that_rounds_its_input_are_refused():
+    model = tiny("llama-gqa")
+    model.model.layers[1].self_attn.o_proj.__class__ = RoundsRows
+    bridge = TransformerBridge(model)
+    with pytest.raises(TypeError, match=r"does not sum to its output \(off by .* rounds its input as it comes"):
+        bridge.run_with_cache(TOKENS, names_filter="blocks.1.attn.hook_result")
+    bridge.run_with_cache(TOKENS, names_filter=["blocks.0.attn.hook_result", "blocks.1.attn.hook_z"])
 
 
 def test_an_edit_of_an_offloaded_weight_is_an_edit_of_the_model():

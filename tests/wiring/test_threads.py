@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from bridge import TransformerBridge
 from tests.conftest import tiny
@@ -37,3 +38,14 @@ def test_sites_that_traces_watch(changing_often):
             thread.join()
         again = wiring.sources_in("blocks", 1), wiring.elements_of(site)
         assert found == [again] * 3 and again[0]
+
+
+def test_a_forward_that_was_taken_while_hooks_were_on_works_afterwards():
+    """As in another thread, which has looked it up and calls it when they are gone."""
+    bridge = TransformerBridge(tiny("llama"))
+    tokens = torch.tensor([[5, 6, 7]])
+    plain = bridge(tokens)
+    with bridge.hooks(fwd_hooks=[("blocks.0.hook_resid_post", lambda x, hook: x * 2)]):
+        forward = bridge.core.forward
+    assert "forward" not in bridge.core.__dict__
+    assert torch.equal(forward(tokens).logits, plain)

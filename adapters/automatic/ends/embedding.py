@@ -12,7 +12,7 @@ from adapters.automatic.norms import norm_kind, rounded
 from adapters.config import config_of
 from adapters.norms import Norm
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, mark
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import NEGLIGIBLE, agree
 from adapters.paths import base_path, token_embedding
 from adapters.stream_ends import Embedding, TableOf, tables
 from adapters.views import Affine, Chain, times, transformed
@@ -236,8 +236,7 @@ def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> Chain | None:
     around = x - x.mean(0)
     weight = (around * y).sum(0) / around.pow(2).sum(0)
     bias = y.mean(0) - weight * x.mean(0)
-    close = 3 * tolerance(target) * float(y.abs().max())
-    if bool(((weight * x + bias - y).abs() > close).any()):
+    if not agree(weight * x + bias, y, target):
         return None
     own = {name: p.detach().double().to(x.device) for name, p in base.named_parameters(recurse=False)}
     own = {name: p for name, p in own.items() if p.shape == weight.shape}
@@ -247,7 +246,7 @@ def _adjusted(model: nn.Module, tokens: Tensor, target: Tensor) -> Chain | None:
     tried += [(Affine(plus=other), Affine(weight=name)) for name in own for other in own]
     for by in tried:
         with torch.no_grad():
-            if bool(((transformed(by, x, base) - y).abs() <= close).all()):
+            if agree(transformed(by, x, base), y, target):
                 return by
     return None
 
@@ -281,14 +280,14 @@ def _for_each_row(x: Tensor, shape: torch.Size) -> Tensor | None:
 
 def _weights(target: Tensor, terms: list[Tensor]) -> list[float] | None:
     """The factors with which terms make a sum, the fewest of them; None where they do not."""
-    flat, close = target.double().flatten(), 3 * tolerance(target)
+    flat = target.double().flatten()
     for count in range(len(terms)):
         columns = torch.stack([term.double().flatten() for term in terms], 1)
         if count == 0:
             columns = columns[:, :1]
         solution = torch.linalg.lstsq(columns, flat[:, None]).solution[:, 0]
-        if bool(((columns @ solution - flat).abs() <= close * flat.abs().max()).all()):
-            found = [rounded(w) if abs(w) > 1e-4 else 0.0 for w in solution.tolist()]
+        if agree(columns @ solution, flat, target):
+            found = [rounded(w) if abs(w) > NEGLIGIBLE else 0.0 for w in solution.tolist()]
             return found + [0.0] * (len(terms) - len(found))
         if count == 1:
             return None

@@ -16,7 +16,7 @@ from adapters.automatic.norms import function_norm, norm_kind, rounded
 from adapters.inputs.made import Given
 from adapters.norms import Norm, normalized
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, elements_of
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import FITTED, agree, worked_out
 from adapters.stream_ends import Head, Readout
 from adapters.views import Affine
 
@@ -160,8 +160,7 @@ def _factor_between(x: Tensor, y: Tensor) -> float | None:
         return None
     a, b = x.double().flatten(), y.double().flatten()
     factor = float((a @ b) / (a @ a).clamp_min(1e-30))
-    close = 3 * tolerance(y) * float(b.abs().max())
-    return rounded(factor) if factor > 0 and bool(((factor * a - b).abs() <= close).all()) else None
+    return rounded(factor) if factor > 0 and agree(factor * a, b, y) else None
 
 
 def _large_logits(model: nn.Module, inputs: Given, unembed: ModuleCall) -> tuple[Tensor, Tensor | None]:
@@ -185,7 +184,7 @@ def _holder_of(model: nn.Module, bias: Tensor) -> str | None:
     for name, held in itertools.chain(model.named_parameters(), model.named_buffers()):
         if held.numel() == bias.numel() and not held.is_meta:
             rest = (held.detach().double().reshape(-1).to(bias.device) - bias).abs().max()
-            if float(rest) <= 1e-3 * float(bias.abs().max()):
+            if float(rest) <= FITTED * float(bias.abs().max()):
                 return name
     return None
 
@@ -197,7 +196,7 @@ def readout_between(before: Tensor, logits: Tensor) -> tuple[float, Tensor | Non
         before: what leaves the output layer, ``[batch, pos, d_vocab]``: some of it beyond a soft cap.
         logits: what the model makes of it.
     """
-    close = 10 * tolerance(before) * float(logits.abs().max())
+    close = worked_out(before) * float(logits.abs().max())
     x, y = before.double(), logits.double()
     factor = rounded(float((x * y).sum() / x.pow(2).sum()))
     if bool(((y - factor * x).abs() <= close).all()):
@@ -219,7 +218,6 @@ def capped_between(before: Tensor, logits: Tensor) -> tuple[float, float] | None
         before, logits: as for `readout_between`.
     """
     x, y = before.double().flatten(), logits.double().flatten()
-    close = 10 * tolerance(before) * float(y.abs().max())
     cap = float(y.abs().max())
     for _ in range(100):  # each factor tells a cap, each cap tells a factor: by turns, they come to rest
         near = y.abs() < 0.6 * cap
@@ -235,7 +233,7 @@ def capped_between(before: Tensor, logits: Tensor) -> tuple[float, float] | None
         if moved <= 1e-12 * cap:
             break
     cap, factor = float(f"{cap:.4g}"), rounded(float(f"{factor:.6g}"))
-    return (factor, cap) if bool(((cap * torch.tanh(factor * x / cap) - y).abs() <= close).all()) else None
+    return (factor, cap) if agree(cap * torch.tanh(factor * x / cap), y, before) else None
 
 
 def _cap_at(x: float, y: float) -> float | None:
@@ -243,7 +241,7 @@ def _cap_at(x: float, y: float) -> float | None:
     if y >= x:
         return None
     low, high = y, 1e6
-    for _ in range(200):
+    for _ in range(200):  # more halvings than a double has digits
         middle = (low + high) / 2
         low, high = (middle, high) if middle * math.tanh(x / middle) < y else (low, middle)
     return low

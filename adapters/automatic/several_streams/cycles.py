@@ -13,7 +13,7 @@ from adapters.architecture import Block
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.norms import norm_kind
 from adapters.observe.calls import ModuleCall, Recording
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import NEGLIGIBLE, agree
 from adapters.paths import join, members_of, module_path, token_embedding
 
 
@@ -124,7 +124,6 @@ def _sources(
     for one, other in itertools.combinations(before, 2):
         columns = torch.stack([one.left[0].value.double().flatten(), other.left[0].value.double().flatten()], 1)
         weights = torch.linalg.lstsq(columns, target[:, None]).solution[:, 0]
-        left = (columns @ weights - target).abs().max()
-        if float(left) <= 3 * tolerance(entered.value) * float(target.abs().max()) and bool((weights > 1e-3).all()):
+        if agree(columns @ weights, target, entered.value) and bool((weights > NEGLIGIBLE).all()):
             return tuple((each, float(f"{w:.5g}")) for each, w in zip((one, other), weights.tolist(), strict=True))
     return None

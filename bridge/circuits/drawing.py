@@ -1,0 +1,103 @@
+"""What a picture of a circuit says of each node: where it stands, what it attends to, its direct effect."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from bridge.bridge import TransformerBridge
+from bridge.circuits.circuit import Circuit
+from bridge.circuits.exact import edge_effects
+from bridge.circuits.graph import Graph
+from bridge.circuits.metrics import Metric
+
+
+def draw(
+    circuit: Circuit,
+    bridge: TransformerBridge | None,
+    clean: Int[Tensor, "batch pos"] | None,
+    corrupted: Int[Tensor, "batch pos"] | None,
+    metric: Metric | str,
+    options: Mapping[str, Any],
+) -> Any:
+    """The picture that `Circuit.draw` returns.
+
+    Args:
+        circuit: the circuit.
+        bridge, clean, corrupted, metric, options: as there.
+    """
+    pictures = importlib.import_module("bridge.pictures")
+    joins = _joins(circuit)
+    depths = _depths(circuit.graph)
+    names = {name for sender, receiver, _ in circuit.edges for name in (sender, receiver)}
+    facts: dict[str, dict[str, Any]] = {name: {"column": depths[name]} for name in names}
+    given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
+    given["metric"] = metric if isinstance(metric, str) else _name(metric)
+    if bridge is None and clean is None and corrupted is None:
+        if not isinstance(metric, str):
+            raise ValueError("metric is a function, which is computed in runs: give bridge, clean and corrupted too")
+    elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
+        raise ValueError("give bridge, clean, corrupted and metric, a function of logits, together; or none of them")
+    else:
+        direct = [f"{name}->logits" for name in circuit.graph.senders if name in names]
+        effects = edge_effects(bridge, clean, corrupted, metric, direct, verbose=False)
+        for edge in direct:
+            facts[edge.removesuffix("->logits")]["effect"] = effects[edge]
+        given["tokens"] = _words(bridge, clean)
+        for name, pattern in _patterns(circuit, bridge, clean).items():
+            for node in {name, *(one for one, head in joins if head == name and "H" in one)} & names:
+                facts[node]["pattern"] = pattern
+    nodes = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
+    return pictures.circuit(circuit.edges, **(given | {"nodes": nodes} | dict(options)))
+
+
+def _name(metric: Metric) -> str:
+    name = getattr(metric, "__name__", "metric")
+    return "metric" if name == "<lambda>" else name.replace("_", " ")
+
+
+def _words(bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> list[str]:
+    """The tokens of the first prompt; their numbers where there is no tokenizer."""
+    if bridge.tokenizer is None:
+        return [str(token) for token in clean[0].tolist()]
+    return [bridge.to_single_str_token(token) for token in clean[0].tolist()]
+
+
+@torch.no_grad()
+def _patterns(circuit: Circuit, bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> dict[str, Tensor]:
+    """What each head of the circuit attends to in the first prompt."""
+    heads = [name for name in circuit.nodes if "H" in name]
+    layers = sorted({int(name[1:].split("H")[0]) for name in heads})
+    _, cache = bridge.run_with_cache(clean[:1], names_filter=[f"blocks.{i}.attn.hook_pattern" for i in layers])
+    found = {}
+    for name in heads:
+        layer, head = map(int, name[1:].split("H"))
+        found[name] = cache[f"blocks.{layer}.attn.hook_pattern"][0, head]
+    return found
+
+
+def _depths(graph: Graph) -> dict[str, int]:
+    """A column for each node: of a layer, its heads' inputs, its heads, its MLP."""
+    depths = {"embed": 0}
+    for name in (*graph.receivers, *graph.senders[1:]):
+        layer = len(graph.layers) if name == "logits" else int(name[1:].split("H")[0].split("G")[0].split("M")[0])
+        part = 1 if "." in name or name == "logits" else 3 if name.endswith("MLP") else 2
+        depths[name] = 3 * layer + part
+    return depths
+
+
+def _joins(circuit: Circuit) -> list[tuple[str, str]]:
+    """Each head that writes, with those of its inputs that are read through."""
+    graph = circuit.graph
+    writes, reads = circuit.mask.any(0).tolist(), circuit.mask.any(1).tolist()
+    return [
+        (graph.receivers[receiver], graph.senders[sender])
+        for sender, inputs in enumerate(graph.inputs)
+        for receiver in inputs
+        if writes[sender] and reads[receiver] and graph.receivers[receiver] != graph.senders[sender]
+    ]

@@ -1,0 +1,42 @@
+"""Several pictures as one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from bridge.pictures.picture import Picture
+from bridge.pictures.style import configuration, dark_parameter
+
+
+def together(pictures: Sequence[Picture], title: str) -> Picture:
+    """Pictures one under the other, as one picture.
+
+    Args:
+        pictures: of the kinds that only hovering answers: not circuits or `attention_text`.
+        title: over all.
+
+    Raises:
+        ValueError: none, or one that a click or a slider changes.
+
+    Example:
+        >>> import torch
+        >>> from bridge import pictures
+        >>> pictures.together([pictures.heads(torch.eye(2)), pictures.heads(torch.eye(3))], "Two models")
+        Picture('Two models')
+    """
+    if not pictures:
+        raise ValueError("there are no pictures to be put together")
+    charts = []
+    for picture in pictures:
+        if [parameter["name"] for parameter in picture.spec()["params"]] != ["dark"]:
+            raise ValueError(f"{picture!r} has parts that answer a click: it stands alone, or on a `page`")
+        chart: Any = copy.deepcopy(picture.chart)
+        chart.config = chart.params = chart.usermeta = alt.Undefined
+        charts.append(chart)
+    whole = alt.vconcat(*charts, spacing=24).resolve_scale(color="independent")
+    whole = whole.properties(title=alt.Title(title, fontSize=16), config=configuration())
+    return Picture(whole.add_params(dark_parameter()), title)

@@ -1,0 +1,46 @@
+"""The notebooks of examples/ as pages: their text and code. `pictures_in_pages` runs them, as it runs any page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = "notebooks"
+
+
+def page(notebook: dict[str, Any], name: str) -> str:
+    """A notebook's cells as Markdown, with a line that says where it is from.
+
+    Args:
+        notebook: as `json.loads` reads it.
+        name: the file's name.
+    """
+    cells = [("".join(cell["source"]), cell["cell_type"]) for cell in notebook["cells"]]
+    parts = [text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in cells]
+    parts.insert(1, f"*This page is `examples/{name}`, run when the site was built.*")
+    return "\n\n".join(parts) + "\n"
+
+
+def write(examples: Path, folder: Path) -> None:
+    """Writes a page for each notebook.
+
+    Args:
+        examples: where the notebooks are.
+        folder: where the pages go.
+    """
+    folder.mkdir(exist_ok=True)
+    wanted = {
+        path.stem: page(json.loads(path.read_text(encoding="utf-8")), path.name) for path in examples.glob("*.ipynb")
+    }
+    for old in folder.glob("*.md"):
+        if old.stem not in wanted:
+            old.unlink()
+    for name, text in wanted.items():
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Sphinx's entry point."""
+    write(Path(app.srcdir).parent / "examples", Path(app.srcdir) / FOLDER)
+    return {"parallel_read_safe": True}
