@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-<<<<<<< HEAD
-from typing import Any, Literal, NamedTuple
-=======
-from typing import Any, NamedTuple, TypeVar
->>>>>>> main
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn

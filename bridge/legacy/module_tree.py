@@ -149,18 +149,13 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             if here.get(name) is not point:
                 del points[name]
                 assert isinstance(point, HookPoint)
-<<<<<<< HEAD
-                point.set_listeners(point.leave())
+                point.keep_listeners(point.leave())
                 if name in self.gave_way:
                     points[name] = self.gave_way.pop(name)
         taken = [name for name, point in here.items() if points.get(name, point) is not point]
         for name in (name for name in taken if points[name].point.group == "extra"):  # HookedTransformer has none there
             self.gave_way[name] = points.pop(name)
         for name in (name for name in taken if name not in self.gave_way):
-=======
-                point.keep_listeners(point.leave())
-        for name in (name for name, point in here.items() if points.get(name, point) is not point):
->>>>>>> main
             raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
         for name in [name for name in here if name not in points]:
             self._place(name, here[name])
