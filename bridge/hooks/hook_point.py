@@ -70,12 +70,12 @@ class Handle(Attachment):
     @property
     def id(self) -> int:
         """A number that no other hook has while this one is there."""
-        return id(self._listener)
+        return id(self.listener)
 
     @property
     def function(self) -> HookFunction:
         """The user's function."""
-        return self._listener.fn
+        return self.listener.fn
 
     @property
     def is_permanent(self) -> bool:
@@ -88,7 +88,7 @@ class Handle(Attachment):
         return self.listener.level
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and self._listener is other._listener
+        return isinstance(other, Handle) and self.listener is other.listener
 
     def __hash__(self) -> int:
         return self.id
