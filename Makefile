@@ -42,7 +42,7 @@ $(EXPORT)/.installed: $(STAMP)
 	touch $@
 
 # Programs of other people, written for TransformerLens, run on ours: each installed at one version, beside what is here.
-# EAP-IG and circuit-tracer are not among them: the one is not in the index, and the other asks for older packages.
+# EAP-IG is not among them, as it is not in the index. circuit-tracer and pyvene ask for older packages than they need.
 CLIENTS := .clients
 clients: $(CLIENTS)/.installed
 	HF_HUB_OFFLINE=1 WANDB_MODE=disabled UNCHECKED=1 $(CLIENTS)/bin/python -m pytest -n 0 tests/clients -m clients
@@ -54,7 +54,9 @@ $(CLIENTS)/.installed: $(STAMP) Makefile
 	    "$$($(CLIENTS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
 	$(BIN)/python -m pip freeze --exclude-editable > $(CLIENTS)/ours.txt
 	$(CLIENTS)/bin/python -m pip install --quiet -c $(CLIENTS)/ours.txt sae-lens==6.54.0 circuitsvis==1.43.3 ordered-set lxml
-	$(CLIENTS)/bin/python -m pip install --quiet --no-deps tuned-lens==0.2.0 auto-circuit==1.0.1 flatten-dict blobfile pycryptodomex
+	$(CLIENTS)/bin/python -m pip install --quiet -c $(CLIENTS)/ours.txt matplotlib
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps tuned-lens==0.2.0 auto-circuit==1.0.1 flatten-dict blobfile pycryptodomex \
+	    circuit-tracer==0.5.0 pyvene==0.1.8
 	touch $@
 
 check: $(STAMP)

@@ -18,6 +18,15 @@ class ModelFields:
     rotary_dim: int | None = None
     use_attn_scale: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
+    use_qk_norm: bool = False
+    use_local_attn: bool = False
+    window_size: int | None = None
+    attn_types: list[str] | None = None
+    attn_scores_soft_cap: float = -1.0
+    output_logits_soft_cap: float = -1.0
+    use_normalization_before_and_after: bool = False
+    num_experts: int | None = None
+    experts_per_token: int | None = None
     tie_word_embeddings: bool = False
     tokenizer_name: str | None = None
     default_prepend_bos: bool = True
@@ -34,16 +43,7 @@ class LoadedModelFields(ModelFields):
 
     rotary_base_local: float | None = None
     rotary_adjacent_pairs: bool = False
-    use_qk_norm: bool = False
-    use_local_attn: bool = False
-    window_size: int | None = None
-    attn_types: list[str] | None = None
-    attn_scores_soft_cap: float = -1.0
-    output_logits_soft_cap: float = -1.0
-    use_normalization_before_and_after: bool = False
     post_embedding_ln: bool = False
-    num_experts: int | None = None
-    experts_per_token: int | None = None
     relative_attention_num_buckets: int | None = None
     relative_attention_max_distance: int | None = None
     decoder_start_token_id: int | None = None

@@ -15,7 +15,7 @@ from bridge.analysis.requirements import Index, layer_of, pick, require
 from bridge.hooks.act_names import last_stream
 from bridge.hooks.arguments import refuse_wrong_types
 
-Stack = Float[Tensor, "component *batch_pos d_model"] | tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]
+Stack = Float[Tensor, "component ..."] | tuple[Float[Tensor, "component ..."], list[str]]
 
 
 class ResidualMethods(AttributionMethods):
@@ -208,8 +208,12 @@ class ResidualMethods(AttributionMethods):
 
     @refuse_wrong_types
     def get_neuron_results(
-        self, layer: int, neuron_slice: Index = None, pos_slice: Index = None
-    ) -> Float[Tensor, "*batch_pos_neuron d_model"]:
+        self,
+        layer: int,
+        neuron_slice: Index = None,
+        pos_slice: Index = None,
+        project_output_onto: Float[Tensor, "d_model *direction"] | None = None,
+    ) -> Float[Tensor, "..."]:
         """What each neuron of a layer writes: its activation times its row of ``W_out``.
 
         A layer's neurons and its ``b_out`` sum to its `mlp.hook_out`.
@@ -218,9 +222,10 @@ class ResidualMethods(AttributionMethods):
             layer: the block.
             neuron_slice: which neurons; an int takes the axis away.
             pos_slice: which positions.
+            project_output_onto: a direction, or several: their dot products with what is written, in its place.
 
         Returns:
-            ``[batch, pos, neuron, d_model]``.
+            ``[batch, pos, neuron, d_model]``; of a direction ``[batch, pos, neuron]``.
 
         Raises:
             MissingActivationsError: `mlp.hook_post` is not cached.
@@ -232,7 +237,7 @@ class ResidualMethods(AttributionMethods):
             >>> cache.get_neuron_results(1, neuron_slice=[3, 8]).shape
             torch.Size([1, 3, 2, 128])
         """
-        return results_of_neurons(self, layer, neuron_slice, pos_slice)
+        return _along(results_of_neurons(self, layer, neuron_slice, pos_slice), project_output_onto)
 
     @refuse_wrong_types
     def stack_neuron_results(
@@ -243,6 +248,8 @@ class ResidualMethods(AttributionMethods):
         return_labels: bool = False,
         incl_remainder: bool = False,
         apply_ln: bool = False,
+        project_output_onto: Float[Tensor, "d_model *direction"] | None = None,
+        mlp_input: bool = False,
         *,
         post_norms: bool = False,
     ) -> Stack:
@@ -255,6 +262,8 @@ class ResidualMethods(AttributionMethods):
             return_labels: also return names such as ``L0N17``.
             incl_remainder: one more component: the stream that enters the layer, less all of these.
             apply_ln: as the layer reads them, see `apply_ln_to_stack`.
+            project_output_onto: as for `get_neuron_results`.
+            mlp_input: with `incl_remainder` or `apply_ln`: what the layer's MLP reads, not its attention.
             post_norms: as for `stack_head_results`, for a norm that follows the MLP.
 
         Returns:
@@ -279,7 +288,9 @@ class ResidualMethods(AttributionMethods):
             pos_slice=pos_slice,
             neuron_slice=neuron_slice,
         )
-        return self._finished(terms, layer, False, apply_ln, pos_slice, return_labels, incl_remainder)
+        return self._finished(
+            terms, layer, mlp_input, apply_ln, pos_slice, return_labels, incl_remainder, project_output_onto
+        )
 
     @refuse_wrong_types
     def get_full_resid_decomposition(
@@ -290,6 +301,7 @@ class ResidualMethods(AttributionMethods):
         apply_ln: bool = False,
         pos_slice: Index = None,
         return_labels: bool = False,
+        project_output_onto: Float[Tensor, "d_model *direction"] | None = None,
         *,
         post_norms: bool = False,
     ) -> Stack:
@@ -302,6 +314,7 @@ class ResidualMethods(AttributionMethods):
             apply_ln: as the layer reads them, see `apply_ln_to_stack`.
             pos_slice: which positions.
             return_labels: also return the names.
+            project_output_onto: as for `get_neuron_results`.
             post_norms: as for `stack_head_results`. Without it, where a norm follows attention or MLP, the heads and
                 neurons are HookedTransformer's and do not sum to the stream.
 
@@ -331,7 +344,9 @@ class ResidualMethods(AttributionMethods):
             pos_slice=pos_slice,
         )
         terms.sort(key=lambda term: ("attn", "mixer", "mlp", "embed", "bias").index(term.group))
-        return self._finished(terms, layer, mlp_input, apply_ln, pos_slice, return_labels)
+        return self._finished(
+            terms, layer, mlp_input, apply_ln, pos_slice, return_labels, directions=project_output_onto
+        )
 
     def _finished(
         self,
@@ -342,12 +357,20 @@ class ResidualMethods(AttributionMethods):
         pos_slice: Index,
         return_labels: bool,
         incl_remainder: bool = False,
+        directions: Tensor | None = None,
     ) -> Stack:
         layer = layer_of(self.model, layer, mlp_input)
         stack, labels = stacked(self, terms, layer, pos_slice)
         if incl_remainder:
-            rest = pick(stream_at(self, layer), pos_slice, -2) - stack.sum(0)
+            reads = require(self, [f"blocks.{layer}.hook_resid_mid"])[0] if mlp_input else stream_at(self, layer)
+            rest = pick(reads, pos_slice, -2) - stack.sum(0)
             stack, labels = torch.cat([stack, rest[None]]), [*labels, "remainder"]
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, mlp_input, pos_slice)
+        stack = _along(stack, directions)
         return (stack, labels) if return_labels else stack
+
+
+def _along(written: Tensor, directions: Tensor | None) -> Tensor:
+    """What is written, or its dot products with directions."""
+    return written if directions is None else written @ directions.to(written)

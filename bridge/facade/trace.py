@@ -49,7 +49,8 @@ class TraceMethods(RunMethods, GenerationMethods):
         The body is ordinary Python. ``run[name]`` lets the model go on to that hook point and returns the activation,
         a real tensor: what is changed in it in place, or assigned (``run[name] = x``), the model goes on with. Points
         are asked for in the model's order. The idea of writing interventions so is nnsight's (Fiotto-Kaufman et al.
-        2024); this has nothing of its mechanism.
+        2024), whose later versions run the body in a greenlet, in strict turns with the model; here it is the model
+        that runs in one, and the body stays in its own frame.
 
         Args:
             input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer, model_kwargs: as for

@@ -128,7 +128,8 @@ class ForwardPass(PassMemory):
         start_at: the first block that runs; points before it stay silent.
         skipped: the blocks that are passed over.
         embeddings: the module of the token embeddings, and what was given in place of its output; None: it runs.
-        entering: for a block, the residual stream that is handed on or put in, in place of what the model has.
+        entering: for a block, the residual stream that is handed on or put in, in place of what the model has; for a
+            module that a trace skips, what it returns.
         gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
         calls: how often modules began that run several times, of which hook points tell the calls apart.
         past: it goes on from the keys and values of an earlier one.
@@ -148,7 +149,7 @@ class ForwardPass(PassMemory):
         self.skipped: frozenset[nn.Module] = frozenset()
         self.sources: dict[SourceSite, tuple[nn.Module, Tensor]] = {}
         self.separate: dict[str, Tensor] = {}
-        self.entering: dict[nn.Module, Tensor] = {}
+        self.entering: dict[nn.Module, object] = {}
         self.embeddings: tuple[nn.Module, Tensor] | None = None
         self.calls: dict[nn.Module, int] = {}
         self.past = False

@@ -68,6 +68,16 @@ class Handle(Attachment):
     """
 
     @property
+    def id(self) -> int:
+        """A number that no other hook has while this one is there."""
+        return id(self.listener)
+
+    @property
+    def function(self) -> HookFunction:
+        """The user's function."""
+        return self.listener.fn
+
+    @property
     def is_permanent(self) -> bool:
         """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
         return self.listener.permanent
@@ -76,6 +86,12 @@ class Handle(Attachment):
     def context_level(self) -> int | None:
         """The level that it was added at."""
         return self.listener.level
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and self.listener is other.listener
+
+    def __hash__(self) -> int:
+        return self.id
 
     def __enter__(self) -> Handle:
         return self

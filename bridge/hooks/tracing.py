@@ -23,6 +23,9 @@ class OpenTrace(Protocol):
     def set_part_input(self, part: str, value: Tensor) -> None:
         """Replaces it."""
 
+    def part_outputs(self, part: str) -> Any:
+        """All that its module returns."""
+
     def part_inputs(self, part: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that its module is called with."""
 

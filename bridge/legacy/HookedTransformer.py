@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,7 +9,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 import bridge.legacy.loading_from_pretrained as loading
 import bridge.legacy.utils as utils
@@ -18,14 +16,14 @@ from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
-from bridge.legacy.loaded import LegacyLoading, Made, as_type
+from bridge.legacy.loaded import LegacyLoading, Made, as_type, copied_tokenizer
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
-from bridge.legacy.missing import why_not
 from bridge.legacy.own_format import load_own_format, own_format
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.reweighing import TRANSFORMS, LegacyWeights
 from bridge.legacy.running import LegacyRuns, Output
+from bridge.legacy.table import why_not
 from bridge.legacy.ungrouping import Ungrouping
 from bridge.legacy.utils import USE_DEFAULT_VALUE
 from bridge.legacy.weight_init import draw
@@ -50,7 +48,8 @@ Side = Literal["left", "right"]
 #: Fields of a configuration that say nothing of the weights, and that the model's keeps.
 _KEPT = {
     "init_mode", "initializer_range", "init_weights", "use_hook_tokens", "trust_remote_code", "seed",
-    "ungroup_grouped_query_attention",
+    "ungroup_grouped_query_attention", "use_NTK_by_parts_rope", "NTK_by_parts_low_freq_factor",
+    "NTK_by_parts_high_freq_factor", "NTK_by_parts_factor", "NTK_original_ctx_len",
 }  # fmt: skip
 
 
@@ -205,15 +204,7 @@ class HookedTransformer(LegacyLoading, LegacyRuns, Ungrouping, LegacyWeights):  
 
     def set_tokenizer(self, tokenizer: Any, default_padding_side: Side = "right") -> None:
         """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise TypeError(f"{type(tokenizer).__name__} is no Hugging Face tokenizer")
-        if default_padding_side not in ("left", "right"):
-            raise ValueError(f'default_padding_side is {default_padding_side!r}; it must be "left" or "right"')
-        self.tokenizer = tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.padding_side = default_padding_side
-        for name in ("pad_token", "bos_token"):
-            if getattr(tokenizer, name) is None and tokenizer.eos_token is not None:
-                setattr(tokenizer, name, tokenizer.eos_token)
+        self.tokenizer = tokenizer = copied_tokenizer(tokenizer, default_padding_side)
         self.cfg.tokenizer_name = tokenizer.name_or_path or None
         self.cfg.tokenizer_prepends_bos = self.tokenizer_facts.adds_bos
 

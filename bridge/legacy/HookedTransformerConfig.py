@@ -15,16 +15,14 @@ from transformers import set_seed
 from adapters.config import ModelConfig
 from adapters.config_fields import LoadedModelFields
 from bridge.hooks.names import suggestion
+from bridge.legacy.missing import explain_missing_name
 from bridge.legacy.utilities.devices import get_device
 from bridge.native.config import ACT_FNS, NativeConfig
 
 #: Fields for which a model made from scratch has no place, and the value that they may have.
 ONLY_LOADED: dict[str, Any] = {
-    "use_qk_norm": False, "use_local_attn": False, "post_embedding_ln": False, "rotary_base_local": None,
-    "rotary_adjacent_pairs": False, "load_in_4bit": False, "num_experts": None, "experts_per_token": None,
-    "relative_attention_max_distance": None, "relative_attention_num_buckets": None,
-    "use_normalization_before_and_after": False, "attn_scores_soft_cap": -1.0, "output_logits_soft_cap": -1.0,
-    "use_NTK_by_parts_rope": False, "n_devices": 1,
+    "post_embedding_ln": False, "rotary_base_local": None, "rotary_adjacent_pairs": False, "load_in_4bit": False,
+    "relative_attention_max_distance": None, "relative_attention_num_buckets": None, "n_devices": 1,
 }  # fmt: skip
 _KNOWN_ACT_FNS = (*ACT_FNS, "xielu")
 _ROTARY = ("rotary_dim", "rotary_base")
@@ -182,11 +180,15 @@ class HookedTransformerConfig(LoadedModelFields):
                 )
         if self.positional_embedding_type == "alibi":
             raise ValueError("positional_embedding_type='alibi' is for loaded models")
-        if self.d_vocab < 1:
+        if self.d_vocab < 0:
             raise ValueError(f"d_vocab is {self.d_vocab}: it is needed, or a tokenizer that says it")
         shared = {f.name for f in fields(NativeConfig)} & self.__dict__.keys() - {"tie_word_embeddings", *_ROTARY}
         given = {name: getattr(self, name) for name in shared}
         given["d_vocab_out"] = self.d_vocab_out if self.d_vocab_out > 0 else self.d_vocab  # which may be set late
+        if not self.use_local_attn:
+            given["window_size"] = given["attn_types"] = None
+        if self.num_experts is not None:
+            given["gated_mlp"] = True  # as HookedTransformer's experts are, whatever it says
         given["d_mlp"] = None if self.attn_only else self.d_mlp
         given["act_fn"] = None if self.attn_only else self.act_fn
         if self.init_mode == "muP":
@@ -198,6 +200,18 @@ class HookedTransformerConfig(LoadedModelFields):
 
     def __repr__(self) -> str:
         return "HookedTransformerConfig:\n" + pprint.pformat(self.to_dict())
+
+
+@dataclass(repr=False)
+class TransformerBridgeConfig(HookedTransformerConfig):
+    """What TransformerLens 4's `boot_native` takes: the same fields, with defaults of its own.
+
+    Args:
+        architecture: a name of the user's, which decides nothing.
+    """
+
+    act_fn: str | None = "relu"
+    architecture: str | None = None
 
 
 #: What is read from the model at the time of asking.
@@ -258,3 +272,6 @@ class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[m
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "acts"}
+
+
+__getattr__ = explain_missing_name(__name__)

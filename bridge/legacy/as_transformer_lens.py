@@ -1,8 +1,10 @@
 """Programs that import `transformer_lens` get `bridge.legacy`, once this module has been imported.
 
 For code that cannot be changed, such as another package. `bridge.legacy.utils` is then `transformer_lens.utils`, and so
-is every other module: the same object under both names. It goes for the whole process, also where TransformerLens is
-installed.
+is every other module: the same object under both names. The names are those of TransformerLens 2 and of 4. It goes for
+the whole process, also where TransformerLens is installed.
+
+A program that asks `importlib.metadata` for the version is told 4.3.0; `version` says another.
 
 Example:
     >>> import bridge.legacy.as_transformer_lens
@@ -10,6 +12,7 @@ Example:
     >>> from transformer_lens.hook_points import HookPoint
     >>> transformer_lens.utils.get_act_name("resid_pre", 3)
     'blocks.3.hook_resid_pre'
+    >>> from transformer_lens.model_bridge import TransformerBridge
 """
 
 from __future__ import annotations
@@ -17,14 +20,29 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable
-from types import ModuleType
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
 
 import bridge.legacy
 
 NAME, OURS = "transformer_lens", bridge.legacy.__name__
+
+
+class _Named(importlib.metadata.Distribution):
+    """What `importlib.metadata` finds under the other name: a version, and no files."""
+
+    said = "4.3.0"
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {self.said}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(__file__).parent / path
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -40,6 +58,38 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Puts our module where Python looks for the one that it has just made."""
         sys.modules[module.__name__] = importlib.import_module(_ours(module.__name__))
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """What is installed, to `importlib.metadata`."""
+        if getattr(context, "name", None) in ("transformer-lens", NAME):
+            yield _Named()
+
+
+class version:
+    """The version that `importlib.metadata` is told for ``transformer-lens``: from now on, or inside a ``with``
+    statement. It changes nothing else: the names are always those of TransformerLens 2 and of 4.
+
+    Args:
+        said: such as ``"2.18.0"``.
+
+    Example:
+        >>> import importlib.metadata
+        >>> from bridge.legacy import as_transformer_lens
+        >>> with as_transformer_lens.version("2.18.0"):
+        ...     importlib.metadata.version("transformer-lens")
+        '2.18.0'
+        >>> importlib.metadata.version("transformer-lens")
+        '4.3.0'
+    """
+
+    def __init__(self, said: str) -> None:
+        self._before, _Named.said = _Named.said, said
+
+    def __enter__(self) -> None:
+        """It was said when this was made."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _Named.said = self._before
 
 
 def _ours(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from bridge.hooks import hook_point as bridge_point
 from bridge.hooks.hook_point import AttachesListeners, Handle
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names, NamesFilter
+from bridge.legacy.table import why_not
 
 T = TypeVar("T")
 
@@ -34,11 +35,12 @@ CALLS: ContextVar[dict[nn.Module, Callable[..., Any] | None]] = ContextVar("lega
 
 
 class LensHandle(NamedTuple):
-    """One hook at a hook point: `hook` removes it."""
+    """One hook at a hook point: `hook` removes it, `user_hook` is the function."""
 
     hook: Handle
     is_permanent: bool = False
     context_level: int | None = None
+    user_hook: HookFunction | None = None
 
     def remove(self) -> None:
         """Removes the hook."""
@@ -134,12 +136,41 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
     @property
     def fwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
         """The functions that were added to it."""
-        return [LensHandle(hook, hook.is_permanent, hook.context_level) for hook in super().fwd_hooks]
+        return [_lens_handle(hook) for hook in super().fwd_hooks]
 
     @property
     def bwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
         """The functions of gradients that were added to it."""
-        return [LensHandle(hook, hook.is_permanent, hook.context_level) for hook in super().bwd_hooks]
+        return [_lens_handle(hook) for hook in super().bwd_hooks]
+
+    def has_hooks(
+        self, dir: Literal["fwd", "bwd", "both"] = "both", including_permanent: bool = True, level: int | None = None
+    ) -> bool:
+        """Whether functions were added to it, and are there.
+
+        Args:
+            dir: which of them count.
+            including_permanent: permanent ones count, too.
+            level: only those count that were added at this level.
+        """
+        return bool(self.handles(dir, including_permanent, level))
+
+    def handles(self, dir: str, including_permanent: bool, level: int | None = None) -> list[LensHandle]:
+        """The functions that were added to it, by their handles, of one direction or ``"both"``.
+
+        Raises:
+            ValueError: `dir` is none of the three.
+        """
+        if dir not in ("fwd", "bwd", "both"):
+            raise ValueError(f'dir is {dir!r}; it must be "fwd", "bwd" or "both"')
+        found = [*(self.fwd_hooks if dir != "bwd" else ()), *(self.bwd_hooks if dir != "fwd" else ())]
+        kept = [handle for handle in found if including_permanent or not handle.is_permanent]
+        return [handle for handle in kept if level in (None, handle.context_level)]
+
+    def __getattr__(self, name: str) -> Any:
+        if why := why_not("HookPoint", name):
+            raise AttributeError(why)
+        return super().__getattr__(name)
 
     def leave(self) -> tuple[Listener, ...]:
         """Takes its hooks away, and makes it belong to nobody. Gives the hooks."""
@@ -164,6 +195,10 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         self.name, self.ctx = state["name"], state["ctx"]
 
 
+def _lens_handle(hook: Handle) -> LensHandle:
+    return LensHandle(hook, hook.is_permanent, hook.context_level, hook.function)
+
+
 def _alone(result: Any) -> Any:
     """What a hook of torch's kind returned, out of its tuple."""
     return result[0] if isinstance(result, tuple) else result
@@ -174,7 +209,32 @@ Device = torch.device | str | None
 Activations = dict[str, Tensor]
 
 
-class HookedRootModule(nn.Module, AddsHooks):
+class ListsHooks:
+    """What has hook points, and lists the functions that were added to them."""
+
+    def list_hooks(
+        self,
+        name_filter: NamesFilter = None,
+        dir: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = True,
+    ) -> dict[str, list[LensHandle]]:
+        """The functions that were added, by the names of their hook points, of which those without any are left out.
+
+        Args:
+            name_filter: which names: one, a list of them, a function of the name; None: all.
+            dir: ``"fwd"``, ``"bwd"`` or ``"both"``.
+            including_permanent: list permanent ones, too.
+        """
+        chosen = {name_filter} if isinstance(name_filter, str) else name_filter
+        found: dict[Any, str] = {}
+        for name, hook in getattr(self, "hook_dict").items():  # noqa: B009  # of a subclass, a field or a property
+            if chosen is None or (chosen(name) if callable(chosen) else name in chosen):
+                found.setdefault(hook, name)  # which may have aliases
+        handles = {name: hook.handles(dir, including_permanent) for hook, name in found.items()}
+        return {name: there for name, there in handles.items() if there}
+
+
+class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
     """A torch module of the user's that holds hook points. Its `__init__` ends with ``self.setup()``.
 
     Attributes:
@@ -203,6 +263,11 @@ class HookedRootModule(nn.Module, AddsHooks):
         super().__init__()
         self.context_level = 0
 
+    def __getattr__(self, name: str) -> Any:
+        if why := why_not("HookedRootModule", name):
+            raise AttributeError(why)
+        return super().__getattr__(name)
+
     def setup(self) -> None:
         """Names all modules and collects the hook points."""
         self.mod_dict, self.hook_dict = {}, {}
@@ -228,9 +293,14 @@ class HookedRootModule(nn.Module, AddsHooks):
             return [names]
         return Names({**self.hook_dict}).select(names, bool)
 
-    def remove_all_hook_fns(self, *args: Any, **kwargs: Any) -> None:
+    def remove_all_hook_fns(
+        self,
+        direction: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
         """`reset_hooks` that leaves contexts as they are."""
-        self.reset_hooks(False, *args, **kwargs)
+        self.reset_hooks(False, direction, including_permanent, level)
 
     @contextmanager
     def hooks(
@@ -257,9 +327,15 @@ class HookedRootModule(nn.Module, AddsHooks):
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*args, **kwargs)
 
-    def cache_all(self, cache: Activations | None, *args: Any, **kwargs: Any) -> None:
+    def cache_all(
+        self,
+        cache: Activations | None,
+        incl_bwd: bool = False,
+        device: Device = None,
+        remove_batch_dim: bool = False,
+    ) -> None:
         """The old name of `add_caching_hooks` without a filter."""
-        self.cache_some(cache, None, *args, **kwargs)
+        self.cache_some(cache, None, incl_bwd, device, remove_batch_dim)
 
     def cache_some(
         self, cache: Activations | None, names: NamesFilter, incl_bwd: bool = False, device: Device = None,
@@ -279,3 +355,7 @@ class HookedRootModule(nn.Module, AddsHooks):
             if incl_bwd:
                 output.backward()
         return output, cache
+
+
+#: TransformerLens' name of what lists hooks.
+HookIntrospectionMixin = ListsHooks

@@ -13,7 +13,7 @@ from bridge.legacy.parts import BUFFERS, Part
 
 __all__ = [
     "MLP", "AbstractAttention", "Attention", "BertEmbed", "CanBeUsedAsMLP", "Embed", "GatedMLP",
-    "GroupedQueryAttention", "LayerNorm", "LayerNormPre", "MoE", "Part", "PosEmbed", "RMSNorm", "RMSNormPre",
+    "GroupedQueryAttention", "LayerNorm", "LayerNormPre", "MoE", "Norm", "Part", "PosEmbed", "RMSNorm", "RMSNormPre",
     "T5Attention", "TransformerBlock", "Unembed",
 ]  # fmt: skip
 
@@ -80,6 +80,10 @@ class T5Attention(Attention):
         return module.compute_bias(query_length, key_length)  # type: ignore[no-any-return]
 
 
+class Norm(Part):
+    """A norm of any kind."""
+
+
 def _kind(name: str, doc: str, at: str, base: type[Part] = Part, **fields: Any) -> type[Part]:
     fields.setdefault("attn_only", base is not CanBeUsedAsMLP)
     return type(name, (base,), {"__doc__": doc, "__module__": __name__, "at": at, "fields": fields})
@@ -91,10 +95,10 @@ MoE = _kind("MoE", "A mixture of experts.", "", CanBeUsedAsMLP)
 GroupedQueryAttention = _kind(
     "GroupedQueryAttention", "Attention with keys and values for groups of heads.", "blocks.0.attn", AbstractAttention
 )
-LayerNorm = _kind("LayerNorm", "A layer norm with weights.", "ln_final", normalization_type="LN")
-LayerNormPre = _kind("LayerNormPre", "A layer norm without weights.", "ln_final", normalization_type="LNPre")
-RMSNorm = _kind("RMSNorm", "A root mean square norm with weights.", "ln_final", normalization_type="RMS")
-RMSNormPre = _kind("RMSNormPre", "A root mean square norm without weights.", "ln_final", normalization_type="RMSPre")
+LayerNorm = _kind("LayerNorm", "A layer norm with weights.", "ln_final", Norm, normalization_type="LN")
+LayerNormPre = _kind("LayerNormPre", "A layer norm without weights.", "ln_final", Norm, normalization_type="LNPre")
+RMSNorm = _kind("RMSNorm", "A root mean square norm with weights.", "ln_final", Norm, normalization_type="RMS")
+RMSNormPre = _kind("RMSNormPre", "One without weights.", "ln_final", Norm, normalization_type="RMSPre")
 Embed = _kind("Embed", "The token embedding.", "embed")
 PosEmbed = _kind("PosEmbed", "The position embedding.", "pos_embed", positional_embedding_type="standard")
 Unembed = _kind("Unembed", "From the residual stream to logits.", "unembed")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
@@ -80,11 +80,11 @@ class LegacyLoading(TransformerBridge):
         config = HookedTransformerConfig.unwrap(given)
         if tokenizer is None and config.tokenizer_name is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
-        if config.d_vocab < 1:
+        if config.d_vocab < 0:
             if tokenizer is None:
                 raise TokenError("Must provide a tokenizer if d_vocab is not provided")
             config.d_vocab = max(tokenizer.get_vocab().values()) + 1
-            config.d_vocab_out = config.d_vocab if config.d_vocab_out < 1 else config.d_vocab_out
+            config.d_vocab_out = config.d_vocab if config.d_vocab_out < 0 else config.d_vocab_out
         return cls._model_of(config, move_to_device), tokenizer
 
     @classmethod
@@ -167,6 +167,25 @@ def as_type(dtype: torch.dtype | str) -> torch.dtype:
     if dtype not in DTYPE_FROM_STRING:
         raise ValueError(f"dtype is {dtype!r}; it must be a torch.dtype or one of {', '.join(DTYPE_FROM_STRING)}")
     return DTYPE_FROM_STRING[dtype]
+
+
+def copied_tokenizer(tokenizer: Any, padding_side: str = "right") -> Any:
+    """A copy of a tokenizer, which pads and starts texts with EOS where it has no token for it.
+
+    Raises:
+        TypeError: it is no Hugging Face tokenizer.
+        ValueError: a side that is neither.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"{type(tokenizer).__name__} is no Hugging Face tokenizer")
+    if padding_side not in ("left", "right"):
+        raise ValueError(f'default_padding_side is {padding_side!r}; it must be "left" or "right"')
+    copied = copy.deepcopy(tokenizer)
+    copied.padding_side = padding_side
+    for name in ("pad_token", "bos_token"):
+        if getattr(copied, name) is None and copied.eos_token is not None:
+            setattr(copied, name, copied.eos_token)
+    return copied
 
 
 def _copied(model: nn.Module, processing: bool, dtype: torch.dtype, device: torch.device | None) -> nn.Module:

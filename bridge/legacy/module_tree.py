@@ -17,7 +17,7 @@ from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Listener
-from bridge.hooks.names import suggestion
+from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.results import checked
 from bridge.legacy.calling import CallableParts, ReplacedForward
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
@@ -25,6 +25,7 @@ from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.kinds import kind_of
 from bridge.legacy.parameters import HoldsParameters, names_of
 from bridge.legacy.parts import Blocks, Part
+from bridge.run.hooked import points_that_run
 from bridge.weights.component_tree import NameTree
 from weight_processing.saving import untie
 
@@ -44,6 +45,9 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
     makes_points = HookPoint
+    refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
+    #: Hook points that HookedTransformer lacks, while a user's own have their names.
+    gave_way: dict[str, AnyHookPoint]
     #: The parts by name, and the names of the weights that stand directly in each.
     parts: dict[str, Any]
     own_weights: dict[str, list[str]]
@@ -59,7 +63,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             self.cfg.__dict__["acts"] = self.set_ungroup_grouped_query_attention
         if "original_model" in self._modules:  # the tree holds the parts; what they stand for is not in it twice
             mine["original_model"] = self._modules.pop("original_model")
-        mine["calls"], mine["spliced"] = {}, {}
+        mine["calls"], mine["spliced"], mine["gave_way"] = {}, {}, {}
         self._grow()
         self.setup()
 
@@ -99,6 +103,10 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             self.parts[path] = made = Blocks(self, path)
             return made
         return kind_of(path, inside, self.cfg).of(self, path)
+
+    def points_of_run(self, names: NamesFilter | AnyHookPoint, forward_kwargs: dict[str, Any]) -> list[AnyHookPoint]:
+        """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
+        return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
     def process_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As for `TransformerBridge.process_weights`; parts whose norm is folded change their class."""
@@ -142,7 +150,12 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
                 del points[name]
                 assert isinstance(point, HookPoint)
                 point.keep_listeners(point.leave())
-        for name in (name for name, point in here.items() if points.get(name, point) is not point):
+                if name in self.gave_way:
+                    points[name] = self.gave_way.pop(name)
+        taken = [name for name, point in here.items() if points.get(name, point) is not point]
+        for name in (name for name in taken if points[name].point.group == "extra"):  # HookedTransformer has none there
+            self.gave_way[name] = points.pop(name)
+        for name in (name for name in taken if name not in self.gave_way):
             raise ValueError(f"{name} is a hook point of the model already: give the other one another name")
         for name in [name for name in here if name not in points]:
             self._place(name, here[name])
@@ -362,7 +375,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("parts", "own_weights", "parameter_names", "calls", "spliced"):
+        for name in ("parts", "own_weights", "parameter_names", "calls", "spliced", "gave_way"):
             state.pop(name)
         theirs = {(name, key): module for name, key, module in self._user_modules()}
         in_place = {at for at in theirs if at[0] or join(*at) in self.parts or join(*at) in self.hook_dict}

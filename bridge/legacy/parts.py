@@ -11,14 +11,18 @@ from torch import Tensor, nn
 
 from adapters.config import ModelConfig
 from adapters.paths import join
-from bridge.legacy.hook_points import CALLS
+from bridge.hooks.hook_point import Handle
+from bridge.hooks.hook_point import HookPoint as AnyHookPoint
+from bridge.legacy.hook_points import CALLS, HookFunction, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.parameters import HoldsParameters
+from bridge.legacy.table import why_not
 from bridge.weights.component_tree import Component, NameTree
 
 #: What HookedTransformer's attention keeps in addition to its parameters: read from the model, and fixed by it.
 BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
-_IN_TRACES = ("input", "inputs", "output")
+_ENDS = {"output": "hook_out", "input": "hook_in"}
+_IN_TRACES = ("input", "inputs", "output", "outputs")
 
 
 class HoldsParts(Protocol):
@@ -156,6 +160,30 @@ class Part(HoldsParameters):
         """The Hugging Face module that plays this part."""
         return self.host.module_of(self.name)
 
+    @property
+    def original_component(self) -> nn.Module:
+        """The same."""
+        return self.module
+
+    def get_hooks(self) -> dict[str, HookPoint]:
+        """The hook points that stand directly in it, by name."""
+        return {name: point for name, point in self._modules.items() if isinstance(point, HookPoint)}
+
+    def add_hook(self, hook_fn: HookFunction, hook_name: str = "output") -> Handle:
+        """Adds a function at ``"output"`` or ``"input"``: its ``hook_out`` or ``hook_in``."""
+        return self._end(hook_name).add_hook(hook_fn)
+
+    def remove_hooks(self, hook_name: str | None = None) -> None:
+        """Removes the functions that were added at ``"output"`` or ``"input"``; None: at both."""
+        there = [name for name, end in _ENDS.items() if end in self.host.tree.children[self.name]]
+        for name in there if hook_name is None else (hook_name,):
+            self._end(name).remove_hooks("both")
+
+    def _end(self, name: str) -> AnyHookPoint:
+        if name not in _ENDS:
+            raise ValueError(f"hook_name is {name!r}; it must be {' or '.join(map(repr, _ENDS))}")
+        return getattr(self, _ENDS[name])  # type: ignore[no-any-return]
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
         """What the part makes of tensors: a block of a residual stream, a norm or an MLP of what it reads, attention of
         what queries, keys and values read.
@@ -176,8 +204,10 @@ class Part(HoldsParameters):
                 return self.__dict__[kept][attribute]
         if attribute.startswith("__") or "host" not in self.__dict__:
             raise AttributeError(attribute)
-        if attribute == "module":
+        if attribute in ("module", "original_component"):
             return self.host.module_of(self.name)  # which says why there is none
+        if why := why_not("GeneralizedComponent", attribute):
+            raise AttributeError(why)
         if attribute in _IN_TRACES:
             return getattr(Component(self.host.tree, self.name), attribute)
         return self.host.tree.get(self.name, attribute, dir(type(self)))

@@ -147,3 +147,9 @@ class HookedTransformerKeyValueCache:
         # A layer gets new tensors in a run, and leaves those that it had as they are.
         lent.layers = [copy.copy(layer) for layer in lent.layers]
         return lent
+
+
+#: TransformerLens 4's names of them.
+TransformerLensKeyValueCache, TransformerLensKeyValueCacheEntry = (
+    HookedTransformerKeyValueCache, HookedTransformerKeyValueCacheEntry,
+)  # fmt: skip

@@ -19,7 +19,6 @@ from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.slices import Slice
 from bridge.legacy.tokens import get_attention_mask, position_embeddings
 from bridge.run.checks import as_tokens, texts_in
-from bridge.run.hooked import points_that_run
 from bridge.run.layer_range import check_layers
 from bridge.run.protocol import Input
 
@@ -35,7 +34,6 @@ class LegacyRuns(TransformerBridge):
     """Runs with HookedTransformer's arguments, in its order."""
 
     counts_norm_weights = False
-    refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
 
     def forward(  # type: ignore[override]
         self,
@@ -182,10 +180,6 @@ class LegacyRuns(TransformerBridge):
         on = [point for point in super().select_hooks(None) if names(point.name)]
         named = [point for point in self.hook_dict.values() if point.point.group == "heavy" and names(point.name)]
         return on or named or super().select_hooks(names)
-
-    def points_of_run(self, names: NamesFilter | HookPoint, forward_kwargs: dict[str, Any]) -> list[HookPoint]:
-        """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
-        return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None) -> Any:
         """The text of each token: `TransformerBridge.to_str_tokens`, of an array or a list of anything, too."""

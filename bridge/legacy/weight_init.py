@@ -73,10 +73,14 @@ def draw(cfg: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
         weights: all weights of a model, by HookedTransformer's names; those that are no matrices are left out.
     """
 
-    def place(name: str) -> tuple[int, int, int]:
-        first, *middle, last = name.split(".")
-        inside = (int(middle[0]), _IN_BLOCK.index(last)) if first == "blocks" else (0, 0)
-        return _IN_MODEL.index(first), *inside
+    def place(name: str) -> tuple[int, ...]:
+        first, *middle, last = name.removesuffix(".weight").split(".")
+        if first != "blocks":
+            return (_IN_MODEL.index(first),)
+        block, at = int(middle[0]), _IN_BLOCK.index(last)
+        if "experts" in middle:  # one after another, and the router behind them
+            return _IN_MODEL.index(first), block, _IN_BLOCK.index("W_in"), int(middle[-1]), at
+        return _IN_MODEL.index(first), block, at, -1
 
     shapes = {name: weight for name, weight in weights if "W_" in name}
     for name in sorted(shapes, key=place):

@@ -24,11 +24,12 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "init_mode": INIT_MODES,
 }
 _LEAST = {
-    "n_layers": 0, "d_model": 1, "n_ctx": 1, "d_vocab": 1, "d_vocab_out": 1, "n_heads": 1, "d_head": 1,
-    "n_key_value_heads": 1, "d_mlp": 1, "rotary_dim": 2,
+    "n_layers": 0, "d_model": 1, "n_ctx": 1, "d_vocab": 0, "d_vocab_out": 0, "n_heads": 1, "d_head": 1,
+    "n_key_value_heads": 1, "d_mlp": 1, "rotary_dim": 2, "window_size": 1, "num_experts": 1, "experts_per_token": 1,
 }  # fmt: skip
 _FLAGS = (
     "attn_only", "gated_mlp", "parallel_attn_mlp", "final_rms", "use_attn_scale", "scale_attn_by_inverse_layer_idx",
+    "use_local_attn", "use_qk_norm", "use_normalization_before_and_after", "use_NTK_by_parts_rope",
     "init_weights", "default_prepend_bos", "use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in",
 )  # fmt: skip
 _NOT_SET = -1  # HookedTransformerConfig's own sign for it
@@ -67,6 +68,13 @@ class NativeConfig(PreTrainedConfig, ModelFields):
         attention_dir: ``causal`` or ``bidirectional``.
         use_attn_scale, attn_scale: whether scores are divided, and by what (the root of `d_head`).
         scale_attn_by_inverse_layer_idx: divide them by ``layer + 1`` as well.
+        use_local_attn, window_size, attn_types: a window for layers whose type is ``local``; others are ``global``.
+        use_qk_norm: an RMS norm over each head's queries, and one over its keys.
+        use_normalization_before_and_after: what attention and MLP write goes through a norm, too, as in Gemma 2.
+        attn_scores_soft_cap, output_logits_soft_cap: ``cap * tanh(x / cap)`` of scores, and of logits; -1: none.
+        num_experts, experts_per_token: mixtures of gated experts in place of MLPs, as in Mixtral.
+        use_NTK_by_parts_rope: low frequencies of the rotation are divided by ``NTK_by_parts_factor``, as in Llama 3.1;
+            the other fields of that name say which are low.
         init_weights: False leaves the weights as torch makes them.
         init_mode: ``gpt2``: normal; or ``xavier_...``, ``kaiming_...`` followed by ``uniform`` or ``normal``. Biases
             are zero.
@@ -105,6 +113,9 @@ class NativeConfig(PreTrainedConfig, ModelFields):
         "hidden_act": "act_fn",
         "vocab_size": "d_vocab",
         "max_position_embeddings": "n_ctx",
+        "sliding_window": "window_size",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
     }
 
     n_layers: int = _NOT_SET
@@ -121,11 +132,22 @@ class NativeConfig(PreTrainedConfig, ModelFields):
     positional_embedding_type: str = "standard"
     rotary_base: int | float | None = None
     attn_scale: int | float | None = None
+    use_NTK_by_parts_rope: bool = False
+    NTK_by_parts_low_freq_factor: int | float = 1.0
+    NTK_by_parts_high_freq_factor: int | float = 4.0
+    NTK_by_parts_factor: int | float = 8.0
+    NTK_original_ctx_len: int = 8192
     init_weights: bool = True
     init_mode: str = "gpt2"
     initializer_range: int | float = _NOT_SET
     device: str | torch.device | None = None
     model_name: str = "native"
+
+    @property
+    def local_layers(self) -> list[bool]:
+        """Which layers have a window."""
+        types = (self.attn_types or []) if self.use_local_attn else []
+        return [i < len(types) and types[i] == "local" for i in range(self.n_layers)]
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_names(type(self), kwargs)
@@ -138,7 +160,8 @@ class NativeConfig(PreTrainedConfig, ModelFields):
 # What Hugging Face passes besides the fields, when it reads config.json, and what processing notes there.
 _FROM_HUGGING_FACE = {
     "model_type", "name_or_path", "attn_implementation", "experts_implementation", "output_attentions", "torch_dtype",
-    "num_labels", "_commit_hash", "transformer_bridge_processed",
+    "num_labels", "_commit_hash", "transformer_bridge_processed", "layer_types", "router_jitter_noise",
+    "rope_parameters",
 }  # fmt: skip
 
 
@@ -168,7 +191,12 @@ def _check_values(cfg: NativeConfig) -> None:
     for name in _FLAGS:
         if not isinstance(getattr(cfg, name), bool):
             raise TypeError(f"{name} is {getattr(cfg, name)!r}; it must be True or False")
-    for name in ("eps", "attn_scale", "rotary_base", "initializer_range"):
+    caps, factors = (
+        ("attn_scores_soft_cap", "output_logits_soft_cap"),
+        ("low_freq_factor", "high_freq_factor", "factor"),
+    )
+    ntk = (*(f"NTK_by_parts_{name}" for name in factors), "NTK_original_ctx_len")
+    for name in ("eps", "attn_scale", "rotary_base", "initializer_range", *caps, *ntk):
         _check_number(cfg, name)
     if cfg.seed is not None and (isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int)):
         raise TypeError(f"seed is {cfg.seed!r}; it must be a whole number or None")
@@ -233,13 +261,57 @@ def _complete(cfg: NativeConfig) -> None:
         cfg.d_mlp = 4 * cfg.d_model
     if cfg.attn_scale is None and cfg.use_attn_scale:
         cfg.attn_scale = math.sqrt(cfg.d_head)
+    _complete_for_transformers(cfg)
     if cfg.positional_embedding_type == "rotary":
         cfg.rotary_dim = cfg.d_head if cfg.rotary_dim is None else cfg.rotary_dim
         cfg.rotary_base = 10000.0 if cfg.rotary_base is None else float(cfg.rotary_base)
 
 
+def _complete_for_transformers(cfg: NativeConfig) -> None:
+    """What transformers' caches, masks and mixtures ask for."""
+    if cfg.use_local_attn and isinstance(cfg.attn_types, list):
+        cfg.layer_types = ["sliding_attention" if kind == "local" else "full_attention" for kind in cfg.attn_types]
+    cfg.router_jitter_noise = 0.0
+    if cfg.use_NTK_by_parts_rope:
+        cfg.rope_parameters = {
+            "rope_type": "llama3", "rope_theta": float(cfg.rotary_base or 10000.0), "factor": cfg.NTK_by_parts_factor,
+            "low_freq_factor": cfg.NTK_by_parts_low_freq_factor, "high_freq_factor": cfg.NTK_by_parts_high_freq_factor,
+            "original_max_position_embeddings": cfg.NTK_original_ctx_len,
+        }  # fmt: skip
+
+
+def _check_kinds(cfg: NativeConfig) -> None:
+    """The fields of windows and mixtures with one another."""
+    if cfg.use_local_attn:
+        types = cfg.attn_types if isinstance(cfg.attn_types, list) else []
+        if cfg.window_size is None or len(types) < cfg.n_layers or not {*types} <= {"local", "global"}:
+            raise ValueError(
+                f"use_local_attn=True needs window_size and attn_types, a list of 'local' and 'global' for "
+                f"{cfg.n_layers} layers; they are {cfg.window_size!r} and {cfg.attn_types!r}"
+            )
+        if cfg.attention_dir != "causal":
+            raise ValueError("use_local_attn=True is for attention_dir='causal'")
+    elif cfg.window_size is not None or cfg.attn_types is not None:
+        raise ValueError("window_size and attn_types are for use_local_attn=True")
+    if (cfg.num_experts is None) != (cfg.experts_per_token is None):
+        raise ValueError("num_experts and experts_per_token go together: give both or neither")
+    no_experts = cfg.attn_only or str(cfg.act_fn).startswith("solu")
+    if cfg.num_experts is not None and (no_experts or (cfg.experts_per_token or 0) > cfg.num_experts):
+        raise ValueError(
+            f"experts_per_token={cfg.experts_per_token} of num_experts={cfg.num_experts}, act_fn={cfg.act_fn!r} "
+            f"and attn_only={cfg.attn_only} exclude each other"
+        )
+    if cfg.use_normalization_before_and_after and (cfg.normalization_type is None or cfg.parallel_attn_mlp):
+        raise ValueError(
+            "use_normalization_before_and_after=True needs norms, and attention and MLP one after the other"
+        )
+    if cfg.use_NTK_by_parts_rope and cfg.positional_embedding_type != "rotary":
+        raise ValueError("use_NTK_by_parts_rope=True is for positional_embedding_type='rotary'")
+
+
 def _check_together(cfg: NativeConfig) -> None:
     """The fields with one another."""
+    _check_kinds(cfg)
     if cfg.n_key_value_heads is not None and cfg.n_heads % cfg.n_key_value_heads:
         raise ValueError(f"n_heads={cfg.n_heads} is not divisible by n_key_value_heads={cfg.n_key_value_heads}")
     if cfg.attn_only:

@@ -13,10 +13,15 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 from transformers.utils.output_capturing import capture_outputs
 
 from bridge.native.config import NativeConfig
@@ -39,19 +44,35 @@ def eager_attention_forward(
     groups = module.num_key_value_groups
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
     scores = query @ key.transpose(-1, -2) * scaling
+    if (cap := module.config.attn_scores_soft_cap) > 0:
+        scores = cap * torch.tanh(scores / cap)
     if attention_mask is not None:
         scores = scores + attention_mask
     pattern = torch.softmax(scores, dim=-1)
     return (pattern @ value).transpose(1, 2), pattern
 
 
-def rotation(positions: Int[Tensor, "batch pos"], dim: int, base: float, dtype: torch.dtype) -> Rotation:
+def rotation(positions: Int[Tensor, "batch pos"], cfg: NativeConfig, dtype: torch.dtype) -> Rotation:
     """The cosines and sines that rotate each position."""
+    assert cfg.rotary_dim is not None
+    assert cfg.rotary_base is not None
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    powers = torch.arange(0, dim, 2, dtype=exact, device=positions.device) / dim
-    angles = positions[:, None, :, None].to(exact) * base**-powers
+    powers = torch.arange(0, cfg.rotary_dim, 2, dtype=exact, device=positions.device) / cfg.rotary_dim
+    frequencies = cfg.rotary_base**-powers
+    if cfg.use_NTK_by_parts_rope:
+        frequencies = by_parts(frequencies, cfg)
+    angles = positions[:, None, :, None].to(exact) * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def by_parts(frequencies: Float[Tensor, " pair"], cfg: NativeConfig) -> Float[Tensor, " pair"]:
+    """Low frequencies divided by a factor, high ones as they are, and those between in steps (Peng et al. 2023, "YaRN",
+    section 3.2, as Llama 3.1 has it)."""
+    low, high = cfg.NTK_by_parts_low_freq_factor, cfg.NTK_by_parts_high_freq_factor
+    turns = cfg.NTK_original_ctx_len * frequencies / (2 * math.pi)  # in a context of the original length
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / cfg.NTK_by_parts_factor)
 
 
 def rotate(x: Float[Tensor, "batch heads pos d_head"], by: Rotation) -> Float[Tensor, "batch heads pos d_head"]:
@@ -101,6 +122,9 @@ class NativeAttention(nn.Module):
         self.k = nn.Linear(config.d_model, kv_heads * config.d_head)
         self.v = nn.Linear(config.d_model, kv_heads * config.d_head)
         self.o = nn.Linear(config.n_heads * config.d_head, config.d_model)
+        if config.use_qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(config.d_head, eps=config.eps) for _ in "qk")
+        self.sliding_window = config.window_size if config.local_layers[layer_idx] else None
 
     def forward(
         self,
@@ -114,15 +138,19 @@ class NativeAttention(nn.Module):
         # Shortformer: queries and keys know where they are, values do not.
         placed = hidden_states if shift is None else hidden_states + shift
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            projection(x).unflatten(-1, (-1, self.head_dim))
             for projection, x in ((self.q, placed), (self.k, placed), (self.v, hidden_states))
         )
+        if self.config.use_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if rotated is not None:
             query, key = rotate(query, rotated), rotate(key, rotated)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        z, pattern = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0)
+        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
+        z, pattern = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, **window)
         return self.o(z.flatten(-2)), pattern
 
 
@@ -168,15 +196,23 @@ class NativeBlock(GradientCheckpointingLayer):
         self.attn = NativeAttention(config, layer_idx)
         if not config.attn_only:
             self.ln2 = norm(config)
-        self.mlp = None if config.attn_only else NativeMLP(config)
+        mixture = config.num_experts is not None
+        self.mlp = None if config.attn_only else MixtralSparseMoeBlock(config) if mixture else NativeMLP(config)
+        if config.use_normalization_before_and_after:
+            self.ln1_post = norm(config)
+            if self.mlp is not None:
+                self.ln2_post = norm(config)
+        self.after = config.use_normalization_before_and_after
 
     def forward(
         self, hidden_states: Float[Tensor, "batch pos d_model"], **kwargs: Any
     ) -> Float[Tensor, "batch pos d_model"]:
-        after = hidden_states + self.attn(self.ln1(hidden_states), **kwargs)[0]
+        attended = self.attn(self.ln1(hidden_states), **kwargs)[0]
+        after = hidden_states + (self.ln1_post(attended) if self.after else attended)
         if self.mlp is None:
             return after
-        return after + self.mlp(self.ln2(hidden_states if self.parallel else after))
+        made = self.mlp(self.ln2(hidden_states if self.parallel else after))
+        return after + (self.ln2_post(made) if self.after else made)
 
 
 class NativeModel(PreTrainedModel, GenerationMixin):
@@ -207,6 +243,8 @@ class NativeModel(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NativeConfig) -> None:
         super().__init__(config)
+        if config.attn_scores_soft_cap > 0:  # no other kernel has it
+            config._attn_implementation = "eager"
         with _seeded(config.seed):
             self.embed = nn.Embedding(config.d_vocab, config.d_model)
             learned = config.positional_embedding_type in ("standard", "shortformer")
@@ -242,6 +280,10 @@ class NativeModel(PreTrainedModel, GenerationMixin):
         if isinstance(module, nn.Linear | nn.Embedding):
             out, into = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
             init.copy_(module.weight, _draw(self.config, module.weight.shape, fan_in=into, fan_out=out))
+        elif isinstance(module, MixtralTopKRouter | MixtralExperts):
+            for matrix in module.parameters():
+                drawn = _draw(self.config, matrix.shape, fan_in=matrix.shape[-1], fan_out=matrix.shape[-2])
+                init.copy_(matrix, drawn)
         elif isinstance(weight := getattr(module, "weight", None), Tensor):
             init.ones_(weight)
         if isinstance(bias := getattr(module, "bias", None), Tensor):
@@ -291,11 +333,8 @@ class NativeModel(PreTrainedModel, GenerationMixin):
             raise ValueError(f"{past + x.shape[1]} positions are more than the n_ctx={self.config.n_ctx} learned ones")
         if position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
-        if causal:
-            mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
-        else:
-            mask = create_bidirectional_mask(self.config, x, attention_mask)
-        kwargs: dict[str, Any] = {"attention_mask": mask, "past_key_values": past_key_values}
+        mask, local = self._masks(x, attention_mask, past_key_values, position_ids)
+        kwargs: dict[str, Any] = {"past_key_values": past_key_values}
         if self.pos_embed is not None:
             positions = self.pos_embed(position_ids)
             if self.config.positional_embedding_type == "shortformer":
@@ -303,12 +342,23 @@ class NativeModel(PreTrainedModel, GenerationMixin):
             else:
                 x = x + positions
         elif self.config.rotary_dim is not None:
-            assert self.config.rotary_base is not None
-            kwargs["rotated"] = rotation(position_ids, self.config.rotary_dim, self.config.rotary_base, x.dtype)
-        for block in self.blocks:
-            x = block(x, **kwargs)
+            kwargs["rotated"] = rotation(position_ids, self.config, x.dtype)
+        for block, is_local in zip(self.blocks, self.config.local_layers, strict=True):
+            x = block(x, attention_mask=local if is_local else mask, **kwargs)
         logits = self.unembed(self.ln_final(x))
+        if (cap := self.config.output_logits_soft_cap) > 0:
+            logits = cap * torch.tanh(logits / cap)
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+
+    def _masks(self, x: Tensor, given: Tensor | None, past: Cache | None, positions: Tensor) -> tuple[Any, Any]:
+        """What positions see, and what they see in a local layer."""
+        if self.config.attention_dir != "causal":
+            mask = create_bidirectional_mask(self.config, x, given)
+            return mask, mask
+        mask = create_causal_mask(self.config, x, given, past, positions)
+        if not self.config.use_local_attn:
+            return mask, mask
+        return mask, create_sliding_window_causal_mask(self.config, x, given, past, positions)
 
 
 def _draw(cfg: NativeConfig, shape: torch.Size, fan_in: int, fan_out: int) -> Tensor:

@@ -127,6 +127,10 @@ class Access:
         else:
             self.module(self._module_of(part)).input = value
 
+    def part_outputs(self, part: str) -> Any:
+        """All that the module of a part returns."""
+        return self.module(self._module_of(part)).output
+
     def part_inputs(self, part: str) -> Inputs:
         """All that the module of a part is called with."""
         return self.module(self._module_of(part)).inputs
@@ -134,6 +138,14 @@ class Access:
     def set_part_inputs(self, part: str, value: Inputs) -> None:
         """Replaces it."""
         self.module(self._module_of(part)).inputs = value
+
+    def leave_out(self, path: str, value: Any) -> None:
+        """Lets a module return a value in place of being called.
+
+        Raises:
+            TypeError: not in a generation.
+        """
+        raise TypeError(f"{path} cannot be skipped in a generation: assign to its output at each step")
 
     def _is_all_of(self, path: str, part: str) -> bool:
         """Whether nothing of a part is at another module: OPT's MLP is two, and its last one is given neurons."""
@@ -206,6 +218,28 @@ class TracedModule:
         stop = self._stop("output")
         _check_like(value, stop.value, f"{self.path}.output")
         stop.replace(value)
+
+    @property
+    def outputs(self) -> Any:
+        """All that the module returns: the same as `output`."""
+        return self.output
+
+    @outputs.setter
+    def outputs(self, value: Any) -> None:
+        self.output = value
+
+    def skip(self, value: Any) -> None:
+        """Leaves the module out of this run: it returns `value`, and nothing in it is computed.
+
+        Args:
+            value: all that the module would return: a tensor, or a tuple with the model's own elements.
+
+        Raises:
+            TypeError: it is no module that is called, or the trace is a generation.
+            ValueError: a hook point in it is captured, or has a hook.
+            PointPassedError: at the end of the block, where the model had come to it before.
+        """
+        self._access.leave_out(self.path, value)
 
     @property
     def inputs(self) -> Inputs:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.imports.versions import is_checkpointed
 from adapters.inputs.arguments import takes
@@ -14,11 +14,12 @@ from adapters.paths import module_at
 from bridge.hooks.context import CURRENT
 from bridge.run.forward import PreparedPass, checked_layers
 from bridge.run.hooked import points_that_run, refuse_unreached_points
-from bridge.run.layer_range import bypassing
+from bridge.run.layer_range import Given, bypassing
 from bridge.run.model_inputs import Inputs, check_arguments
 from bridge.run.request import Request
 from bridge.trace.access import Access
 from bridge.trace.coroutine import Coroutine
+from bridge.trace.errors import PointPassedError
 from bridge.trace.in_step import InStep
 from bridge.trace.places import ModelOrder
 from bridge.trace.protocol import TraceableBridge
@@ -59,6 +60,7 @@ class Trace(InStep, Access):
         self._is_ready = False
         self._output: Any = None
         self._inputs: Inputs | None = None
+        self._left_out: dict[str, Given] = {}
 
     # The block.
 
@@ -211,6 +213,41 @@ class Trace(InStep, Access):
         assert self._pass is not None
         blocks = [module_at(bridge.original_model, path) for path in bridge.block_paths[a : b + 1]]
         self._until_the_end().enter_context(bypassing(self._pass.run, blocks, *bridge.block_output))
+
+    def leave_out(self, path: str, value: Any) -> None:
+        module, points = module_at(self.bridge.original_model, path), self.bridge.wiring.points.values()
+        if type(module).forward is nn.Module.forward:
+            raise TypeError(f"{path} is a {type(module).__name__}, which the model does not call: skip what is in it")
+        if self._state != "open":
+            raise RuntimeError(f"{path} can be skipped while the trace is open")
+        for hook in points:
+            inside = f"{hook.point.site.path}.".startswith(f"{path}.")
+            if inside and (hook in self.stops.captured or hook.has_visible_listeners):
+                raise ValueError(f"{path} cannot be skipped: {hook.name}, which is captured or has a hook, is in it")
+        assert self._pass is not None
+        run, given = self._pass.run, Given(value)
+        self._left_out[path] = given
+        self._until_the_end().enter_context(bypassing(run, [module], None, 1))
+        run.entering[module] = given
+
+    def _run_to_the_end(self) -> None:
+        super()._run_to_the_end()
+        for path, given in self._left_out.items() if self._state == "ran" else ():
+            if not given.used:
+                raise PointPassedError(
+                    f"{path} was to be skipped, and the model did not come to it after that: say it before"
+                )
+
+    def invoke(self, *prompts: Any, **arguments: Any) -> NoReturn:
+        """Says what is there in place of nnsight's ``tracer.invoke``.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a trace takes all its prompts at once, and one body edits each by itself: with bridge.trace([first, "
+            "second]) as run: run.rows(0)[...] is the first one's part, run.rows(1)[...] the second's"
+        )
 
     def rows(self, index: int) -> Rows:
         """One prompt of several: its part of every activation, without the padding of its row.

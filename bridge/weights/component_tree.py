@@ -107,6 +107,11 @@ class Component:
         return self._trace("input").part_input(self.name)
 
     @property
+    def outputs(self) -> Any:
+        """All that its module returns, in a trace."""
+        return self._trace("outputs").part_outputs(self.name)
+
+    @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that its module is called with, in a trace: positional arguments, and those with names."""
         return self._trace("inputs").part_inputs(self.name)

@@ -9,7 +9,9 @@ HERE = pathlib.Path(__file__).parent
 #: What each file needs, as it is imported.
 NEEDS = {
     "test_auto_circuit": "auto_circuit",
+    "test_circuit_tracer": "circuit_tracer",
     "test_circuitsvis": "circuitsvis",
+    "test_pyvene": "pyvene",
     "test_sae_lens": "sae_lens",
     "test_sae_lens_bases": "sae_lens",
     "test_tuned_lens": "tuned_lens",

@@ -9,6 +9,7 @@ from sae_lens import (
     LanguageModelSAERunnerConfig,
     LanguageModelSAETrainingRunner,
     LoggingConfig,
+    SAETransformerBridge,
     StandardTrainingSAEConfig,
 )
 from sae_lens.evals import EvalConfig, run_evals
@@ -106,3 +107,22 @@ def test_evaluation(config, data, trained, model):
     loss = metrics["model_performance_preservation"]
     assert loss["ce_loss_without_sae"] < loss["ce_loss_with_sae"] < loss["ce_loss_with_ablation"]
     assert metrics["reconstruction_quality"]["explained_variance"] > 0
+
+
+@torch.no_grad()
+def test_its_other_model_class_runs_the_same(trained, name, texts):
+    model, sae = SAETransformerBridge.boot_transformers(name, device="cpu"), trained
+    tokens = model.to_tokens(texts[:3])
+    plain = model(tokens)
+    by_hand = model.run_with_hooks(tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x)))])
+    put_in = model.run_with_saes(tokens, saes=[sae])
+    assert torch.allclose(put_in, by_hand, atol=1e-4) and not torch.allclose(put_in, plain, atol=1e-2)
+    assert torch.allclose(model.run_with_saes(tokens, saes=[sae], use_error_term=True), plain, atol=1e-4)
+    logits, cache = model.run_with_cache_with_saes(tokens, saes=[sae], use_error_term=False)
+    resid = model.run_with_cache(tokens, names_filter=POINT)[1][POINT]
+    features = model.get_sae_hook_name(sae)
+    assert torch.equal(logits, put_in) and torch.allclose(cache[features], sae.encode(resid), atol=1e-4)
+    off = model.run_with_hooks_with_saes(tokens, saes=[sae], fwd_hooks=[(features, lambda x, hook: x * 0)])
+    by_hand_off = model.run_with_hooks(tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x) * 0))])
+    assert torch.allclose(off, by_hand_off, atol=1e-4)
+    assert torch.equal(model(tokens), plain) and not [key for key in model.hook_dict if "sae" in key]

@@ -29,12 +29,54 @@ for line in (
     "from transformer_lens import HookedAudioEncoder", "from transformer_lens.components import BertBlock",
     "import bridge.legacy.lit", "from transformer_lens.pretrained.weight_conversions.gemma import convert",
     "from transformer_lens.HookedAudioEncoder import HookedAudioEncoder", "from transformer_lens.tools import x",
+    "from transformer_lens.nothing import x",
 ):
     try:
         exec(line)
     except ImportError as error:
         print(line, "->", error)
 """
+
+
+VERSION_4 = """
+import importlib.metadata
+import bridge.legacy.as_transformer_lens
+import bridge.legacy
+import transformer_lens
+from transformer_lens import TransformerBridge, TransformerBridgeConfig, TransformerLensKeyValueCache
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as cache
+from transformer_lens.config import TransformerBridgeConfig as config
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.HookedRootModule import HookedRootModule
+from transformer_lens.model_bridge import AttentionBridge, BlockBridge, MLPBridge, TransformerBridge as bridge_class
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformer_lens.utilities import Slice, get_device, test_prompt, to_numpy
+from transformer_lens.utilities.devices import get_device as again
+from transformer_lens.utilities.multi_gpu import sort_devices_based_on_available_memory
+import transformer_lens.utilities.tensors as tensors
+
+assert tensors.to_numpy is to_numpy and get_device is again
+assert TransformerBridge is bridge_class is bridge.legacy.TransformerBridge
+assert TransformerBridgeConfig is config and TransformerLensKeyValueCache is cache
+assert HookedRootModule is transformer_lens.HookedRootModule
+model = TransformerBridge.boot_native(TransformerBridgeConfig(n_layers=1, d_model=8, d_head=4, n_ctx=5, d_vocab=9))
+assert all(isinstance(point, HookPoint) for point in model.hook_dict.values())
+assert isinstance(model.blocks[0], BlockBridge) and isinstance(model.blocks[0].attn, AttentionBridge)
+assert isinstance(model.blocks[0].mlp, MLPBridge) and isinstance(model.blocks[0].ln1, GeneralizedComponent)
+again = build_bridge_from_module(model.original_model, model_name="again")
+assert again.original_model is model.original_model and again.cfg.model_name == "again"
+assert importlib.metadata.version("transformer-lens") == "4.3.0" == importlib.metadata.version("transformer_lens")
+with bridge.legacy.as_transformer_lens.version("2.18.0"):
+    assert importlib.metadata.version("transformer-lens") == "2.18.0"
+assert importlib.metadata.version("transformer-lens") == "4.3.0"
+assert importlib.metadata.version("torch")
+"""
+
+
+def test_version_4():
+    done = run(VERSION_4)
+    assert done.returncode == 0, done.stderr
 
 
 def run(program):
@@ -45,9 +87,9 @@ def test_every_way_to_import_it():
     done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
     answers = dict(line.split(" -> ") for line in done.stdout.splitlines())
-    assert len(answers) == 9
+    assert len(answers) == 10
     unexplained = [line for line, answer in answers.items() if "docs/migration.md" not in answer]
-    assert unexplained == ["from transformer_lens.tools import x"]
+    assert unexplained == ["from transformer_lens.nothing import x"]
     assert "no connection to LIT" in answers["from transformer_lens import lit"]
 
 

@@ -93,7 +93,7 @@ def test_models_from_configurations(change):
 
 
 def test_fields_that_only_loaded_models_have():
-    for change in ({"use_qk_norm": True}, {"attn_scores_soft_cap": 30.0}, {"rotary_adjacent_pairs": True}):
+    for change in ({"post_embedding_ln": True}, {"rotary_adjacent_pairs": True}):
         with pytest.raises(ValueError, match="is for loaded models"):
             HookedTransformer(BASE | change)
     with pytest.raises(ValueError, match="Must provide a tokenizer"):

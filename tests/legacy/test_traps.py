@@ -52,7 +52,16 @@ def test_vocabularies_that_are_set_late():
     config.d_vocab = 12
     assert HookedTransformer(config)([[1, 2]]).shape[-1] == 12
     with pytest.raises(ValueError, match="Must provide a tokenizer"):
-        HookedTransformer(HookedTransformerConfig(**CFG, d_vocab=0))
+        HookedTransformer(HookedTransformerConfig(**CFG))
+
+
+def test_no_vocabulary_at_all():
+    """ACDC makes such a model, which reads a residual stream."""
+    model = HookedTransformer(CFG | {"d_vocab": 0, "d_vocab_out": 3})
+    stream = torch.randn(1, 4, model.cfg.d_model)
+    logits, cache = model.run_with_cache(stream, start_at_layer=0)
+    assert model.W_E.shape == (0, model.cfg.d_model) and logits.shape == (1, 4, 3)
+    assert torch.equal(model(cache["resid_post", -1], start_at_layer=model.cfg.n_layers), logits)
 
 
 def test_a_batch_of_several_has_no_axis_to_drop():

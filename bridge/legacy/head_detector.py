@@ -1,3 +1,0 @@
-"""``transformer_lens.head_detector``'s names."""
-
-from bridge.analysis.head_detector import *  # noqa: F403
