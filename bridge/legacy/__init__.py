@@ -38,6 +38,8 @@ if not any(type(finder).__name__ == "Tabled" for finder in sys.meta_path):
 def __getattr__(name: str) -> Any:
     if name in table.NAMES:
         return table.named(name)
+    if name.startswith("__"):  # Python's own questions
+        raise AttributeError(name)
     from bridge.legacy.missing import explain_missing_name
 
     return explain_missing_name(__name__)(name)

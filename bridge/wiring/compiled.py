@@ -7,6 +7,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -95,6 +96,7 @@ class ForcedEager:
         self.original: Callable[..., Any] = nothing
         self._own: Callable[..., Any] | None = None
         self._module: nn.Module | None = None
+        self._was_on: Callable[[], nn.Module | None] = nothing  # weak: nothing outlives the model
         self._shares: ForcedEager | None = None
         self._users = 0
 
@@ -132,19 +134,22 @@ class ForcedEager:
         self._users -= 1
         if self._users:
             return
-        module = self._module
+        module, self._module = self._module, None
         assert module is not None
         if self._own is None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = self._own
-        # Another thread may have taken this for the module's forward, and call it later.
-        self._own, self.original = None, module.forward
+        self._own, self.original, self._was_on = None, nothing, weakref.ref(module)
         del self.__wrapped__
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        assert self._module is not None
-        return call_eagerly(self._module, self.original, args, kwargs)
+        original, module = self.original, self._module  # in this order: another thread may take it away meanwhile
+        if module is None:  # another thread took this for the module's forward, and calls it only now
+            module = self._was_on()
+            assert module is not None
+            return module.forward(*args, **kwargs)
+        return call_eagerly(module, original, args, kwargs)
 
 
 @contextmanager
