@@ -50,11 +50,14 @@ _DRAW = """
     const spec = JSON.parse(element.querySelector("script").textContent);
     spec.params.find((parameter) => parameter.name === "dark").value = dark;
     let width = await embed(element, spec, dark);
-    const facet = spec.usermeta && spec.usermeta.wrap && spec.encoding.facet;
-    const own = spec.resolve && spec.resolve.axis && spec.resolve.axis.x === "independent";
-    while (facet && width > room && facet.columns > 1) {
-      do facet.columns--; while (!own && spec.usermeta.wrap % facet.columns);  // full rows, or names under every panel
-      width = await embed(element, spec, dark);
+    const panels = [].concat((spec.usermeta && spec.usermeta.wrap) || 0);  // one number for each picture
+    for (const [i, part] of (spec.vconcat || [spec]).entries()) {
+      const facet = panels[i] && part.encoding.facet;
+      const own = part.resolve && part.resolve.axis && part.resolve.axis.x === "independent";
+      while (facet && width > room && facet.columns > 1) {
+        do facet.columns--; while (!own && panels[i] % facet.columns);  // full rows, or names under every panel
+        width = await embed(element, spec, dark);
+      }
     }
   }
   const all = () => document.querySelectorAll(".bridge-picture").forEach(draw);

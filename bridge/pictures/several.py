@@ -30,13 +30,15 @@ def together(pictures: Sequence[Picture], title: str) -> Picture:
     """
     if not pictures:
         raise ValueError("there are no pictures to be put together")
-    charts = []
+    charts, panels = [], []
     for picture in pictures:
-        if [parameter["name"] for parameter in picture.spec()["params"]] != ["dark"]:
+        spec = picture.spec()
+        panels.append(spec.get("usermeta", {}).get("wrap", 0))
+        if [parameter["name"] for parameter in spec["params"]] != ["dark"]:
             raise ValueError(f"{picture!r} has parts that answer a click: it stands alone, or on a `page`")
         chart: Any = copy.deepcopy(picture.chart)
         chart.config = chart.params = chart.usermeta = alt.Undefined
         charts.append(chart)
     whole = alt.vconcat(*charts, spacing=24).resolve_scale(color="independent")
-    whole = whole.properties(title=alt.Title(title, fontSize=16), config=configuration())
+    whole = whole.properties(title=alt.Title(title, fontSize=16), config=configuration(), usermeta={"wrap": panels})
     return Picture(whole.add_params(dark_parameter()), title)

@@ -95,6 +95,15 @@ def test_panels_wrap_where_a_page_is_narrow(browser, saved):
     assert browser.evaluate("document.querySelector('svg.marks').getBoundingClientRect().width") <= 640
 
 
+def test_panels_of_pictures_put_together_wrap_too(browser, tmp_path):
+    titles = [f"panel {i}" for i in range(3)]
+    wide = pictures.patching(torch.rand(3, 4, 14), "layer pos", list(map(str, range(14))), panels=titles)
+    pictures.together([wide, pictures.heads(torch.eye(3))], "Both").save(tmp_path / "both.html")
+    for width in (1280, 640):
+        browser.open(tmp_path / "both.html", width)
+        assert browser.evaluate("document.querySelector('svg.marks').getBoundingClientRect().width") <= width
+
+
 def test_the_lens_shows_its_words(browser, saved):
     browser.open(saved["lens"])
     words = browser.evaluate("[...document.querySelectorAll('.mark-text text')].map((t) => t.textContent)")
