@@ -33,7 +33,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi", {}),
     "llama_odd": ("Llama", {"intermediate_size": 95}),
     "llama_of_three_keys": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
-    "llama_of_four": ("Llama", {"num_key_value_heads": 4}),
     "phi3": ("Phi3", {}),
     "starcoder2": ("Starcoder2", {}),
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": 4}),
@@ -53,13 +52,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 #: Mixtures whose experts are spread by number.
 KINDS |= {f"{kind}_by_expert": KINDS[kind] for kind in ("mixtral", "qwen3_moe", "gpt_oss")}
+#: With as many heads of keys as four processes.
+OF_FOUR = {
+    f"{kind}_of_four": (KINDS[kind][0], {**KINDS[kind][1], "num_key_value_heads": 4})
+    for kind in ("llama", "gemma2", "qwen3_moe", "qwen3_moe_by_expert")
+}
 
 TOKENS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(1))
 
 
 def save(kind: str, folder: Path) -> None:
     """Saves a model whose weights are random everywhere."""
-    name, own = KINDS[kind]
+    name, own = (KINDS | OF_FOUR)[kind]
     config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_class(**_SIZES | own))
@@ -71,8 +75,9 @@ def save(kind: str, folder: Path) -> None:
 
 def load(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> PreTrainedModel:
     """Loads one, whole or spread over processes; in float64, for sums of parts come in another order."""
-    attention = KINDS[kind][1].get("attn_implementation", "sdpa")
-    if "num_experts_per_tok" in KINDS[kind][1]:
+    own = (KINDS | OF_FOUR)[kind][1]
+    attention = own.get("attn_implementation", "sdpa")
+    if "num_experts_per_tok" in own:
         how["experts_implementation"] = "batched_mm"  # that of grouped products knows no float64
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder / kind, dtype=dtype, attn_implementation=attention, **how
