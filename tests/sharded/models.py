@@ -17,6 +17,7 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 96, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _MIXTURE = {"num_experts_per_tok": 2}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8}
 #: The classes, and the sizes that are theirs.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -44,11 +45,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3",
         {
-            "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-            "qk_nope_head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-            "n_group": 2, "topk_group": 1, **_MIXTURE,
+            "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "n_group": 2, "topk_group": 1, **_LATENT, **_MIXTURE,
         },
     ),
+}  # fmt: skip
+KINDS |= {
+    "gpt_oss_of_heads": KINDS["gpt_oss"],
+    "granite_swa": ("GraniteSWA", {"sliding_window": 4, "attn_implementation": "eager"}),
+    "minicpm3": ("MiniCPM3", {**_LATENT, "num_key_value_heads": 4}),
+    "deepseek_v2": ("DeepseekV2", KINDS["deepseek_v3"][1] | {"n_group": 1}),
+}
+_HEADS = "model.layers.*.self_attn"
+#: How kinds are cut that have no plan of their own for that.
+PLANS = {
+    "gpt_oss_of_heads": {
+        **{f"{_HEADS}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "sinks")},
+        f"{_HEADS}.o_proj": "rowwise", _HEADS: "local_params",
+    },
 }  # fmt: skip
 #: Mixtures whose experts are spread by number.
 KINDS |= {f"{kind}_by_expert": KINDS[kind] for kind in ("mixtral", "qwen3_moe", "gpt_oss")}
