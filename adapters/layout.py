@@ -292,9 +292,9 @@ def _by_plan(
     if not spread:
         raise SpreadModelError(
             f"the model was loaded to be tensor parallel, and no parameter says that it is cut. The plan names "
-            f"{', '.join(sorted(plan))[:200]}: if nothing of that is cut (a tied output layer alone), load it "
-            "without distributed_config. transformers before 5.23 cuts unseen, and any version quantised layers: load it "
-            "with 5.23, and not quantised"
+            f"{', '.join(sorted(plan))[:200]}: if nothing of that is cut (a tied output layer alone), load it without "
+            "distributed_config. transformers before 5.23 cuts unseen, and any version quantised layers: load "
+            "it with 5.23, and not quantised"
         )
     mesh = next(iter(spread.values())).device_mesh
     same = [parameter.device_mesh.mesh.tolist() == mesh.mesh.tolist() for parameter in spread.values()]
