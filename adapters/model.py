@@ -91,7 +91,7 @@ def map_model(
     """
     core = model.get_submodule(core_path(model))
     layout = layout_of(model)
-    if declared is None and (automatic == "always" or (automatic and not is_declared(core))):
+    if declared is None and is_inferred(model, automatic):
         if layout is not None:
             raise SpreadModelError(
                 f"{type(core).__name__} has no adapter, and one is inferred in one process alone; this one is: "
@@ -109,6 +109,17 @@ def map_model(
         return declared_map
     layout = layout.of(declared_map.points)
     return replace(declared_map.without(layout.not_shown(declared_map.points)), layout=layout)
+
+
+def is_inferred(model: nn.Module, automatic: Automatic) -> bool:
+    """Whether what plays which part in a model is inferred.
+
+    Args:
+        model: a Hugging Face model.
+        automatic: as for `map_model`.
+    """
+    core = model.get_submodule(core_path(model))
+    return automatic == "always" or (bool(automatic) and not is_declared(core))
 
 
 def _refusal(core: nn.Module) -> str:

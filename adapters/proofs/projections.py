@@ -49,6 +49,35 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()
 
 
+def prove_choices(evidence: Evidence, findings: Findings) -> None:
+    """Each hook point of queries, keys and values shows columns of its projection as they are, none of them twice.
+
+    Args:
+        evidence: a run.
+        findings: what is found is added to it.
+    """
+    findings.claim(CLAIM)
+    for place in evidence.places():
+        for letter in "qkv" if isinstance(place.named.step.part, Attention) else "":
+            name = f"{place.part}hook_{letter}"
+            site = evidence.bridge.hook_dict[name].point.site
+            found = evidence.raw.get(site.path)
+            if not found or site.kind != "output" or not isinstance(found[0].output, Tensor):
+                continue
+            shown = _shown_columns(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
+            chosen = shown.flatten()
+            ok = not shown.is_floating_point() and len(chosen.unique()) == len(chosen)
+            ok = ok and bool(((chosen >= 0) & (chosen < found[0].output.shape[-1])).all())
+            findings.holds(CLAIM, name, ok, "its view shows something that is no choice of columns")
+
+
+def _shown_columns(view: View, call: ModuleCall, output: Tensor) -> Tensor:
+    """The columns of an output that a view of it shows, by their numbers."""
+    index = torch.arange(output.shape[-1], device=output.device).expand(output.shape).contiguous()
+    shown = (view.heads if isinstance(view, Biased) else view).get(index, Call(call.module, call.args, call.kwargs))
+    return shown[0, 0] if shown.ndim == 4 else shown.flatten(0, -2)[0]
+
+
 def _before_norm(evidence: Evidence, place: LayerStep, z: Tensor) -> Tensor:
     """What a norm over all heads makes `z` of: behind it, no column is made from one head alone."""
     for call in evidence.calls_in(place.module):

@@ -25,7 +25,7 @@ from adapters.proofs.mechanics import Mechanics
 from adapters.proofs.norms import CLAIM as NORMS
 from adapters.proofs.norms import prove_norms
 from adapters.proofs.projections import CLAIM as COLUMNS
-from adapters.proofs.projections import prove_projections
+from adapters.proofs.projections import prove_choices, prove_projections
 from adapters.proofs.protocol import Bridge
 from adapters.proofs.report import Check, Findings, Report
 from adapters.proofs.scores import PATTERN, SCORES, prove_attention
@@ -99,7 +99,12 @@ def why_refuted(bridge: Bridge, inputs: Given | None = None) -> str:
     Raises:
         CannotBeMade: it needs something that cannot be made up.
     """
-    failed = () if bridge.cfg.device.type == "meta" else verify(bridge, level="quick", inputs=inputs).failed
+    if bridge.cfg.device.type == "meta":
+        return ""
+    with outside_of_modes(bridge.original_model):
+        failed = _report(
+            bridge, None, "declared", inputs and {name: _savable(given) for name, given in inputs.items()}
+        ).failed
     return f"{failed[0].name}: {failed[0].detail.partition('; ')[0]}" if failed else ""
 
 
@@ -108,7 +113,7 @@ def _savable(x: Tensor) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
-def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given | None) -> Report:
+def _report(bridge: Bridge, tokens: Tensor | None, level: Level | Literal["declared"], inputs: Given | None) -> Report:
     if tokens is None:
         tokens, more = some_tokens(bridge, 2, 9, given=inputs)
     else:
@@ -121,7 +126,7 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
     with evaluating(bridge.original_model):
         with torch.no_grad():
             mechanics = Mechanics(bridge, tokens, more, tolerance(bridge.cfg.dtype))
-            report.checks += mechanics.quick()
+            report.checks += mechanics.declared() if level == "declared" else mechanics.quick()
         if report.passed:  # what does not fire cannot be looked at
             report.checks += _proofs(bridge, level, inputs)
             if level == "full":
@@ -133,14 +138,15 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
     return report
 
 
-def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Check]:
+def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> Iterator[Check]:
     """The claims of the declaration, on the model or on its probe copy."""
     subject, reason = _subject(bridge)
     half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
     findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
     pos = _length(subject)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
-    few = rows if subject.cfg.num_experts else min(rows, 4)  # experts are chosen by many tokens
+    # Experts are chosen by many tokens.
+    few = rows if subject.cfg.num_experts else min(rows, 4 if level == "full" else 2)
     tokens, more = some_tokens(subject, few, pos, 1, inputs)
     try:
         evidence = randomized_run(subject, tokens, more)
@@ -148,13 +154,16 @@ def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Chec
         yield Check("activations can be replaced by random numbers", False, one_line(error))
         return
     for claim, prove in _PROOFS:
-        findings.attempt(claim, partial(prove, evidence, findings))
+        fewer = {"of_each_kind": True} if level == "declared" and prove is prove_weights else {}
+        findings.attempt(claim, partial(prove, evidence, findings, **fewer))
     if level == "full":
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
             padded = more | _padded(tokens)
             findings.attempt(PATTERN, lambda: prove_attention(randomized_run(subject, tokens, padded), findings))
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
+    else:
+        findings.attempt(COLUMNS, lambda: prove_choices(evidence, findings))
     yield from findings.checks()
     if reason:
         yield Check("proved on", True, reason)
