@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from adapters import automatic as inference
 from adapters.architecture import Architecture
+from adapters.attention import Attention
 from adapters.building.blocks import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.inputs.made import Given
@@ -95,7 +96,9 @@ def map_model(
         if layout is not None:
             raise SpreadModelError(
                 f"{type(core).__name__} has no adapter, and one is inferred in one process alone; this one is: "
-                f"{layout.said}. docs/adapters.md shows how to declare one"
+                f"{layout.said}. Load the same model in one process, on the CPU or offloaded, call "
+                "bridge.declaration().save(file) there, and give declaration=file here; or declare one, as "
+                "docs/adapters.md shows"
             )
         try:
             found = inference.declaration.infer(model, inputs)
@@ -107,8 +110,19 @@ def map_model(
     declared_map = _mapped(model, core, architecture, None)
     if layout is None:
         return declared_map
-    layout = layout.of(declared_map.points)
+    layout = layout.of(declared_map.points, _norms_of_heads(declared_map))
     return replace(declared_map.without(layout.not_shown(declared_map.points)), layout=layout)
+
+
+def _norms_of_heads(found: ModelMap) -> Iterator[str]:
+    """The paths of the norms of each head's queries, keys or values."""
+    for index, block in enumerate(found.block_paths):
+        for named in found.architecture.stack.block_at(index).named:
+            part = named.step.part
+            if isinstance(part, Attention) and part.norms_over != "width":
+                for projection in part.projections.values():
+                    if projection.norm is not None and projection.norm.path:
+                        yield join(block, part.path, projection.norm.path)
 
 
 def is_inferred(model: nn.Module, automatic: Automatic) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters import Architecture, ModelMap, Weights, map_model, proofs
+from adapters.agreeing import number_of
 from adapters.config import ModelConfig, is_language_part
 from adapters.inputs.made import CannotBeMade, Given
 from adapters.kept import folder
 from adapters.kept.declaration import Declaration, DeclarationError
+from adapters.kept.encoding import encoded
 from adapters.kept.identity import Identity, identity_of
+from adapters.layout import Layout, layout_of
 from adapters.model import Automatic, is_inferred
 from adapters.observe.errors import WRONG, one_line
 from adapters.paths import base_path, join
@@ -113,7 +117,9 @@ class WrappedModel(nn.Module):
     def _as_before_or_inferred(self, automatic: Automatic, inputs: Given | None, asking: Asking) -> None:
         """Takes what was inferred of such a model before, if that holds of this one; else infers it, and keeps that."""
         of = identity_of(self.original_model, __version__, inputs)
-        if (before := folder.kept(of)) is not None:
+        before = folder.kept(of)
+        alike = _alike(before, layout_of(self.original_model))
+        if before is not None and alike:
             try:
                 return self._declared_by(before, of, inputs, asking)
             except DeclarationError as error:
@@ -389,3 +395,11 @@ class WrappedModel(nn.Module):
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
+
+
+def _alike(kept: Declaration | None, layout: Layout | None) -> bool:
+    """Whether all processes that share a model have kept the same, or nothing: each may have a folder of its own."""
+    if layout is None:
+        return True
+    said = "" if kept is None else json.dumps(encoded(kept.architecture))
+    return layout.peers is not None and all(layout.peers.agree([number_of(said)]))
