@@ -112,11 +112,11 @@ class LogProbCheck:
     """Compares the log probabilities of random tokens (of a model without an output layer: what it returns).
 
     In float32 they may change by 1e-4, and for large values by as much more; in float64 by 1e-9, or by 1e-5 where the
-    model computes something in float32 all the same (2e-8 to 4e-7 are measured of tiny Gemmas and Cohere). In half precision a model is as far from
-    what its weights mean as its rounding makes it: that is measured, by computing with the same weights in float32. The
-    processed model may be `_TIMES` as far from that, or by the type's eps, on the average over all tokens. Where a
-    mixture of experts chooses among near equals, rounding changes some tokens by much: there it is the median over the
-    positions.
+    model computes something in float32 all the same (2e-8 to 4e-7 are measured of tiny Gemmas and Cohere). In half
+    precision a model is as far from what its weights mean as its rounding makes it: that is measured, by computing with
+    the same weights in float32. The processed model may be `_TIMES` as far from that, or by the type's eps, on the
+    average over all tokens. Where a mixture of experts chooses among near equals, rounding changes some tokens by much:
+    there it is the median over the positions.
 
     Args:
         core: the Hugging Face model, unprocessed.
