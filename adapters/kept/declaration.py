@@ -140,7 +140,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     """
     architecture, of = decoded(said["architecture"]), said["of"]
     if not isinstance(architecture, Architecture):
-        raise ValueError("its architecture is none")
+        raise TypeError("its architecture is none")
     texts = [said["no_layer_runs"], *said["not_offered"], *said["not_offered"].values()]
     if not isinstance(said["inferred"], bool) or not all(isinstance(each, str) for each in texts):
         raise ValueError("it says something else than names and reasons of what is not offered")

@@ -108,7 +108,8 @@ def _same(x: Tensor, hook: Hook) -> Tensor:
 def _edit_of(rows: dict[str, int]) -> Callable[[Tensor, Hook], Tensor]:
     def edit(x: Tensor, hook: Hook) -> Tensor:
         y, old = x.clone(), x[rows[hook.name]]
-        noise = torch.linspace(0.5, 1.4, old.numel()).cos().view(old.shape).to(x)
+        # What is large becomes small, and the other way round: experts are chosen by what is largest.
+        noise = (1.8 * torch.rand(old.shape, generator=torch.Generator().manual_seed(0)) - 0.9).to(x)
         y[rows[hook.name]] = torch.where(torch.isfinite(old), old * (1 + noise) + noise, old)
         return y
 

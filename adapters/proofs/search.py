@@ -12,11 +12,11 @@ from adapters.attention import Attention
 from adapters.inputs.made import Given, sample_inputs, split
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
+from adapters.observe.progress import Step, progress
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.edits import Edits
 from adapters.proofs.evidence import places_of
 from adapters.proofs.mechanics import Mechanics, Test
-from adapters.observe.progress import Step, progress
 from adapters.proofs.protocol import Bridge, Hook
 
 

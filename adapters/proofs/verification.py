@@ -13,7 +13,7 @@ from adapters.imports.versions import known_error
 from adapters.inputs.made import Given
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
-from adapters.observe.probe_copy import ROOM, probe_copy, trivial_parameters, why_no_probe_copy
+from adapters.observe.probe_copy import is_moved, probe_copy, trivial_parameters, why_no_probe_copy
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
@@ -138,10 +138,19 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level | Literal["decla
     return report
 
 
-def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> Iterator[Check]:
+def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> list[Check]:
     """The claims of the declaration, on the model or on its probe copy."""
-    subject, reason = _subject(bridge)
-    half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
+    why = _why_probe_copy(bridge)
+    if not why or why_no_probe_copy(bridge.original_model):
+        return [*_proofs_on(bridge, level, inputs, half=_is_half(bridge)), *_proved_on(bridge, why)]
+    # Not what wraps it: compiled code keeps to the modules that it was made of.
+    half = _is_half(bridge)
+    with probe_copy(bridge.core) as copied:
+        checks = _proofs_on(bridge.rewrapped(copied), level, inputs, half=half)
+    return [*checks, *_proved_on(bridge, why)]
+
+
+def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool) -> list[Check]:
     findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
     pos = _length(subject)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
@@ -151,8 +160,7 @@ def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> Iterator[Check]
     try:
         evidence = randomized_run(subject, tokens, more)
     except WRONG as error:
-        yield Check("activations can be replaced by random numbers", False, one_line(error))
-        return
+        return [Check("activations can be replaced by random numbers", False, one_line(error))]
     for claim, prove in _PROOFS:
         fewer = {"of_each_kind": True} if level == "declared" and prove is prove_weights else {}
         findings.attempt(claim, partial(prove, evidence, findings, **fewer))
@@ -164,9 +172,7 @@ def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> Iterator[Check]
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
     else:
         findings.attempt(COLUMNS, lambda: prove_choices(evidence, findings))
-    yield from findings.checks()
-    if reason:
-        yield Check("proved on", True, reason)
+    return list(findings.checks())
 
 
 def _padded(tokens: Tensor) -> dict[str, Tensor]:
@@ -176,36 +182,34 @@ def _padded(tokens: Tensor) -> dict[str, Tensor]:
     return {"attention_mask": mask}
 
 
-def _subject(bridge: Bridge) -> tuple[Bridge, str]:
-    """What claims are proved on: the model itself, or its probe copy where some parameters prove nothing. And why."""
-    model = bridge.original_model
-    trivial = trivial_parameters(model)
-    half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
+def _why_probe_copy(bridge: Bridge) -> list[str]:
+    """What of a model claims cannot be proved on, in the words of a report; none where they can."""
+    model, trivial = bridge.original_model, trivial_parameters(bridge.original_model)
     inference = [name for name, p in model.named_parameters() if p.is_inference()]
-    if not trivial and not half and not inference:
-        return bridge, ""
-    why = why_no_probe_copy(model)
-    if not why and half and 4 * bridge.cfg.n_params > ROOM:
-        why = f"its parameters in float32 would take more than {ROOM / 2**30:g} GiB"
-    if why:
-        more = [f"{len(trivial)} parameters are constant and could be left out unseen"] if trivial else []
-        more += (
-            [f"what differs by less than {tolerance(bridge.cfg.dtype):.0%} in {bridge.cfg.dtype} is not told apart"]
-            if half
-            else []
-        )
-        more += [f"{len(inference)} were made in inference mode, which have no gradients"] if inference else []
-        return bridge, f"the model itself ({why}): {'; '.join(more)}"
-    changed = f"random numbers in {len(trivial)} constant parameters" if trivial else ""
-    # Not what wraps it: compiled code keeps to the modules that it was made of.
-    return bridge.rewrapped(probe_copy(bridge.core)), ", ".join(
-        [
-            "a probe copy with the model's parameters",
-            *([changed] if changed else []),
-            *(["in float32"] if half else []),
-            *(["copied, since they were made in inference mode"] if inference else []),
-        ]
-    )
+    return [
+        *([f"random numbers in {len(trivial)} constant parameters"] if trivial else []),
+        *(["in float32"] if _is_half(bridge) else []),
+        *(["copied, since they were made in inference mode"] if inference else []),
+        *(["each brought when it is used"] if is_moved(model) else []),
+    ]
+
+
+def _is_half(bridge: Bridge) -> bool:
+    return bridge.cfg.dtype in (torch.float16, torch.bfloat16)
+
+
+def _proved_on(bridge: Bridge, why: list[str]) -> Iterator[Check]:
+    """What claims were proved on, where that is not the model as it is, or where it proves little."""
+    if why and (reason := why_no_probe_copy(bridge.original_model)):
+        count = len(trivial_parameters(bridge.original_model))
+        more = [f"{count} parameters are constant and could be left out unseen"] if count else []
+        if _is_half(bridge):
+            close = f"{tolerance(bridge.cfg.dtype):.0%} in {bridge.cfg.dtype}"
+            more.append(f"what differs by less than {close} is not told apart")
+        said = f"the model itself ({reason}){': ' if more else ''}{'; '.join(more)}"
+        yield Check("proved on", True, said)
+    elif why:
+        yield Check("proved on", True, ", ".join(["a probe copy with the model's parameters", *why]))
 
 
 def _length(bridge: Bridge) -> int:
