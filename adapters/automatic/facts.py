@@ -141,7 +141,8 @@ class Facts:
         first_weight, last = (getattr(module, "weight", None) for module in modules)
         if not isinstance(first_weight, Tensor) or not isinstance(last, Tensor) or first_weight is last:
             return first_weight is not None and first_weight is last
-        said = bool(first(config_of(self.model).get_text_config(), "tie_word_embeddings"))
+        config = config_of(self.model)
+        said = any(first(each, "tie_word_embeddings") for each in (config, config.get_text_config()))
         return said and first_weight.shape == last.shape and torch.equal(first_weight[:_ROWS], last[:_ROWS])
 
     def _window_values(self, n_layers: int) -> dict[str, object]:

@@ -17,7 +17,7 @@ from adapters.observe.probe_copy import is_moved, probe_copy, trivial_parameters
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import places_of, randomized_run, some_tokens, with_graph, with_what_it_needs
+from adapters.proofs.evidence import Evidence, places_of, randomized_run, some_tokens, with_graph, with_what_it_needs
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -36,15 +36,13 @@ from adapters.proofs.weights import prove_weights
 #: How much of a verification is done: all of it, or what takes a few runs.
 Level = Literal["full", "quick"]
 
-#: Each proof, and what is said not to hold when it cannot be made.
+#: Each proof of the activations of one run, and what is said not to hold when it cannot be made.
 _PROOFS = (
     (READS, prove_streams),
     (NORMS, prove_norms),
     (SCORES, prove_attention),
     (GATED, prove_feed_forward),
     (FACTS, prove_facts),
-    (WEIGHTS, prove_weights),
-    (LEFT_OUT, prove_coverage),
 )
 
 
@@ -115,7 +113,7 @@ def _savable(x: Tensor) -> Tensor:
 
 def _report(bridge: Bridge, tokens: Tensor | None, level: Level | Literal["declared"], inputs: Given | None) -> Report:
     if tokens is None:
-        tokens, more = some_tokens(bridge, 2, 9, given=inputs)
+        tokens, more = some_tokens(bridge, 2, 5 if level == "declared" else 9, given=inputs)
     else:
         tokens, more = with_what_it_needs(bridge, _savable(tokens.to(bridge.cfg.device)), inputs)
     report = Report(bridge.cfg.model_name)
@@ -162,8 +160,12 @@ def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool)
     except WRONG as error:
         return [Check("activations can be replaced by random numbers", False, one_line(error))]
     for claim, prove in _PROOFS:
-        fewer = {"of_each_kind": True} if level == "declared" and prove is prove_weights else {}
-        findings.attempt(claim, partial(prove, evidence, findings, **fewer))
+        findings.attempt(claim, partial(prove, evidence, findings))
+    declared = level == "declared"
+    findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=declared))
+    few_tokens = declared and not subject.cfg.num_experts
+    ran = Evidence(subject, *some_tokens(subject, 1, 5, 1, inputs)) if few_tokens else evidence
+    findings.attempt(LEFT_OUT, lambda: prove_coverage(ran, findings))
     if level == "full":
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
             padded = more | _padded(tokens)
