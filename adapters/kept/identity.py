@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 
-from adapters.config import config_of
 from adapters.inputs.made import Given
 from adapters.paths import core_path
 
@@ -75,8 +75,9 @@ def identity_of(model: nn.Module, version: str, inputs: Given | None = None) -> 
         inputs: what it is tried with, by the names of its own arguments; None: what is made up.
     """
     core = model.get_submodule(core_path(model))
-    config = config_of(core)
-    said = json.loads(json.dumps(config.to_dict(), default=str, skipkeys=True))
+    config = getattr(core, "config", None)  # a plain module has none
+    told = config.to_dict() if isinstance(config, PreTrainedConfig) else {}
+    said = json.loads(json.dumps(told, default=str, skipkeys=True))
     given = {name: list(x.shape) for name, x in (inputs or {}).items()}
     attention = str(getattr(config, "_attn_implementation", None))
     return Identity(

@@ -45,6 +45,19 @@ _MEASURES = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Te
 _PLACES = (Tensor.data_ptr, Tensor.element_size, Tensor.stride, Tensor.storage_offset)
 
 
+class _Brought(torch.autograd.Function):
+    """A parameter in float32, of which a graph keeps nothing: a leaf would stay there as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, bring: Callable[[], Tensor], anchor: Tensor) -> Tensor:
+        x = bring()
+        return x.view_as(x) if x.dtype == torch.float32 else x.float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class Lent(TorchFunctionMode):
     """Functions get parameters as what is brought for them, in float32.
 
@@ -59,6 +72,7 @@ class Lent(TorchFunctionMode):
         self._parts: list[weakref.ref[Tensor]] = []
         #: What those are parts of, for as long as there are any.
         self._wholes: dict[int, weakref.ref[Tensor]] = {}
+        self._anchor = torch.zeros((), requires_grad=True)
         #: What was brought and is still in use, by where its numbers lie.
         self._used: dict[int, tuple[weakref.ref[Tensor], Callable[[], Tensor]]] = {}
 
@@ -113,7 +127,7 @@ class Lent(TorchFunctionMode):
         return value if bring is None else self._kept_for_use(bring)
 
     def _kept_for_use(self, bring: Callable[[], Tensor]) -> Tensor:
-        new = bring().float().requires_grad_()
+        new: Tensor = _Brought.apply(bring, self._anchor)
         self._used[new.untyped_storage().data_ptr()] = (weakref.ref(new), bring)
         return new
 
