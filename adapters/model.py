@@ -94,9 +94,9 @@ def map_model(
     if declared is None and is_inferred(model, automatic):
         if layout is not None:
             raise SpreadModelError(
-                f"{type(core).__name__} is spread over processes ({layout.said}), and what plays which part is inferred "
-                "in one process: wrap it in one, save what bridge.declaration() returns, and give that file here, "
-                "TransformerBridge(model, declaration=file). docs/adapters.md shows how to declare one by hand"
+                f"{type(core).__name__} is spread over processes ({layout.said}), and what plays which part is "
+                "inferred in one process: wrap it in one, save what bridge.declaration() returns, and give that file "
+                "here, TransformerBridge(model, declaration=file). docs/adapters.md shows how to declare one by hand"
             )
         try:
             found = inference.declaration.infer(model, inputs)

@@ -191,7 +191,8 @@ def declaration_for(model: nn.Module) -> Architecture:
         )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
-            f"{name} is no model of transformers (a subclass of PreTrainedModel), and there is no adapter for it. {_PAGES}"
+            f"{name} is no model of transformers (a subclass of PreTrainedModel), and there is no adapter for it. "
+            f"{_PAGES}"
         )
     near = difflib.get_close_matches(name, supported(), n=3, cutoff=0.5)
     hint = f" The nearest are {', '.join(near)}." if near else ""

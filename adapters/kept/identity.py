@@ -50,7 +50,7 @@ class Identity:
     @property
     def key(self) -> str:
         """It in a few characters."""
-        return _digest(json.dumps(asdict(self), sort_keys=True))
+        return digest(json.dumps(asdict(self), sort_keys=True))
 
     def why_not(self, other: Identity) -> str:
         """Why what is declared of another model cannot be meant of this one; "" where it can, and is to be proved.
@@ -77,14 +77,15 @@ def identity_of(model: nn.Module, version: str, inputs: Given | None = None) -> 
     core = model.get_submodule(core_path(model))
     config = getattr(core, "config", None)  # a plain module has none
     told = config.to_dict() if isinstance(config, PreTrainedConfig) else {}
-    said = json.loads(json.dumps(told, default=str, skipkeys=True))
+    # No file has infinities.
+    said = json.loads(json.dumps(told, default=str, skipkeys=True), parse_constant=str)
     given = {name: list(x.shape) for name, x in (inputs or {}).items()}
     attention = str(getattr(config, "_attn_implementation", None))
     return Identity(
         model=type(core).__qualname__,
-        code=_digest("".join(sorted(_code_of(core)))),
+        code=digest("".join(sorted(_code_of(core)))),
         config={name: value for name, value in said.items() if name not in _OF_LOADING},
-        loaded=_digest(json.dumps([list(_shape_of(model)), given, attention])),
+        loaded=digest(json.dumps([list(_shape_of(model)), given, attention])),
         versions={
             "transformer-bridge": version,
             "transformers": transformers.__version__,
@@ -94,7 +95,8 @@ def identity_of(model: nn.Module, version: str, inputs: Given | None = None) -> 
     )
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """A text in a few characters."""
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 

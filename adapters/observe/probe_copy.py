@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from adapters.observe.lent import Lender, lending
-from adapters.offloaded import input_device, materialized, whole
+from adapters.offloaded import has_weights, input_device, materialized, whole
 
 #: The dictionaries in which a module keeps what was attached to it: its probe copy has none of it.
 _ATTACHED = (
@@ -154,8 +154,11 @@ def model_or_probe_copy(model: nn.Module) -> Iterator[nn.Module]:
     parameters = list(model.parameters())
     inference = any(p.is_inference() for p in parameters)
     half = any(p.dtype in _HALF for p in parameters)
-    nowhere = not parameters or input_device(model).type == "meta"
-    if nowhere or why_no_probe_copy(model) or not (is_moved(model) or half or inference or trivial_parameters(model)):
+    if (
+        not has_weights(model)
+        or why_no_probe_copy(model)
+        or not (is_moved(model) or half or inference or trivial_parameters(model))
+    ):
         yield model
         return
     with probe_copy(model) as copied:

@@ -49,7 +49,7 @@ class Proof:
             self._step("the model itself", 0)
             self.mechanics = Mechanics(self.bridge, self.tokens, self.inputs, tolerance(self.bridge.cfg.dtype))
             self._step.grow(len(self.mechanics.names))
-            self.mechanics.plain.shape  # run before any hook is there: BigBird chooses its attention in its first run
+            self.mechanics.run_plain()  # before any hook is there: BigBird chooses its attention in its first run
             for what, test in (
                 ("hook points are seen", self._shown),
                 ("and in a short run", self._shown_of_few),
