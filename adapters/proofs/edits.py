@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from adapters.inputs.made import Given, repeated, split
+from adapters.mixers.part import Mixer
 from adapters.observe.errors import WRONG, one_line
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
-#: So many rows are in one run at most.
-ROWS = 48
+#: So many rows are in one run at most; fewer where a block scans, of which each row may take gigabytes.
+ROWS, ROWS_OF_SCANS = 48, 6
 #: Runs a number of rows with hooks, and returns what is compared, a row each.
 Run = Callable[[int, Sequence[NamedHook]], Tensor]
 
@@ -86,7 +87,9 @@ class Edits:
     def _changed(self, names: list[str], run: Run, where: str) -> set[str]:
         """Those of which an edit changes its row of what a run returns."""
         found: set[str] = set()
-        for some in (names[start : start + ROWS] for start in range(0, len(names), ROWS)):
+        scans = any(isinstance(step.part, Mixer) and step.part.mixes for step in self.bridge.architecture.steps())
+        rows = ROWS_OF_SCANS if scans else ROWS
+        for some in (names[start : start + rows] for start in range(0, len(names), rows)):
             changed = self._changed_together(some, run)
             # Where every reader of a tensor is edited by itself, an edit of the tensor reaches none of them.
             hidden = [name for name in some if name not in changed]
