@@ -95,15 +95,16 @@ def map_model(
     if declared is None and is_inferred(model, automatic):
         if layout is not None:
             raise SpreadModelError(
-                f"{type(core).__name__} has no adapter, and one is inferred in one process alone; this one is: "
-                f"{layout.said}. Load the same model in one process, on the CPU or offloaded, call "
-                "bridge.declaration().save(file) there, and give declaration=file here; or declare one, as "
-                "docs/adapters.md shows"
+                f"{type(core).__name__} is spread over processes ({layout.said}), and what plays which part is "
+                "inferred in one process: wrap it in one, on the CPU or offloaded, call "
+                "bridge.declaration().save(file) there, and give TransformerBridge(model, declaration=file) here. "
+                "docs/adapters.md shows how to declare one by hand"
             )
         try:
             found = inference.declaration.infer(model, inputs)
         except inference.declaration.NotInferable as why:
-            raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.".strip()) from None
+            said = f"{why}: so what plays which part in {type(core).__name__} could not be inferred. {_refusal(core)}"
+            raise UnsupportedModelError(said.strip()) from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)
     architecture = declaration_for(core) if declared is None else declared
     check_modules(core)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,7 @@ from torch import nn
 
 from adapters.architecture import Architecture
 from adapters.kept.encoding import decoded, encoded
-from adapters.kept.identity import Identity
+from adapters.kept.identity import Identity, digest
 from adapters.model import ModelMap, map_model
 from adapters.observe.errors import WRONG, one_line
 from adapters.registry import UnsupportedModelError
@@ -34,6 +34,7 @@ class Declaration:
         architecture: the declaration.
         of: which model it is of.
         inferred: it was inferred from a run, and not declared by an adapter.
+        points: of the names of its hook points, a digest; "" where each process shows a part of them.
         not_offered: hook points, or what their names begin with, that did not hold or were not found, and why.
         no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
         name: what an error calls it: the file that it is from.
@@ -47,6 +48,7 @@ class Declaration:
     architecture: Architecture
     of: Identity
     inferred: bool
+    points: str = ""
     not_offered: Mapping[str, str] = field(default_factory=dict)
     no_layer_runs: str = ""
     name: str = "the declaration"
@@ -75,6 +77,7 @@ class Declaration:
             "format": _FORMAT,
             "of": asdict(self.of),
             "inferred": self.inferred,
+            "points": self.points,
             "architecture": encoded(self.architecture),
             "not_offered": dict(self.not_offered),
             "no_layer_runs": self.no_layer_runs,
@@ -129,7 +132,14 @@ class Declaration:
             found = found.without(self.not_offered)
         except WRONG as error:
             raise DeclarationError(f"{self.name} does not fit the model: {one_line(error)}") from error
+        if self.points and found.layout is None and points_of([point.name for point in found.points]) != self.points:
+            raise DeclarationError(f"{self.name} does not fit the model: its hook points are not those that were saved")
         return replace(found, inferred=self.inferred, no_layer_runs=self.no_layer_runs or found.no_layer_runs)
+
+
+def points_of(names: Iterable[str]) -> str:
+    """A digest of the names of hook points."""
+    return digest("\n".join(sorted(names)))
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,14 +150,15 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     """
     architecture, of = decoded(said["architecture"]), said["of"]
     if not isinstance(architecture, Architecture):
-        raise ValueError("its architecture is none")
-    texts = [said["no_layer_runs"], *said["not_offered"], *said["not_offered"].values()]
+        raise TypeError("its architecture is none")
+    texts = [said["no_layer_runs"], said["points"], *said["not_offered"], *said["not_offered"].values()]
     if not isinstance(said["inferred"], bool) or not all(isinstance(each, str) for each in texts):
         raise ValueError("it says something else than names and reasons of what is not offered")
     return {
         "architecture": architecture,
         "of": Identity(**of),
         "inferred": said["inferred"],
+        "points": said["points"],
         "not_offered": said["not_offered"],
         "no_layer_runs": said["no_layer_runs"],
     }

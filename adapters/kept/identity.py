@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 
-from adapters.config import config_of
 from adapters.inputs.made import Given
 from adapters.paths import core_path
 
@@ -50,7 +50,7 @@ class Identity:
     @property
     def key(self) -> str:
         """It in a few characters."""
-        return _digest(json.dumps(asdict(self), sort_keys=True))
+        return digest(json.dumps(asdict(self), sort_keys=True))
 
     def why_not(self, other: Identity) -> str:
         """Why what is declared of another model cannot be meant of this one; "" where it can, and is to be proved.
@@ -75,15 +75,17 @@ def identity_of(model: nn.Module, version: str, inputs: Given | None = None) -> 
         inputs: what it is tried with, by the names of its own arguments; None: what is made up.
     """
     core = model.get_submodule(core_path(model))
-    config = config_of(core)
-    said = json.loads(json.dumps(config.to_dict(), default=str, skipkeys=True))
+    config = getattr(core, "config", None)  # a plain module has none
+    told = config.to_dict() if isinstance(config, PreTrainedConfig) else {}
+    # No file has infinities.
+    said = json.loads(json.dumps(told, default=str, skipkeys=True), parse_constant=str)
     given = {name: list(x.shape) for name, x in (inputs or {}).items()}
     attention = str(getattr(config, "_attn_implementation", None))
     return Identity(
         model=type(core).__qualname__,
-        code=_digest("".join(sorted(_code_of(core)))),
+        code=digest("".join(sorted(_code_of(core)))),
         config={name: value for name, value in said.items() if name not in _OF_LOADING},
-        loaded=_digest(json.dumps([list(_shape_of(model)), given, attention])),
+        loaded=digest(json.dumps([list(_shape_of(model)), given, attention])),
         versions={
             "transformer-bridge": version,
             "transformers": transformers.__version__,
@@ -93,7 +95,8 @@ def identity_of(model: nn.Module, version: str, inputs: Given | None = None) -> 
     )
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """A text in a few characters."""
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adapters.inputs.made import Given, repeated, split
+from adapters.mixers.part import Mixer
 from adapters.observe.errors import WRONG, one_line
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
 
-#: So many rows are in one run at most.
-ROWS = 48
+#: So many rows are in one run at most; fewer where a block scans, of which each row may take gigabytes.
+ROWS, ROWS_OF_SCANS = 48, 6
 #: Runs a number of rows with hooks, and returns what is compared, a row each.
 Run = Callable[[int, Sequence[NamedHook]], Tensor]
 
@@ -56,7 +58,8 @@ class Edits:
         layers = [self.bridge.hook_dict[name].point.depth for name in names]
         if not layers:
             return found
-        tokens, more = split(self.bridge.core, self._few)
+        tokens, given = split(self.bridge.core, self._few)
+        more: dict[str, Any] = dict(given)
         residual = self.bridge(tokens, stop_at_layer=0, **more)
         for layer in range(max(layers) + 1):
             here = [name for name, at in zip(names, layers, strict=True) if at == layer]
@@ -86,7 +89,9 @@ class Edits:
     def _changed(self, names: list[str], run: Run, where: str) -> set[str]:
         """Those of which an edit changes its row of what a run returns."""
         found: set[str] = set()
-        for some in (names[start : start + ROWS] for start in range(0, len(names), ROWS)):
+        scans = any(isinstance(step.part, Mixer) and step.part.mixes for step in self.bridge.architecture.steps())
+        rows = ROWS_OF_SCANS if scans else ROWS
+        for some in (names[start : start + rows] for start in range(0, len(names), rows)):
             changed = self._changed_together(some, run)
             # Where every reader of a tensor is edited by itself, an edit of the tensor reaches none of them.
             hidden = [name for name in some if name not in changed]
@@ -108,7 +113,8 @@ def _same(x: Tensor, hook: Hook) -> Tensor:
 def _edit_of(rows: dict[str, int]) -> Callable[[Tensor, Hook], Tensor]:
     def edit(x: Tensor, hook: Hook) -> Tensor:
         y, old = x.clone(), x[rows[hook.name]]
-        noise = torch.linspace(0.5, 1.4, old.numel()).cos().view(old.shape).to(x)
+        # What is large becomes small, and the other way round: experts are chosen by what is largest.
+        noise = (1.8 * torch.rand(old.shape, generator=torch.Generator().manual_seed(0)) - 0.9).to(x)
         y[rows[hook.name]] = torch.where(torch.isfinite(old), old * (1 + noise) + noise, old)
         return y
 

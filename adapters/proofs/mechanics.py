@@ -47,6 +47,10 @@ class Mechanics:
         output = self.model(**arguments_of(self.bridge.core, self.tokens, self.more))
         return output.logits if hasattr(output, "logits") else output[0]
 
+    def run_plain(self) -> Tensor:
+        """Runs the model without hooks, if that has not been done yet."""
+        return self.plain
+
     def quick(self) -> list[Check]:
         """The checks that take a few runs."""
         return self._all(self.unhooked, self.every_hook_fires)

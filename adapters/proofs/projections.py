@@ -64,18 +64,25 @@ def prove_choices(evidence: Evidence, findings: Findings) -> None:
             found = evidence.raw.get(site.path)
             if not found or site.kind != "output" or not isinstance(found[0].output, Tensor):
                 continue
-            shown = _shown_columns(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
-            chosen = shown.flatten()
-            ok = not shown.is_floating_point() and len(chosen.unique()) == len(chosen)
-            ok = ok and bool(((chosen >= 0) & (chosen < found[0].output.shape[-1])).all())
-            findings.holds(CLAIM, name, ok, "its view shows something that is no choice of columns")
+            chosen = _shows_columns(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
+            findings.holds(CLAIM, name, chosen, "its view shows something that is no choice of columns")
 
 
-def _shown_columns(view: View, call: ModuleCall, output: Tensor) -> Tensor:
-    """The columns of an output that a view of it shows, by their numbers."""
-    index = torch.arange(output.shape[-1], device=output.device).expand(output.shape).contiguous()
-    shown = (view.heads if isinstance(view, Biased) else view).get(index, Call(call.module, call.args, call.kwargs))
-    return shown[0, 0] if shown.ndim == 4 else shown.flatten(0, -2)[0]
+def _shows_columns(view: View, call: ModuleCall, output: Tensor) -> bool:
+    """Whether a view of an output shows some of its columns as they are, each once."""
+    view = view.heads if isinstance(view, Biased) else view
+    numbers = torch.arange(output.shape[-1], device=output.device).expand(output.shape).contiguous()
+    first: list[Tensor] = []
+    for x in (numbers, output):
+        shown = view.get(x, Call(call.module, call.args, call.kwargs))
+        first.append((shown[0, 0] if shown.ndim == 4 else shown.flatten(0, -2)[0]).flatten())
+    columns, values = first
+    there = not columns.is_floating_point() and bool(((columns >= 0) & (columns < output.shape[-1])).all())
+    return (
+        there
+        and len(columns.unique()) == len(columns)
+        and torch.equal(output.flatten(0, -2)[0][columns.long()], values)
+    )
 
 
 def _before_norm(evidence: Evidence, place: LayerStep, z: Tensor) -> Tensor:
@@ -210,10 +217,10 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Lay
         claim: its name.
         place, part: the attention.
     """
-    for path, reader in ((each.latent, each.path) for each in (part.q, part.k)):
-        made = evidence.call(place.module, path) if path else None
-        read = evidence.call(place.module, reader) if path else None
+    for path, reader in ((each.latent, each.path) for each in (part.q, part.k, part.v) if each.latent):
+        made, read = evidence.call(place.module, path or ""), evidence.call(place.module, reader)
         if made is None or read is None or made.result is None or read.input is None:
+            findings.holds(claim, f"{place.part}({path}, read by {reader})", False, "it did not run")
             continue
         same = read.input.numel() == made.result.numel()
         entered = read.input.reshape(made.result.shape) if same else None

@@ -5,6 +5,8 @@ Points are tried together, and apart only where that fails: a model of some thou
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,11 @@ from adapters.attention import Attention
 from adapters.inputs.made import Given, sample_inputs, split
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
+from adapters.observe.progress import Step, progress
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.edits import Edits
 from adapters.proofs.evidence import places_of
 from adapters.proofs.mechanics import Mechanics, Test
-from adapters.observe.progress import Step, progress
 from adapters.proofs.protocol import Bridge, Hook
 
 
@@ -38,7 +40,6 @@ class Proof:
         self.tokens, self.inputs = split(bridge.core, self.arguments)
         self.not_offered: dict[str, str] = {}
         self.no_layer_runs = bridge.no_layer_runs
-        self._few: Given = self.arguments
         self._step = Step()
 
     def run(self) -> Proof:
@@ -48,6 +49,7 @@ class Proof:
             self._step("the model itself", 0)
             self.mechanics = Mechanics(self.bridge, self.tokens, self.inputs, tolerance(self.bridge.cfg.dtype))
             self._step.grow(len(self.mechanics.names))
+            self.mechanics.run_plain()  # before any hook is there: BigBird chooses its attention in its first run
             for what, test in (
                 ("hook points are seen", self._shown),
                 ("and in a short run", self._shown_of_few),
@@ -75,28 +77,35 @@ class Proof:
         return failed
 
     def _shown_of_few(self, names: list[str]) -> dict[str, str]:
-        """Each is seen in a short run, too: what some lengths leave out is no place that is there in every run.
-
-        Images and sound have the size that they have: with them, no other run is made.
-        """
-        if any(x.is_floating_point() or x.ndim != 2 for x in self.arguments.values()):
+        """Each is seen in a short run, too: what some lengths leave out is no place that is there in every run."""
+        short = self._cut(lambda length: length // 2)
+        if short is None:
             return {}
-        short = {name: x[:, : x.shape[1] // 2] for name, x in self.arguments.items()}
         seen: set[str] = set()
 
         def look(x: Tensor, hook: Hook) -> None:
             seen.add(hook.name)
 
-        tokens, few = split(self.bridge.core, short)
-        try:
-            self.bridge.run_with_hooks(tokens, fwd_hooks=[], **few)
-        except WRONG as error:  # the model itself takes no such text
-            one_line(error)
-            return {}
-        self._few = short
-        self.bridge.run_with_hooks(tokens, fwd_hooks=[(names, look)], **few)
+        tokens, more = split(self.bridge.core, short)
+        self.bridge.run_with_hooks(tokens, fwd_hooks=[(names, look)], **more)
         left = [name for name in names if name not in seen and ".experts." not in name]
         return dict.fromkeys(left, "it is not seen in a run of few tokens")
+
+    def _cut(self, to: Callable[[int], int]) -> Given | None:
+        """Shorter texts; None where the model does not run on them.
+
+        Images and sound have the size that they have: with them, no other run is made.
+        """
+        if any(x.is_floating_point() or x.ndim != 2 for x in self.arguments.values()):
+            return None
+        short = {name: x[:, : to(x.shape[1])] for name, x in self.arguments.items()}
+        tokens, more = split(self.bridge.core, short)
+        try:
+            self.bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
+        except WRONG as error:  # the model itself takes no such text
+            one_line(error)
+            return None
+        return short
 
     def _edited(self, names: list[str]) -> dict[str, str]:
         """An edit at one point, in one row of the batch, changes that row of the logits."""
@@ -104,7 +113,8 @@ class Proof:
         only_choose = self._auxiliary() | {"embed.hook_in"}
         edited = [name for name in rows_of if name not in only_choose and "hook_expert_indices" not in name]
         n_layers = 0 if self.no_layer_runs else self.bridge.cfg.n_layers
-        return Edits(self.bridge, self._few, self.arguments, n_layers, self._step).without_effect(edited)
+        few = self._cut(lambda length: min(length, 3)) or self.arguments
+        return Edits(self.bridge, few, self.arguments, n_layers, self._step).without_effect(edited)
 
     def _auxiliary(self) -> set[str]:
         """The hook points of what attention has besides: an indexer chooses keys, and of a short text it takes all."""

@@ -20,12 +20,13 @@ from adapters.agreeing import number_of
 from adapters.config import ModelConfig, is_language_part
 from adapters.inputs.made import CannotBeMade, Given
 from adapters.kept import folder
-from adapters.kept.declaration import Declaration, DeclarationError
+from adapters.kept.declaration import Declaration, DeclarationError, points_of
 from adapters.kept.encoding import encoded
 from adapters.kept.identity import Identity, identity_of
 from adapters.layout import Layout, layout_of
 from adapters.model import Automatic, is_inferred
 from adapters.observe.errors import WRONG, one_line
+from adapters.offloaded import has_weights
 from adapters.paths import base_path, join
 from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
 from bridge.facade.report import report
@@ -96,7 +97,7 @@ class WrappedModel(nn.Module):
         if declaration is not None:
             given = declaration if isinstance(declaration, Declaration) else Declaration.load(declaration)
             self._declared_by(given, identity_of(hf_model, __version__, inputs), inputs, asking)
-        elif cache_declaration and is_inferred(hf_model, automatic):
+        elif cache_declaration and is_inferred(hf_model, automatic) and has_weights(hf_model):
             self._as_before_or_inferred(automatic, inputs, asking)
         else:
             self._look_up(automatic, inputs, asking)
@@ -125,8 +126,7 @@ class WrappedModel(nn.Module):
             except DeclarationError as error:
                 _LOGGER.info("%s; it is inferred anew", error)
         self._look_up(automatic, inputs, asking)
-        if self.cfg.device.type != "meta":
-            folder.keep(self._declaration(of))
+        folder.keep(self._declaration(of))
 
     def _declared_by(self, given: Declaration, of: Identity, inputs: Given | None, asking: Asking) -> None:
         """Takes a declaration that was kept.
@@ -157,7 +157,8 @@ class WrappedModel(nn.Module):
         return self._declaration(identity_of(self.original_model, __version__))
 
     def _declaration(self, of: Identity) -> Declaration:
-        return Declaration(self.architecture, of, self._inferred, self._not_offered, self.no_layer_runs)
+        points = "" if self.layout else points_of(self.hook_dict)
+        return Declaration(self.architecture, of, self._inferred, points, self._not_offered, self.no_layer_runs)
 
     def _take(self, found: ModelMap) -> None:
         self.cfg: ModelConfig = found.cfg
