@@ -55,8 +55,8 @@ def draw(
         for name, pattern in _patterns([name for name in nodes if "H" in name], bridge, clean).items():
             for node in {name, *(one for one, head in joins if head == name and "H" in one)} & names:
                 facts[node]["pattern"] = pattern
-    nodes = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
-    return pictures.circuit(edges, **(given | {"nodes": nodes} | dict(options)))
+    drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
+    return pictures.circuit(edges, **(given | {"nodes": drawn} | dict(options)))
 
 
 def _name(metric: Metric) -> str:
