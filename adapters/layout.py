@@ -277,7 +277,7 @@ def _refuse_stages(core: nn.Module, config: Any) -> None:
 
 
 def _plan(core: nn.Module, config: Any) -> dict[str, str]:
-    """How each module and parameter that the plans name is cut. A plan for experts stands before the other."""
+    """How each module and parameter that the plans name is cut. A plan for experts goes before the other."""
     found = _named(core, "_tp_plan")
     if (getattr(config, "ep_size", None) or 1) > 1:
         experts = _named(core, "_ep_plan")
