@@ -82,7 +82,7 @@ def decoded(data: Any) -> Any:
         return _object(data)
     ((kind, held),) = data.items() if len(data) == 1 else [("", None)]
     if kind == _NUMBER:
-        return float(held)
+        return float(str(held))
     if kind in (_LIST, _MAP) and isinstance(held, list):
         return [decoded(each) for each in held] if kind == _LIST else {key: decoded(each) for key, each in held}
     raise ValueError(f"{str(data)[:80]} is nothing that declarations are made of")
