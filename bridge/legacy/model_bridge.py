@@ -91,8 +91,8 @@ class TransformerBridge(ModuleTree):
 
     @property
     def hook_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """All hook points by name, and by each of their aliases."""
-        return self._hook_registry
+        """All hook points by name; an alias finds its hook point, too."""
+        return _ByAnyName(self.wiring.points, self.names.aliases)
 
     def hook_points(self) -> list[AnyHookPoint]:
         """All hook points, in the order of the computation."""
@@ -107,8 +107,7 @@ class TransformerBridge(ModuleTree):
 
     @property
     def _hook_registry(self) -> dict[str, Any]:
-        points = self.wiring.points
-        return {**points, **{alias: points[name] for alias, name in self.names.aliases.items()}}
+        return self.hook_dict
 
     def _collect_hook_aliases_from_registry(self) -> dict[str, str]:
         return self.hook_aliases
@@ -175,9 +174,13 @@ class TransformerBridge(ModuleTree):
     def hf_generate(  # type: ignore[override]
         self, input: Input = "", max_new_tokens: int = 10, *, return_type: str | None = "input", **arguments: Any
     ) -> Any:
-        """As for `bridge.TransformerBridge.hf_generate`; text is made of text. With ``return_type=None`` it is what the
-        model's own `generate` returns."""
+        """As for `bridge.TransformerBridge.hf_generate`; text is made of text. With ``return_type=None``, or
+        ``return_dict_in_generate=True`` for tokens, it is what the model's own `generate` returns."""
         arguments = self._as_before(arguments)
+        if arguments.get("eos_token_id", 0) is None:
+            del arguments["eos_token_id"]  # it was not given: `stop_at_eos=False` is how to go on
+        if arguments.get("return_dict_in_generate") and return_type == "input" and texts_in(input) is None:
+            return_type = None
         return super().hf_generate(input, max_new_tokens=max_new_tokens, return_type=return_type, **arguments)
 
     def _as_before(self, arguments: _ARGUMENTS) -> _ARGUMENTS:
@@ -225,7 +228,8 @@ class TransformerBridge(ModuleTree):
     def block_hooks(self, layer_idx: int) -> list[str]:
         """The names of a block's hook points, without the block's own."""
         prefix = f"{self.blocks[layer_idx].name}."
-        return sorted(name.removeprefix(prefix) for name in self.hook_dict if name.startswith(prefix))
+        names = {*self.hook_dict, *self.names.aliases}
+        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def block_submodules(self, layer_idx: int) -> list[str]:
         """The names of a block's parts."""
@@ -260,6 +264,23 @@ def build_bridge_from_module(
     if model_name is not None:
         made.cfg.model_name = model_name
     return made
+
+
+class _ByAnyName(dict[str, Any]):
+    """Hook points by name, which is what it lists; an alias finds its hook point, too."""
+
+    def __init__(self, points: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+        super().__init__(points)
+        self._aliases = aliases
+
+    def __missing__(self, name: str) -> Any:
+        return self[self._aliases[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._aliases
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
 
 
 def _without_batch(fn: HookFunction) -> HookFunction:

@@ -57,12 +57,12 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
     def _wire(self, found: ModelMap) -> None:
         if not isinstance(self.cfg, HookedModelConfig):
             self.cfg = HookedModelConfig.of(self.cfg)
-        super()._wire(replace(found, points=[_renamed(point) for point in found.points]))
         mine = self.__dict__
-        if hasattr(type(self), "set_ungroup_grouped_query_attention"):
-            self.cfg.__dict__["acts"] = self.set_ungroup_grouped_query_attention
         if "original_model" in self._modules:  # the tree holds the parts; what they stand for is not in it twice
             mine["original_model"] = self._modules.pop("original_model")
+        super()._wire(replace(found, points=[_renamed(point) for point in found.points]))
+        if hasattr(type(self), "set_ungroup_grouped_query_attention"):
+            self.cfg.__dict__["acts"] = self.set_ungroup_grouped_query_attention
         mine["calls"], mine["spliced"], mine["gave_way"] = {}, {}, {}
         self._grow()
         self.setup()
