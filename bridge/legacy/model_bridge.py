@@ -280,7 +280,7 @@ class _ByAnyName(dict[str, Any]):
         return super().__contains__(name) or name in self._aliases
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return super().get(self._aliases.get(name, name), default)
 
 
 def _without_batch(fn: HookFunction) -> HookFunction:
