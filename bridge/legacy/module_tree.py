@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from bridge.legacy.calling import CallableParts, ReplacedForward
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.kinds import kind_of
-from bridge.legacy.parameters import HoldsParameters, names_of
+from bridge.legacy.parameters import HoldsParameters, PartParameters, names_of
 from bridge.legacy.parts import Blocks, Part
 from bridge.run.hooked import points_that_run
 from bridge.weights.component_tree import NameTree
@@ -63,6 +63,8 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
         super()._wire(replace(found, points=[_renamed(point) for point in found.points]))
         if hasattr(type(self), "set_ungroup_grouped_query_attention"):
             self.cfg.__dict__["acts"] = self.set_ungroup_grouped_query_attention
+        if not isinstance(self._parameters, PartParameters):
+            mine["_parameters"] = PartParameters(self, "", self._parameters)
         mine["calls"], mine["spliced"], mine["gave_way"] = {}, {}, {}
         self._grow()
         self.setup()
@@ -216,8 +218,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             hint = suggestion(name, known) if isinstance(value, nn.Module | Tensor) and was is None else ""
             if hint and not isinstance(value, HookPoint):
                 raise AttributeError(f"{prefix or 'the model'} has no {name!r}.{hint}")
-            kind = HoldsParameters if isinstance(parent, HoldsParameters) else nn.Module
-            kind.__setattr__(parent, name, value)
+            nn.Module.__setattr__(parent, name, value)
             if name == "forward" and isinstance(parent, Part):
                 self.call_in_place_of(parent)
 
@@ -323,20 +324,18 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The Hugging Face model's parameters, and those of modules that were put in, by their places in the tree. One
         has the name of the weight that is stored in it, or of several, and its own shape."""
-        self.__dict__["by_part"] = self._sort_parameters()
-        try:
-            found = list(nn.Module.named_parameters(self, prefix, recurse, remove_duplicate))
-        finally:
-            self.__dict__.pop("by_part", None)  # another thread may have done so
-        yield from found
+        by_part = self._sort_parameters()
+
+        def members(module: nn.Module) -> ItemsView[str, Any]:
+            held: Any = module._parameters
+            mine = isinstance(held, PartParameters) and held.host is self
+            return held.all(by_part).items() if mine else held.items()
+
+        yield from self._named_members(members, prefix, recurse, remove_duplicate)
 
     def parameters_of(self, part: str) -> Mapping[str, nn.Parameter]:
         """The Hugging Face model's parameters that stand in a part; in the model itself, called "", the rest."""
-        return (self.__dict__.get("by_part") or self._sort_parameters()).get(part, {})
-
-    def parameters_here(self) -> Mapping[str, nn.Parameter]:
-        """The Hugging Face model's parameters that stand in no part."""
-        return self.parameters_of("") if "parts" in self.__dict__ else {}
+        return self._sort_parameters().get(part, {}) if "parts" in self.__dict__ else {}
 
     def _sort_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
         given = dict(self.original_model.named_parameters())
@@ -365,7 +364,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             module._apply(fn, recurse)
         for holder in (self, *self.parts.values()):
             if isinstance(holder, HoldsParameters):
-                holder.apply_to_own(fn)
+                holder.own_state()._apply(fn, recurse=False)
         return self
 
     @property
@@ -385,14 +384,15 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
         for name, part in self.parts.items():
             if "forward" in part.__dict__:
                 part.__getstate__()  # which says why it cannot be copied
-            state["given"][name] = part.__dict__["_parameters"], part._buffers
+            state["given"][name] = getattr(part._parameters, "own", {}), part._buffers
+        state["_parameters"] = self.__dict__["_parameters"].own
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         put_in, given = state.pop("put_in"), state.pop("given")
         super().__setstate__(state)
         for name, (parameters, buffers) in given.items():
-            self.parts[name].__dict__["_parameters"].update(parameters)
+            self.parts[name]._parameters.update(parameters)
             self.parts[name]._buffers.update(buffers)
         for name, key, module in put_in:
             self.put(self.parts[name] if name else self, name, key, module)

@@ -15,7 +15,7 @@ from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.legacy.hook_points import CALLS, HookFunction, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.parameters import HoldsParameters
+from bridge.legacy.parameters import HoldsParameters, PartParameters
 from bridge.legacy.table import why_not
 from bridge.weights.component_tree import Component, NameTree
 
@@ -86,7 +86,7 @@ def _calls_it(register: str) -> Callable[..., Any]:
     return added
 
 
-class Part(HoldsParameters):
+class Part(HoldsParameters, nn.Module):
     """A part of a model. Called by itself it computes what the model's module does, in HookedTransformer's terms.
 
     Its weights are views of the model's own parameters, its hook points are the model's. Assigning to a weight writes
@@ -108,12 +108,12 @@ class Part(HoldsParameters):
     name: str
 
     def __init__(self, cfg: Any, *more: Any, **kwargs: Any) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         if not self.at:
             raise TypeError(f"{type(self).__name__} is a part of loaded models; none is made from a configuration")
         given = HookedTransformerConfig.unwrap(cfg)
         host = Part.makes_host(given, self.fields, *more, **kwargs)
-        self.__dict__.update(host=host, name=self.at, given=given)
+        self._belong({"host": host, "name": self.at, "given": given})
         host.adopt_part(self)
 
     @classmethod
@@ -133,9 +133,12 @@ class Part(HoldsParameters):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
-        self.__dict__.update(state)
+        self._belong(state)
         # The model of a copy may not be there in full yet; it will take what it finds here.
         self.host.__dict__.setdefault("parts", {})[self.name] = self
+
+    def _belong(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _parameters=PartParameters(state["host"], state["name"], {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self.host) in memo:  # the model is being copied
@@ -199,11 +202,11 @@ class Part(HoldsParameters):
             CALLS.reset(token)
 
     def __getattr__(self, attribute: str) -> Any:
-        for kept in ("_modules", "_parameters", "_buffers"):
-            if attribute in self.__dict__.get(kept, ()):
-                return self.__dict__[kept][attribute]
         if attribute.startswith("__") or "host" not in self.__dict__:
             raise AttributeError(attribute)
+        for held in (self._modules, self.__dict__["_parameters"].own, self._buffers):
+            if attribute in held:
+                return held[attribute]
         if attribute in ("module", "original_component"):
             return self.host.module_of(self.name)  # which says why there is none
         if why := why_not("GeneralizedComponent", attribute):
@@ -230,10 +233,6 @@ class Part(HoldsParameters):
 
     # What torch asks of a module.
 
-    def parameters_here(self) -> Mapping[str, nn.Parameter]:
-        """The Hugging Face model's parameters that stand in this part, under HookedTransformer's names."""
-        return self.host.parameters_of(self.name) if "host" in self.__dict__ else {}
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.host.own_weights.get(self.name, ()):
@@ -259,7 +258,7 @@ class Part(HoldsParameters):
         module = self.host.find_module(self.name)
         if module is not None:
             module._apply(fn, recurse)
-        self.apply_to_own(fn)
+        self.own_state()._apply(fn, recurse=False)
         return self
 
     def train(self, mode: bool = True) -> Self:

@@ -86,10 +86,10 @@ class PatchingResult:
         """The standard error of that mean.
 
         Raises:
-            ValueError: rows were averaged already.
+            ValueError: rows were averaged already, or there is one alone.
         """
-        if self.reduced:
-            raise ValueError('the rows were averaged: use reduce="none"')
+        if self.reduced or self.values.shape[-1] < 2:
+            raise ValueError('a standard error needs two prompts or more, which were not averaged: use reduce="none"')
         return self.values.std(-1) / self.values.shape[-1] ** 0.5
 
     def effect(self) -> Float[Tensor, "..."]:

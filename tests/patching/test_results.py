@@ -105,7 +105,7 @@ def test_what_cannot_be(bridge, cache):
         get_act_patch_block_every(bridge, CORRUPTED, cache, difference, reduce="none", verbose=False)
     found = sweep(reduce="none")
     for ask, said in (
-        (found.effect, "use baseline=True"), (sweep(reduce="mean", baseline=True).stderr, "were averaged"),
+        (found.effect, "use baseline=True"), (sweep(reduce="mean", baseline=True).stderr, "were not averaged"),
         (lambda: sweep(reduce="none", baseline=True).normalized(torch.ones(2)), r"\[2\]; the corrupted run's \[3\]"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
