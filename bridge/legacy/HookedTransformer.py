@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,20 +16,19 @@ from bridge.cache.activation_cache import ActivationCache
 from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
-from bridge.legacy.loaded import LegacyLoading, Made, as_type, copied_tokenizer
+from bridge.legacy.loaded import Made, as_type, copied_tokenizer
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
 from bridge.legacy.own_format import load_own_format, own_format
 from bridge.legacy.parts import Part
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
-from bridge.legacy.reweighing import TRANSFORMS, LegacyWeights
-from bridge.legacy.running import LegacyRuns, Output
+from bridge.legacy.reweighing import TRANSFORMS
+from bridge.legacy.running import Output
 from bridge.legacy.table import why_not
 from bridge.legacy.ungrouping import Ungrouping
 from bridge.legacy.utils import USE_DEFAULT_VALUE
 from bridge.legacy.weight_init import draw
 from bridge.loading.request import context_fields
 from bridge.native import NativeConfig, NativeModel
-from bridge.run.tokenization import Batch
 from bridge.weights.factored_matrix import FactoredMatrix
 
 # What HookedTransformer's module lets be imported from it, besides.
@@ -53,7 +52,7 @@ _KEPT = {
 }  # fmt: skip
 
 
-class HookedTransformer(LegacyLoading, LegacyRuns, Ungrouping, LegacyWeights):  # type: ignore[misc]
+class HookedTransformer(Ungrouping):
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
     The Hugging Face model runs, as in any bridge.
@@ -191,16 +190,6 @@ class HookedTransformer(LegacyLoading, LegacyRuns, Ungrouping, LegacyWeights):  
         if isinstance(getattr(config, "layer_types", None), list):
             config.layer_types = config.layer_types[:n]
         self._rewire()
-
-    def batch_of(
-        self,
-        texts: Sequence[str],
-        prepend_bos: bool | None = None,
-        padding_side: str | None = None,
-        longest: int | None = None,
-    ) -> Batch:
-        """`TransformerBridge.batch_of`: a text that is longer than the context is cut, in a run, too."""
-        return super().batch_of(texts, prepend_bos, padding_side, self.cfg.n_ctx if longest is None else longest)
 
     def set_tokenizer(self, tokenizer: Any, default_padding_side: Side = "right") -> None:
         """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""

@@ -13,14 +13,13 @@ from adapters import ModelMap
 from adapters.paths import join
 from adapters.points import Point
 from adapters.views import View
-from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.results import checked
 from bridge.legacy.calling import CallableParts, ReplacedForward
-from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
+from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, ListsHooks, point_named
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.kinds import kind_of
 from bridge.legacy.parameters import HoldsParameters, PartParameters, names_of
@@ -41,7 +40,7 @@ def _renamed(point: Point) -> Point:
     return replace(point, name="hook_tokens", aliases=(*point.aliases, _TOKENS), group="heavy", flag="use_hook_tokens")
 
 
-class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootModule):  # type: ignore[misc]  # the bridge's come first
+class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
     makes_points = HookPoint
@@ -409,3 +408,6 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
         """Whether what stands in a part is what the model has there, rather than the user's."""
         of_model = isinstance(module, HookPoint) and not module.is_standalone
         return of_model or module is self.parts.get(join(name, key))
+
+
+HookedRootModule.register(ModuleTree)  # which programs ask for by isinstance

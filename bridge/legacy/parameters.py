@@ -17,7 +17,7 @@ class HoldsModel(Protocol):
 
 
 class PartParameters(MutableMapping[str, Any]):
-    """Where torch looks for the parameters of a part: those that a user gave it, and the Hugging Face model's that stand
+    """Where torch looks for a part's parameters: those that a user gave it, and the Hugging Face model's that stand
     there, which stay where they are, and are looked for when they are asked for.
 
     Args:
