@@ -92,7 +92,7 @@ class TransformerBridge(ModuleTree):
     @property
     def hook_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """All hook points by name; an alias finds its hook point, too."""
-        return _ByAnyName(self.wiring.points, self.names.aliases)
+        return self._hook_registry
 
     def hook_points(self) -> list[AnyHookPoint]:
         """All hook points, in the order of the computation."""
@@ -107,7 +107,7 @@ class TransformerBridge(ModuleTree):
 
     @property
     def _hook_registry(self) -> dict[str, Any]:
-        return self.hook_dict
+        return _ByAnyName(self.wiring.points, self.names.aliases)
 
     def _collect_hook_aliases_from_registry(self) -> dict[str, str]:
         return self.hook_aliases

@@ -110,11 +110,18 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
     def process_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `TransformerBridge.process_weights`; parts whose norm is folded change their class."""
+        """As for `TransformerBridge.process_weights`; the part of a folded norm gives way to one of another class."""
         done = super().process_weights(*args, **kwargs)
-        for name, part in self.parts.items():
-            if isinstance(part, Part):
-                part.__class__ = kind_of(name, {*part._modules, *self.own_weights.get(name, ())}, self.cfg)
+        for name, part in [*self.parts.items()]:
+            kind = kind_of(name, {*part._modules, *self.own_weights.get(name, ())}, self.cfg)
+            if isinstance(part, Part) and kind is not type(part):
+                new, (path, _, last) = kind.of(self, name), name.rpartition(".")
+                new.__dict__ |= part.__dict__  # hook points and all that it was given: whoever has the old one goes on
+                parent: nn.Module = self.parts[path] if path else self
+                if parent._modules.get(last) is part:
+                    parent._modules[last] = new
+                    if name in self.calls:
+                        self.calls[name].part = new
         return done
 
     def adopt_part(self, part: Part) -> None:
