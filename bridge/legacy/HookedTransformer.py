@@ -11,34 +11,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import bridge.legacy.loading_from_pretrained as loading
-import bridge.legacy.utils as utils
-from bridge.cache.activation_cache import ActivationCache
-from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
 from bridge.legacy.loaded import Made, as_type, copied_tokenizer
-from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
+from bridge.legacy.loading_from_pretrained import get_official_model_name, starts_with_bos
 from bridge.legacy.own_format import load_own_format, own_format
-from bridge.legacy.parts import Part
-from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
 from bridge.legacy.reweighing import TRANSFORMS
-from bridge.legacy.running import Output
-from bridge.legacy.table import why_not
+from bridge.legacy.table import named, why_not
 from bridge.legacy.ungrouping import Ungrouping
-from bridge.legacy.utils import USE_DEFAULT_VALUE
 from bridge.legacy.weight_init import draw
 from bridge.loading.request import context_fields
 from bridge.native import NativeConfig, NativeModel
-from bridge.weights.factored_matrix import FactoredMatrix
 
-# What HookedTransformer's module lets be imported from it, besides.
-__all__ = [
-    "DTYPE_FROM_STRING", "USE_DEFAULT_VALUE", "ActivationCache", "Embed", "FactoredMatrix", "HookPoint",
-    "HookedRootModule", "HookedTransformer", "HookedTransformerConfig", "HookedTransformerKeyValueCache", "LayerNorm",
-    "LayerNormPre", "Loss", "LossPerToken", "Output", "PosEmbed", "RMSNorm", "RMSNormPre", "SingleLoss",
-    "TransformerBlock", "Unembed", "loading", "utils",
-]  # fmt: skip
-
+__getattr__ = named(__name__)
 SingleLoss = Float[Tensor, ""]
 LossPerToken = Float[Tensor, "batch pos-1"]
 Loss = SingleLoss | LossPerToken
@@ -217,13 +201,10 @@ class HookedTransformer(Ungrouping):
         return super().__getattr__(name)
 
 
-def _with_one_layer(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
+def one_layer_model(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
     """A model around a part that is made from a configuration."""
     config = HookedTransformerConfig.unwrap(cfg)
     length = kwargs.get("length", more[0] if more and "normalization_type" in fields else None)
     changes = {"n_layers": 1, "tokenizer_name": None, "d_vocab": max(config.d_vocab, 1), "seed": None} | fields
     changes |= {"d_vocab_out": max(config.d_vocab_out, 1)} | ({"d_model": length} if isinstance(length, int) else {})
     return HookedTransformer(replace(config, **changes))
-
-
-Part.makes_host = _with_one_layer

@@ -15,7 +15,7 @@ from transformers import set_seed
 from adapters.config import ModelConfig
 from adapters.config_fields import LoadedModelFields
 from bridge.hooks.names import suggestion
-from bridge.legacy.missing import explain_missing_name
+from bridge.legacy.table import named
 from bridge.legacy.utilities.devices import get_device
 from bridge.native.config import ACT_FNS, NativeConfig
 
@@ -274,4 +274,4 @@ class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[m
         return {name: value for name, value in self.__dict__.items() if name != "acts"}
 
 
-__getattr__ = explain_missing_name(__name__)
+__getattr__ = named(__name__)

@@ -18,8 +18,8 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import suggestion
+from bridge.legacy.components import AbstractAttention
 from bridge.legacy.hook_points import CALLS
-from bridge.legacy.kinds import AbstractAttention
 from bridge.legacy.parts import Part
 from bridge.legacy.tokens import position_embeddings
 from bridge.run.layer_range import StopRun

@@ -22,7 +22,7 @@ from bridge.hooks import hook_point as bridge_point
 from bridge.hooks.hook_point import AttachesListeners, Handle
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names, NamesFilter
-from bridge.legacy.table import why_not
+from bridge.legacy.table import named, why_not
 
 T = TypeVar("T")
 
@@ -360,5 +360,4 @@ class HookedRootModule(nn.Module, ListsHooks, metaclass=ABCMeta):
         return output, cache
 
 
-#: TransformerLens' name of what lists hooks.
-HookIntrospectionMixin = ListsHooks
+__getattr__ = named(__name__)

@@ -12,44 +12,18 @@ from bridge.facade.base import WrappedModel
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.names import NamesFilter
-from bridge.legacy import table
-from bridge.legacy.components import (
-    AbstractAttention,
-    CanBeUsedAsMLP,
-    Embed,
-    LayerNormPre,
-    MoE,
-    Norm,
-    Part,
-    PosEmbed,
-    RMSNorm,
-    RMSNormPre,
-    TransformerBlock,
-    Unembed,
-)
-from bridge.legacy.hook_points import HookFunction as HookFunction
+from bridge.legacy.hook_points import HookFunction
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loaded import copied_tokenizer
-from bridge.legacy.missing import explain_missing_name
 from bridge.legacy.module_tree import ModuleTree
+from bridge.legacy.table import named, why_not
 from bridge.native import NativeConfig
 from bridge.run.checks import as_tokens, texts_in
 from bridge.run.protocol import HookSpec, Input
 from bridge.weights.factored_matrix import FactoredMatrix
 
 __path__: list[str] = []  # the modules of the table are below it
-#: Its names of the classes of parts.
-GeneralizedComponent, BlockBridge, AttentionBridge, MLPBridge = (
-    Part,
-    TransformerBlock,
-    AbstractAttention,
-    CanBeUsedAsMLP,
-)
-MoEBridge, EmbeddingBridge, PosEmbedBridge, UnembeddingBridge = MoE, Embed, PosEmbed, Unembed
-NormalizationBridge, LayerNormPreBridge, RMSNormPreBridge, RMSNormalizationBridge = (
-    Norm, LayerNormPre, RMSNormPre, RMSNorm,
-)  # fmt: skip
 _ARGUMENTS = dict[str, Any]
 
 
@@ -236,7 +210,7 @@ class TransformerBridge(ModuleTree):
         return [name for name, part in self.blocks[layer_idx]._modules.items() if not isinstance(part, AnyHookPoint)]
 
     def __getattr__(self, name: str) -> Any:
-        if why := table.why_not("TransformerBridge", name):
+        if why := why_not("TransformerBridge", name):
             raise AttributeError(why)
         return super().__getattr__(name)
 
@@ -295,4 +269,4 @@ def _without_batch(fn: HookFunction) -> HookFunction:
     return called
 
 
-__getattr__ = explain_missing_name(__name__)
+__getattr__ = named(__name__)

@@ -19,9 +19,9 @@ from bridge.hooks.listener import Listener
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.results import checked
 from bridge.legacy.calling import CallableParts, ReplacedForward
+from bridge.legacy.components import kind_of
 from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, ListsHooks, point_named
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig
-from bridge.legacy.kinds import kind_of
 from bridge.legacy.parameters import HoldsParameters, PartParameters, names_of
 from bridge.legacy.parts import Blocks, Part
 from bridge.run.hooked import points_that_run

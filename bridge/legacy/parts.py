@@ -16,7 +16,7 @@ from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.legacy.hook_points import CALLS, HookFunction, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.parameters import HoldsParameters, PartParameters
-from bridge.legacy.table import why_not
+from bridge.legacy.table import at, why_not
 from bridge.weights.component_tree import Component, NameTree
 
 #: What HookedTransformer's attention keeps in addition to its parameters: read from the model, and fixed by it.
@@ -101,8 +101,6 @@ class Part(HoldsParameters, nn.Module):
     #: Where it is in a model that is made for it, and what that model's configuration says.
     at: ClassVar[str] = ""
     fields: ClassVar[dict[str, Any]] = {}
-    #: Makes a model of a configuration.
-    makes_host: ClassVar[Callable[..., Any]]
     #: The model that it belongs to, and its name there, such as ``blocks.0.attn``.
     host: HoldsParts
     name: str
@@ -112,7 +110,7 @@ class Part(HoldsParameters, nn.Module):
         if not self.at:
             raise TypeError(f"{type(self).__name__} is a part of loaded models; none is made from a configuration")
         given = HookedTransformerConfig.unwrap(cfg)
-        host = Part.makes_host(given, self.fields, *more, **kwargs)
+        host = at("HookedTransformer:one_layer_model")(given, self.fields, *more, **kwargs)  # which has such parts
         self._belong({"host": host, "name": self.at, "given": given})
         host.adopt_part(self)
 
