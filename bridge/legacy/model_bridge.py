@@ -20,6 +20,7 @@ from bridge.legacy.module_tree import ModuleTree
 from bridge.legacy.table import named, why_not
 from bridge.native import NativeConfig
 from bridge.run.checks import as_tokens, texts_in
+from bridge.run.positions import PosSlice
 from bridge.run.protocol import HookSpec, Input
 from bridge.weights.factored_matrix import FactoredMatrix
 
@@ -97,26 +98,18 @@ class TransformerBridge(ModuleTree):
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise."""
         return self.add_hook(name, hook, dir, is_permanent=True, hook_fn=hook_fn)
 
-    def get_caching_hooks(self, names_filter: NamesFilter = None, *arguments: Any, **more: Any) -> Any:
-        """As for `bridge.TransformerBridge.get_caching_hooks`; what is asked for by an alias is kept under it, too."""
-        cache, *hooks = super().get_caching_hooks(names_filter, *arguments, **more)
-        asked = (
-            [names_filter] if isinstance(names_filter, str) else [] if callable(names_filter) else names_filter or []
-        )
-        also = {self.names.aliases[name]: name for name in asked if name in self.names.aliases}
-
-        def kept(fn: HookFunction, ending: str) -> HookFunction:
-            def keep(act: Tensor, hook: AnyHookPoint) -> None:
-                fn(act, hook=hook)
-                if hook.name in also:
-                    cache[also[hook.name] + ending] = cache[hook.name + ending]
-
-            return keep
-
-        forward, backward = (
-            [(name, kept(fn, end)) for name, fn in h] for h, end in zip(hooks, ("", "_grad"), strict=True)
-        )
-        return cache, forward, backward
+    def get_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: PosSlice = None,
+    ) -> Any:
+        """As for `bridge.TransformerBridge.get_caching_hooks`; a new dictionary takes aliases, too."""
+        cache = _ByAnyName({}, self.names.aliases) if cache is None else cache
+        return super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
 
     def run_with_hooks(  # type: ignore[override]
         self,
@@ -241,20 +234,26 @@ def build_bridge_from_module(
 
 
 class _ByAnyName(dict[str, Any]):
-    """Hook points by name, which is what it lists; an alias finds its hook point, too."""
+    """Hook points or activations by name, which is what it lists; an alias finds what it stands for, too."""
 
-    def __init__(self, points: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
-        super().__init__(points)
+    def __init__(self, named: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+        super().__init__(named)
         self._aliases = aliases
 
+    def _canonical(self, name: str) -> str:
+        alias = name.removesuffix("_grad")
+        return self._aliases.get(alias, alias) + name[len(alias) :]
+
     def __missing__(self, name: str) -> Any:
-        return self[self._aliases[name]]
+        if self._canonical(name) == name:
+            raise KeyError(name)
+        return self[self._canonical(name)]
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self._aliases
+        return isinstance(name, str) and super().__contains__(self._canonical(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        return super().get(self._aliases.get(name, name), default)
+        return super().get(self._canonical(name), default)
 
 
 def _without_batch(fn: HookFunction) -> HookFunction:

@@ -15,7 +15,7 @@ from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.legacy.hook_points import CALLS, HookFunction, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.parameters import HoldsParameters, PartParameters
+from bridge.legacy.parameters import HoldsModel, HoldsParameters, PartParameters
 from bridge.legacy.table import at, why_not
 from bridge.weights.component_tree import Component, NameTree
 
@@ -25,16 +25,8 @@ _ENDS = {"output": "hook_out", "input": "hook_in"}
 _IN_TRACES = ("input", "inputs", "output", "outputs")
 
 
-class HoldsParts(Protocol):
-    """The model that parts are of.
-
-    Attributes:
-        cfg: the facts about it.
-        original_model: the Hugging Face model.
-        tree: its parts' names and weights.
-        parts: the parts by name.
-        own_weights: the names of the weights that stand directly in each.
-    """
+class HoldsParts(HoldsModel, Protocol):
+    """The model that parts are of: `bridge.legacy.module_tree.ModuleTree`."""
 
     cfg: ModelConfig
     original_model: nn.Module
@@ -42,38 +34,16 @@ class HoldsParts(Protocol):
     parts: dict[str, Any]
 
     @property
-    def tree(self) -> NameTree:
-        """Its parts' names and weights."""
-
-    def module_of(self, name: str) -> nn.Module:
-        """The Hugging Face module that a part stands for."""
-
-    def find_module(self, name: str) -> nn.Module | None:
-        """The same; None where there is none."""
-
-    def buffer_of(self, name: str, attribute: str) -> Tensor:
-        """What attention keeps in addition to its parameters."""
-
-    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
-        """What a part computes."""
-
-    def call_in_place_of(self, part: Part) -> None:
-        """Lets the model call a part."""
-
-    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
-        """Puts a weight or a module into a part."""
-
-    def check_removal(self, prefix: str, name: str) -> None:
-        """Refuses to take away what the model needs."""
-
-    def parameters_of(self, name: str) -> Mapping[str, nn.Parameter]:
-        """The parameters of a part, by name."""
-
-    def fits(self, name: str, value: Any) -> str | None:
-        """Why a value is none for a weight; None where it is one."""
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Writes weights into the model."""
+    def tree(self) -> NameTree: ...
+    def module_of(self, name: str) -> nn.Module: ...
+    def find_module(self, name: str) -> nn.Module | None: ...
+    def buffer_of(self, name: str, attribute: str) -> Tensor: ...
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Any: ...
+    def call_in_place_of(self, part: Part) -> None: ...
+    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None: ...
+    def check_removal(self, prefix: str, name: str) -> None: ...
+    def fits(self, name: str, value: Any) -> str | None: ...
+    def write(self, weights: Mapping[str, Any]) -> None: ...
 
 
 def _calls_it(register: str) -> Callable[..., Any]:

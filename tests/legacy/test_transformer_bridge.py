@@ -90,6 +90,9 @@ def test_a_cache_keeps_what_was_asked_for_by_its_alias(bridge):
     bridge.run_with_hooks(TOKENS, forward, backward, return_type="loss").backward()
     assert torch.equal(cache["blocks.0.hook_out"], cache["blocks.0.hook_resid_post"])
     assert torch.equal(cache["blocks.0.hook_out_grad"], cache["blocks.0.hook_resid_post_grad"])
+    assert "blocks.0.hook_out" in cache and "blocks.1.hook_out" not in cache and len(cache) == 2
+    with pytest.raises(KeyError, match=r"blocks\.1\.hook_resid_post"):
+        cache["blocks.1.hook_out"]
     bridge.original_model.zero_grad()
 
 
