@@ -295,6 +295,11 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
 
     # Weights.
 
+    @property
+    def W_gate(self) -> Tensor | None:  # type: ignore[override]
+        """The gates' weights of all layers; None without gates."""
+        return super().W_gate if self.cfg.gated_mlp else None
+
     def fits(self, name: str, value: Tensor) -> str | None:
         """Why a weight cannot be set to a value; None where it can, or has it."""
         here = self.weights[name]

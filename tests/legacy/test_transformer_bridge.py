@@ -96,6 +96,14 @@ def test_a_cache_keeps_what_was_asked_for_by_its_alias(bridge):
     bridge.original_model.zero_grad()
 
 
+def test_what_a_model_does_not_have(bridge):
+    assert bridge.W_gate is None and bridge.blocks[0].mlp.W_gate is None
+    with pytest.raises(ValueError, match=r"attn\.hook_pattern"):
+        bridge(TOKENS, output_attentions=True)
+    with pytest.raises(ValueError, match=r"AutoModelForCausalLM\.from_config"):
+        TransformerBridge.boot_transformers(str(DATA / "gpt2"), load_weights=False, device="cpu")
+
+
 def test_circuits_of_the_layers_that_have_attention(bridge):
     for (layers, found), whole in ((bridge.QK_for_attn_layers(), bridge.QK), (bridge.OV_for_attn_layers(), bridge.OV)):
         assert layers == [0, 1] == bridge.composition_layer_indices()
