@@ -13,6 +13,7 @@ from adapters import ModelMap
 from adapters.paths import join
 from adapters.points import Point
 from adapters.views import View
+from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Listener
@@ -104,6 +105,11 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
             self.parts[path] = made = Blocks(self, path)
             return made
         return kind_of(path, inside, self.cfg).of(self, path)
+
+    @property
+    def context_level(self) -> int:
+        """How many ``with`` statements of hooks are open where it is asked for."""
+        return len(CURRENT.get().visible - {None})
 
     def points_of_run(self, names: NamesFilter | AnyHookPoint, forward_kwargs: dict[str, Any]) -> list[AnyHookPoint]:
         """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
