@@ -16,7 +16,7 @@ from bridge.legacy.loaded import Made, as_type, copied_tokenizer
 from bridge.legacy.loading_from_pretrained import get_official_model_name, starts_with_bos
 from bridge.legacy.own_format import load_own_format, own_format
 from bridge.legacy.reweighing import TRANSFORMS
-from bridge.legacy.table import named, why_not
+from bridge.legacy.table import named
 from bridge.legacy.ungrouping import Ungrouping
 from bridge.legacy.weight_init import draw
 from bridge.loading.request import context_fields
@@ -194,11 +194,6 @@ class HookedTransformer(Ungrouping):
     def fill_missing_keys(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loading_from_pretrained.fill_missing_keys` for this model."""
         return loading.fill_missing_keys(self, state_dict)
-
-    def __getattr__(self, name: str) -> Any:
-        if why := why_not("HookedTransformer", name):
-            raise AttributeError(why)
-        return super().__getattr__(name)
 
 
 def one_layer_model(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:

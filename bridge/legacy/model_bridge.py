@@ -17,7 +17,7 @@ from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loaded import copied_tokenizer
 from bridge.legacy.module_tree import ModuleTree
-from bridge.legacy.table import named, why_not
+from bridge.legacy.table import named
 from bridge.native import NativeConfig
 from bridge.run.checks import as_tokens, texts_in
 from bridge.run.positions import PosSlice
@@ -42,6 +42,7 @@ class TransformerBridge(ModuleTree):
         True
     """
 
+    name_before = "TransformerBridge"
     state_dict = WrappedModel.state_dict
     load_state_dict = WrappedModel.load_state_dict
     named_parameters = WrappedModel.named_parameters
@@ -201,11 +202,6 @@ class TransformerBridge(ModuleTree):
     def block_submodules(self, layer_idx: int) -> list[str]:
         """The names of a block's parts."""
         return [name for name, part in self.blocks[layer_idx]._modules.items() if not isinstance(part, AnyHookPoint)]
-
-    def __getattr__(self, name: str) -> Any:
-        if why := why_not("TransformerBridge", name):
-            raise AttributeError(why)
-        return super().__getattr__(name)
 
 
 def build_bridge_from_module(

@@ -25,6 +25,7 @@ from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, ListsH
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig
 from bridge.legacy.parameters import HoldsParameters, PartParameters, names_of
 from bridge.legacy.parts import Blocks, Part
+from bridge.legacy.table import why_not
 from bridge.run.hooked import points_that_run
 from bridge.weights.component_tree import NameTree
 from weight_processing.saving import untie
@@ -44,6 +45,8 @@ def _renamed(point: Point) -> Point:
 class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
+    #: The class whose names it has, of which some are left out.
+    name_before = "HookedTransformer"
     makes_points = HookPoint
     refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
     #: Hook points that HookedTransformer lacks, while a user's own have their names.
@@ -277,6 +280,11 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         listener = Listener("follow", call)  # no hook of the user's: it stays, and what it computes is of the run
         self.wiring.add(point, listener)
         return Handle(point, listener, self.wiring)
+
+    def __getattr__(self, name: str) -> Any:
+        if why := why_not(self.name_before, name):
+            raise AttributeError(why)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module) and name in self._modules and "spliced" in self.__dict__:

@@ -13,6 +13,8 @@ from adapters import Weights
 class HoldsModel(Protocol):
     """What knows a Hugging Face model's parameters by its parts."""
 
+    @property
+    def original_model(self) -> nn.Module: ...
     def parameters_of(self, part: str) -> Mapping[str, nn.Parameter]: ...
 
 
@@ -46,6 +48,13 @@ class PartParameters(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.all())
+
+    def __contains__(self, name: object) -> bool:
+        if name in self.own:
+            return True
+        if not self.part and "." not in str(name):  # torch asks so at every look-up of an attribute of the model
+            return name in self.host.original_model._parameters
+        return name in self.host.parameters_of(self.part)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self.own and name in self:

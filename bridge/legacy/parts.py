@@ -29,7 +29,6 @@ class HoldsParts(HoldsModel, Protocol):
     """The model that parts are of: `bridge.legacy.module_tree.ModuleTree`."""
 
     cfg: ModelConfig
-    original_model: nn.Module
     own_weights: dict[str, list[str]]
     parts: dict[str, Any]
 
