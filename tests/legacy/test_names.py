@@ -9,6 +9,7 @@ import pytest
 
 import bridge.legacy as transformer_lens
 from bridge import ActivationCache, TransformerBridge
+from bridge.legacy import table
 from bridge.legacy.loading_from_pretrained import (
     MODEL_ALIASES,
     OFFICIAL_MODEL_NAMES,
@@ -116,6 +117,24 @@ NAMES = {
 def test_what_programs_import_is_there(module):
     found = importlib.import_module(f"bridge.legacy.{module}")
     assert not [name for name in NAMES[module].split() if not hasattr(found, name)]
+
+
+@pytest.mark.parametrize("module", table.NAMES)
+def test_every_row_of_the_table_leads_somewhere(module):
+    found = importlib.import_module("bridge.legacy" if module == "package" else f"bridge.legacy.{module}")
+    for name, place in table.NAMES[module].items():
+        assert getattr(found, name) is not None or name == "USE_DEFAULT_VALUE", place
+
+
+@pytest.mark.parametrize("module", table.MODULES)
+def test_every_module_of_the_table_is_there(module):
+    assert importlib.import_module(f"bridge.legacy.{module}") is table.at(table.MODULES[module])
+
+
+def test_a_star_takes_what_the_table_adds():
+    taken = {}
+    exec("from bridge.legacy.utils import *", taken)
+    assert taken["get_act_name"]("k", 2) == "blocks.2.attn.hook_k" and "to_numpy" in taken and "Slice" in taken
 
 
 def test_a_misspelt_name_gets_a_suggestion():
