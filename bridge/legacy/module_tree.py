@@ -123,14 +123,13 @@ class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
         done = super().process_weights(*args, **kwargs)
         for name, part in [*self.parts.items()]:
             kind = kind_of(name, {*part._modules, *self.own_weights.get(name, ())}, self.cfg)
-            if isinstance(part, Part) and kind is not type(part):
-                new, (path, _, last) = kind.of(self, name), name.rpartition(".")
+            path, _, last = name.rpartition(".")
+            parent: nn.Module = self.parts[path] if path else self
+            if isinstance(part, Part) and kind is not type(part) and parent._modules.get(last) is part:
+                parent._modules[last] = new = kind.of(self, name)
                 new.__dict__ |= part.__dict__  # hook points and all that it was given: whoever has the old one goes on
-                parent: nn.Module = self.parts[path] if path else self
-                if parent._modules.get(last) is part:
-                    parent._modules[last] = new
-                    if name in self.calls:
-                        self.calls[name].part = new
+                if name in self.calls:
+                    self.calls[name].part = new
         return done
 
     def adopt_part(self, part: Part) -> None:

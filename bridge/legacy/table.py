@@ -56,16 +56,19 @@ def named(module: str) -> Callable[[str], Any]:
     """
     inside = _inside(module)
     places = NAMES.get(inside, {})
+    above = {"" if module == ROOM else inside, *(name for name, place in MODULES.items() if place == inside)}
+    below = {name.rpartition(".")[2]: name for name in MODULES if name.rpartition(".")[0] in above}
 
     def get(name: str) -> Any:
         if name in places:
             return vars(sys.modules[module]).setdefault(name, at(places[name]))
-        if f"{inside}.{name}" in MODULES:
-            return importlib.import_module(f"{module}.{name}")
+        why = why_not(module, name)
+        if name in below and why is None:
+            return importlib.import_module(f"{ROOM}.{below[name]}")
         if name.startswith("__"):  # Python's own questions
             raise AttributeError(name)
         from_import = _is_imported()  # of an AttributeError, that statement would show nothing
-        raise (ImportError if from_import else AttributeError)(why_not(module, name) or _unknown(module, name, places))
+        raise (ImportError if from_import else AttributeError)(why or _unknown(module, name, places))
 
     return get
 

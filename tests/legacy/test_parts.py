@@ -602,3 +602,16 @@ def test_a_norm_that_is_folded_is_of_another_class_and_keeps_what_it_was_given()
     assert dict(model.named_parameters())["ln_final.note"] is before.note
     x = torch.randn(1, 3, model.cfg.d_model)
     assert torch.equal(model.ln_final(x), before(x))
+
+
+def test_a_norm_in_a_module_of_the_users_stays_there_when_it_is_folded():
+    model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    norm = model.ln_final
+    model.ln_final = nn.Sequential(norm)
+    model.process_weights_()
+    assert model.ln_final[0] is norm
+    folded = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    folded.process_weights_()
+    assert torch.equal(model(TOKENS), folded(TOKENS))
+    model.ln_final = norm
+    assert torch.equal(model(TOKENS), folded(TOKENS)) and torch.equal(copy.deepcopy(model)(TOKENS), folded(TOKENS))
