@@ -155,7 +155,7 @@ def generic_activation_patch(
         before = metrics.reduced(metrics(model(tokens, attention_mask=attention_mask)).to(measured))
     indices = rows if index_df is None else index_df
     found = PatchingResult(
-        values, tuple(index_axis_names or ()), indices, metrics.names, reduce != "none", before, True
+        values, list(index_axis_names or ()), indices, list(metrics.names), reduce != "none", before, True
     )
     return found if metrics.several else found["metric"]
 

@@ -70,9 +70,7 @@ class PatchingResult:
             return self
         at = list(self.metric_names).index(metric_name)
         before = None if self.baseline is None else self.baseline[at]
-        return replace(
-            self, values=self.values[at], metric_names=(metric_name,), baseline=before, has_metric_axis=False
-        )
+        return replace(self, values=self.values[at], metric_names=[metric_name], baseline=before, has_metric_axis=False)
 
     def __getattr__(self, name: str) -> Any:
         hint = f" Use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""

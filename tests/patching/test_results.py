@@ -58,7 +58,7 @@ def test_a_number_for_each_prompt(bridge, cache, by_hand, compiled):
     found = get_act_patch_resid_pre(
         bridge, CORRUPTED, cache, difference, reduce="none", baseline=True, compiled=compiled, verbose=False
     )
-    assert found.values.shape == (3, 5, 3) and tuple(found.axis_names) == ("layer", "pos") and not found.reduced
+    assert found.values.shape == (3, 5, 3) and found.axis_names == ["layer", "pos"] and not found.reduced
     torch.testing.assert_close(found.values, by_hand[0], atol=1e-5, rtol=0)
     before, clean = difference(bridge(CORRUPTED)), difference(bridge(CLEAN))
     torch.testing.assert_close(found.baseline, before, atol=1e-5, rtol=0)
@@ -79,7 +79,7 @@ def test_several_metrics_of_each_run(bridge, cache, by_hand):
     assert found.baseline.shape == (2, 3) and found.effect().shape == by_hand.shape
     one = found["likeliest"]
     torch.testing.assert_close(one.effect(), found.effect()[1])
-    assert one["likeliest"] is one and list(one.metric_names) == ["likeliest"]
+    assert one["likeliest"] is one and one.metric_names == ["likeliest"]
     averaged = get_act_patch_resid_pre(bridge, CORRUPTED, cache, metrics, reduce="mean", verbose=False)
     torch.testing.assert_close(averaged.values, by_hand.mean(-1), atol=1e-5, rtol=0)
     assert averaged.reduced and averaged.baseline is None
