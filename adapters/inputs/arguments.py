@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 #: What tokens are to a model: those of its decoder, where its encoder reads images or sound.
@@ -82,7 +82,30 @@ def gives_cache(core: nn.Module) -> bool:
 
 def argument_names(module: nn.Module) -> list[str]:
     """The names of what a module's forward takes, in order."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+    return list(_names_of(type(module).forward))
+
+
+@functools.cache
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def place_of_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Where the first tensor stands that a module is called with: its place among `args`, or its name among `kwargs`.
+
+    None where there is none.
+
+    Args:
+        module: which is called.
+        args, kwargs: with these.
+    """
+    if args and isinstance(args[0], Tensor):
+        return 0
+    place = next((place for place, x in enumerate(args) if isinstance(x, Tensor)), None)
+    if place is not None:
+        return place
+    names = (*_names_of(type(module).forward), *kwargs)
+    return next((name for name in names if isinstance(kwargs.get(name), Tensor)), None)
 
 
 @dataclass(frozen=True)
@@ -122,8 +145,8 @@ def takes(core: nn.Module) -> Takes:
 def taken_by(cls: type[nn.Module]) -> Takes:
     """What the models of a class take: see `takes`."""
     parameters = inspect.signature(cls.forward).parameters
-    known = (parameter for parameter in parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each.name for each in known if each.default is each.empty and each.name not in ("self", "input_ids")]
+    known = (each for each in list(parameters.values())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
+    needed = [each.name for each in known if each.default is each.empty and each.name != "input_ids"]
     main: str = getattr(cls, "main_input_name", "input_ids")
     if main == "input_ids" or main not in parameters:
         return Takes("input_ids", None, tuple(needed))

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adapters.gathering import Alike, Cut
-from adapters.inputs.arguments import argument_names
+from adapters.inputs.arguments import place_of_input
 from adapters.layout import Layout, SpreadModelError
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, mark
 from adapters.observe.errors import WRONG, NotFound, one_line
@@ -174,8 +174,8 @@ class _GraphRecorder(Recorder):
         self._watched: list[tuple[ModuleCall, Literal["input", "output"], Tensor, int]] = []
 
     def enters(self, call: ModuleCall) -> None:
-        names = () if call.args else argument_names(call.module)[:1]
-        call.entered = _seen(None, call.args[0] if call.args else next(map(call.kwargs.get, names), None))
+        place = place_of_input(call.module, call.args, call.kwargs)
+        call.entered = _seen(None, call.args[place] if isinstance(place, int) else call.kwargs.get(place or ""))
         if call.entered:
             self._watched.append((call, "input", call.entered.live, call.entered.live._version))
 

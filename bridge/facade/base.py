@@ -18,6 +18,7 @@ from adapters.config import ModelConfig, is_language_part
 from adapters.inputs.made import CannotBeMade, Given
 from adapters.model import Automatic
 from adapters.paths import base_path, join
+from adapters.plain_model import with_interface
 from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
 from bridge.facade.report import report
 from bridge.facade.support_report import SupportReport, modules_without_points
@@ -70,6 +71,7 @@ class WrappedModel(nn.Module):
                 f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
                 "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
             )
+        hf_model = with_interface(hf_model) if automatic else hf_model
         found = map_model(hf_model, automatic=automatic, inputs=inputs)
         if found.layout is not None:
             found = replace(found, layout=found.layout.asking(compare_edits, patience))

@@ -50,7 +50,9 @@ def _loss(logits: Tensor) -> Tensor:
 def compare(model: nn.Module, bridge: TransformerBridge) -> Compared:
     """Every point that the model shows and the bridge offers."""
     found = Compared()
-    seen, plain = shown.values(model, TOKENS), shown.logits_of(model, TOKENS)
+    seen = shown.values(model, TOKENS)
+    with torch.no_grad():
+        plain = shown.logits_of(model, TOKENS)
     offered = [name for name in seen if name in bridge.hook_dict]
     found.lacking = [name for name in seen if name not in offered]
     with torch.no_grad():
