@@ -23,6 +23,7 @@ from adapters.automatic.blocks import (
 )
 from adapters.automatic.ends.embedding import FoundEmbedding, find_embedding
 from adapters.automatic.ends.readout import End, find_final_norm, find_unembedding
+from adapters.automatic.expert_modules import FoundExpertModules, list_of_experts
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative
@@ -359,7 +360,9 @@ class _Inference:
             if mixes:
                 return self._mixer(part, block, note)
             if experts := experts_of(part, self.recording):
-                return self._mixture(part, block.path, experts)
+                return self._mixture(FoundMixture(part, self.recording, block.path, experts, self.config))
+            if modules := list_of_experts(part, self.recording):
+                return self._mixture(FoundExpertModules(part, self.recording, block.path, modules, self.config))
             return self._mlp(part, norms, block)
         except NotFound as why:
             note["inside"] = str(why)
@@ -376,8 +379,7 @@ class _Inference:
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
         return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
 
-    def _mixture(self, part: FoundPart, block: str, experts: ModuleCall) -> MoE:
-        found = FoundMixture(part, self.recording, block, experts, self.config)
+    def _mixture(self, found: FoundMixture | FoundExpertModules) -> MoE:
         declared = found.declare()
         for name in ("num_experts", "experts_per_token", "d_expert"):
             self.facts.add(name, getattr(found, name))

@@ -40,7 +40,11 @@ def _edit(x: Tensor) -> Tensor:
 
 def _close(a: Tensor, b: Tensor) -> bool:
     a, b = (torch.where(x < -1e4, torch.zeros_like(x), x) if x.is_floating_point() else x for x in (a, b))
-    return a.shape == b.shape and bool(((a - b).abs() <= 2e-5 * (1 + b.abs().max())).all()) if a.numel() else a.shape == b.shape
+    return (
+        a.shape == b.shape and bool(((a - b).abs() <= 2e-5 * (1 + b.abs().max())).all())
+        if a.numel()
+        else a.shape == b.shape
+    )
 
 
 def _loss(logits: Tensor) -> Tensor:
@@ -65,7 +69,7 @@ def compare(model: nn.Module, bridge: TransformerBridge) -> Compared:
             found.wrong.append(f"value of {name}")
     for name in offered:
         found.effects += 1
-        hook: Callable[..., Tensor] = lambda x, hook: _edit(x)  # noqa: E731
+        hook: Callable[..., Tensor] = lambda x, hook: _edit(x)
         with torch.no_grad():
             made = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, hook)])
         expected = shown.edited(model, TOKENS, {name: _edit})
