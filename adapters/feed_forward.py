@@ -13,7 +13,7 @@ from adapters.experts import Layers, are_modules, has_gate, in_batches, layers_o
 from adapters.norms import Norm, norm_points
 from adapters.paths import join
 from adapters.points import Group, PointList, Site, SiteKind
-from adapters.views import Affine, Composed, FlatRows, View
+from adapters.views import Affine, Composed, FlatRows, Rows, View
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,8 @@ def mixture_points(
         for part, site in _expert_sites(path, e, experts, mlp.layers).items():
             # Its rows are of no batch: in caches only when named.
             axes = "row d_model" if part in ("in", "out") else "row d_expert"
-            points.add(f"experts.{e}.hook_{part}", site, axes=axes, group="extra")
+            view = Rows() if are_modules(experts) else None
+            points.add(f"experts.{e}.hook_{part}", site, view, axes, group="extra")
     if mlp.shared:
         shared = join(module, mlp.shared.path)
         mlp_points(points.inside("shared_expert"), mlp.shared, shared, rows, "d_shared_expert")

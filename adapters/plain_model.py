@@ -59,6 +59,11 @@ class PlainModel(PreTrainedModel, GenerationMixin):
         self.config.vocab_size = int(self.get_input_embeddings().num_embeddings)
         self.train(module.training)
 
+    @property
+    def plain_module(self) -> nn.Module:
+        """The module, whose forward says what can be passed."""
+        return self.module
+
     def forward(self, input_ids: Tensor, **more: Any) -> CausalLMOutput:
         """Calls the module.
 

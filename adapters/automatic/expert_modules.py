@@ -17,13 +17,10 @@ from adapters.experts import Layers, layers_of, router_matrix
 from adapters.feed_forward import MLP, ChosenBy, MoE, RouterElement
 from adapters.observe.calls import ModuleCall, Recording, elements_of
 from adapters.observe.errors import NotFound
-from adapters.observe.tolerance import NEGLIGIBLE, agree
+from adapters.observe.token_rows import results_by_token, weights_in_sum
+from adapters.observe.tolerance import agree
 from adapters.paths import join, members_of
 from adapters.views import times
-
-#: An expert's row counts as a token's where no number differs by more than rounding.
-_SAME_ROW = 1e-6
-
 
 def list_of_experts(part: FoundPart, recording: Recording) -> tuple[str, nn.ModuleList] | None:
     """The path of the list of a mixture's experts, and it; None where there is none.
@@ -81,22 +78,15 @@ class FoundExpertModules:
         self._look_into_an_expert()
 
     def _results(self) -> tuple[Tensor, Tensor]:
-        """What each expert made of each token, ``[token, expert, d_model]``, and whether it was given it."""
-        results = self.tokens.new_zeros(len(self.tokens), self.num_experts, self.tokens.shape[-1])
-        sent = torch.zeros(results.shape[:2], dtype=torch.bool, device=results.device)
-        close = _SAME_ROW * float(self.tokens.abs().max())
-        for e, calls in enumerate(self.calls):
-            for call in calls:
-                assert call.entered is not None
-                rows = call.entered.value.flatten(0, -2).double()
-                made = call.left[0].value.flatten(0, -2).double()
-                if rows.shape != made.shape or rows.shape[-1] != self.tokens.shape[-1]:
-                    raise NotFound(
-                        f"{call.path} is given rows of {rows.shape[-1]} numbers, and returns {made.shape[-1]}"
-                    )
-                token, row = ((self.tokens[:, None] - rows).abs().amax(-1) <= close).nonzero(as_tuple=True)
-                results[token, e], sent[token, e] = made[row], True
-        return results, sent
+        """What each expert made of each token, and whether it was given it."""
+        given: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.calls]
+        for e, call in ((e, call) for e, calls in enumerate(self.calls) for call in calls):
+            assert call.entered is not None
+            rows, made = call.entered.value.flatten(0, -2), call.left[0].value.flatten(0, -2)
+            if rows.shape != made.shape or rows.shape[-1] != self.tokens.shape[-1]:
+                raise NotFound(f"{call.path} is given rows of {rows.shape[-1]} numbers, and returns {made.shape[-1]}")
+            given[e].append((rows, made))
+        return results_by_token(self.tokens, given)
 
     def _look_into_an_expert(self) -> None:
         """The layers of the expert that was given most tokens."""
@@ -233,13 +223,5 @@ class FoundExpertModules:
         raise NotFound("what it puts out is not the sum of its experts and of one that all tokens are sent to")
 
     def _weights(self, total: Tensor, others: Sequence[Tensor]) -> Tensor | None:
-        """What the experts' results, and others, are multiplied with to make the sum; None where they do not make it."""
-        columns = torch.cat([self.results, *(x[:, None] for x in others)], 1).transpose(1, 2)
-        # Those that a token was not sent to are columns of zeros, of which the smallest solution has none.
-        solution = torch.linalg.lstsq(columns, total.unsqueeze(-1), driver="gelsd").solution
-        if not agree((columns @ solution)[..., 0], total, self.part.out[1].value):
-            return None
-        weights = solution[..., 0]
-        if bool((weights[:, : self.num_experts][self.sent].abs() < NEGLIGIBLE * weights.abs().max() * 1e-3).all()):
-            return None
-        return weights
+        """What the experts' results, and others, are multiplied with; None where their sum is something else."""
+        return weights_in_sum(total, self.results, others, self.part.out[1].value)

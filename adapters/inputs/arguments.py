@@ -49,7 +49,7 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
         >>> {"use_cache", "past_key_values"} <= accepted_by(model)
         True
     """
-    forward = type(core).forward
+    forward = type(getattr(core, "plain_module", core)).forward
     names = accepted_arguments(forward)
     if "past_key_values" not in names or "use_cache" in names or not isinstance(core, PreTrainedModel):
         return names
@@ -57,6 +57,21 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
     decoder = core.get_decoder()
     taken = passes_on and decoder is not None and "use_cache" in accepted_arguments(type(decoder).forward)
     return names | {"use_cache"} if taken else names
+
+
+def takes_mask(core: nn.Module) -> bool:
+    """Whether a model can be told what is padding.
+
+    Args:
+        core: the model, without what wraps it. One whose forward says nothing of what else it takes may.
+    """
+    forward = type(getattr(core, "plain_module", core)).forward
+    return "attention_mask" in accepted_arguments(forward) or _takes_anything(forward)
+
+
+@functools.cache
+def _takes_anything(forward: Callable[..., Any]) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
 
 
 def gives_cache(core: nn.Module) -> bool:

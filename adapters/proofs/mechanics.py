@@ -39,6 +39,8 @@ class Mechanics:
         output = self.model(**arguments_of(bridge.core, tokens, more))
         self.plain: Tensor = output.logits if hasattr(output, "logits") else output[0]
         self.names = list(bridge.hook_dict)
+        #: Those inside of experts that none of these tokens was sent to.
+        self.idle: set[str] = set()
         #: The most that writing back has changed the logits by.
         self.written_by = 0.0
 
@@ -153,6 +155,7 @@ class Mechanics:
         for name, shapes in seen.items():
             axes = self.bridge.hook_dict[name].point.axes.split()
             if not shapes and axes[0] == "row" and ".experts." in name:
+                self.idle.add(name)
                 continue  # an expert that is a module, to which none of these tokens was sent
             sizes = self.expected_shape(axes, first)
             if len(shapes) != 1:

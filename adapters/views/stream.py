@@ -212,6 +212,18 @@ class FlatRows(View):
         return new if x.ndim == 3 else new.flatten(0, 1)
 
 
+class Rows(View):
+    """``... row d -> row d``: what an expert is given may have axes of one (Hunyuan)."""
+
+    identity = False
+
+    def get(self, x: Tensor, call: Call) -> Tensor:
+        return x if x.ndim == 2 else x.flatten(0, -2)
+
+    def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        return new if x.ndim == 2 else new.view(*x.shape[:-1], new.shape[-1])
+
+
 class Composed(View):
     """What `inner` sees at the site, seen through `outer`.
 

@@ -38,14 +38,15 @@ class Expert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = (self.get_submodule(name) for name in self.names)
         shared = self.name == "shared_expert"
-        x = x if shared else at(self.layer, f"mlp.{self.name}.hook_in", x)
+        shape = x.shape
+        x = x if shared else at(self.layer, f"mlp.{self.name}.hook_in", x.flatten(0, -2))
         first, second, last = ("pre", "pre_linear", "post") if shared else ("gate", "pre", "post")
         made = (
             at(self.layer, f"mlp.{self.name}.hook_{first}", gate(x)),
             at(self.layer, f"mlp.{self.name}.hook_{second}", up(x)),
         )
         y = down(at(self.layer, f"mlp.{self.name}.hook_{last}", nn.functional.silu(made[0]) * made[1]))
-        return at(self.layer, f"mlp.{self.name}.hook_out", y)
+        return at(self.layer, f"mlp.{self.name}.hook_out", y).view(shape)
 
 
 def experts(layer: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> nn.ModuleList:
