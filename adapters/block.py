@@ -150,6 +150,18 @@ class Step:
         """What the result of its last matrix goes through: nothing, where a norm stands between."""
         return () if self.post else self.output_transform
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The modules that read its input, relative to the block, where no module stands around its part."""
+        part = self.part
+        if isinstance(part, Attention):
+            made = tuple(each for each in part.projections.values() if each.latent is None)
+        elif isinstance(part, MLP):
+            made = tuple(each for each in (part.up, part.gate) if each)
+        else:
+            made = ()
+        return () if part.path else tuple(dict.fromkeys(each.path for each in made))
+
     def added(self, result: Tensor, block: nn.Module) -> Tensor:
         """What is added to the stream where this is what the part, or the norm behind it, puts out.
 

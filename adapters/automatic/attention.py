@@ -31,7 +31,7 @@ class FoundAttention:
         part: the part.
         recording: the run.
         norms: the norms of its block.
-        block: the path of its block.
+        block: the call of its block.
 
     Attributes:
         missing: what could not be found, by hook name. `cross`: its keys are at the encoder's positions.
@@ -40,13 +40,12 @@ class FoundAttention:
         NotFound: it cannot be declared as an attention.
     """
 
-    def __init__(self, part: FoundPart, recording: Recording, norms: Norms, block: str) -> None:
+    def __init__(self, part: FoundPart, recording: Recording, norms: Norms, block: ModuleCall) -> None:
         self.part, self.recording, self.norms, self.block = part, recording, norms, block
         self.missing: dict[str, str] = {}
         self.normed_last = False
-        if part.owner is None:
-            raise NotFound("its layers stand in the block itself, with no module around them")
-        self.owner = part.owner
+        # Its layers may stand in the block itself (LLaDA).
+        self.owner = part.owner or block
         if len(part.softmaxes) != 1:
             raise NotFound(f"it computes {len(part.softmaxes)} softmaxes")
         self.softmax: Softmax = part.softmaxes[0]
@@ -225,7 +224,7 @@ class FoundAttention:
             raise NotFound("the norms of queries and keys are given different shapes")
         core = self.softmax.path
         declared = Attention(
-            relative(owner, self.block),
+            relative(owner, self.block.path),
             replace(projections["q"], latent=latents["q"]),
             replace(projections["k"], latent=latents["kv"]),
             replace(projections["v"], latent=latents["kv"]),

@@ -356,7 +356,7 @@ class _Inference:
         mixes = self._mixes(part)
         try:
             if attends and mixes is not False:
-                return self._attention(part, norms, block.path)
+                return self._attention(part, norms, block)
             if mixes:
                 return self._mixer(part, block, note)
             if experts := experts_of(part, self.recording):
@@ -374,7 +374,7 @@ class _Inference:
         positions = 0 if first else 1
         return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
 
-    def _attention(self, part: FoundPart, norms: Norms, block: str) -> Attention:
+    def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Attention:
         found = FoundAttention(part, self.recording, norms, block)
         declared = self.facts.add_attention(found, with_values(found, found.declare()))
         return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))

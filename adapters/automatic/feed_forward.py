@@ -144,7 +144,7 @@ class FoundMLP:
         given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
         activation = None if self.act_fn else self._activation_module(gate, up)
         owner = self.part.owner.path if self.part.owner else self.block
-        if self.part.owner is None and gate and gate[0].path != up[0].path:
+        if self.part.owner is None and gate and gate[0].path != up[0].path and self.part.pre is None:
             raise NotFound("its layers stand in the block itself, and two of them read the stream")
         return MLP(
             relative(owner, self.block),

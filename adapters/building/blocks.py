@@ -156,13 +156,13 @@ class BlockBuilder:
         part = step.part
         if path := step.entry or part.path:
             return Site(join(self.path, path), "input")
-        assert isinstance(part, MLP)
-        if part.gate and part.gate.path != part.up.path:
+        readers = step.readers
+        if len(readers) > 1:
             raise ValueError(
-                f"the MLP of {self.path} has no module of its own, and {part.up.path} and {part.gate.path} both read "
-                "its input: there is no one place where it enters. Give it a norm of its own, or a path"
+                f"a part of {self.path} has no module of its own, and {' and '.join(readers)} read its input: there is "
+                "no one place where it enters. Give it a norm of its own, or a path"
             )
-        return Site(join(self.path, part.up.path), "input")
+        return Site(join(self.path, readers[0]), "input")
 
     def _add_reading(self, named: NamedStep) -> None:
         """From the stream to what the part reads: the stream between two steps, the part's own input, the norm."""
