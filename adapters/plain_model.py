@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from adapters.multihead import open_multihead
 from adapters.observe.calls import elements_of
 from adapters.observe.errors import WRONG, one_line
 from adapters.paths import core_path
@@ -54,6 +55,7 @@ class PlainModel(PreTrainedModel, GenerationMixin):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(PlainConfig())
+        open_multihead(module)
         self.module = module
         self._tokens, self._output = _ends(module)
         self.config.vocab_size = int(self.get_input_embeddings().num_embeddings)

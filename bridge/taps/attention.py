@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from adapters.gathering import Cut
@@ -25,7 +26,7 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.taps.attention_call import AttentionCall, softmax_of, with_heads
 from bridge.taps.deferred_attention import DeferredAttention, autocasts
 from bridge.taps.kernels import KernelTap, implementation_of, is_looked_up, watched_kernel
-from bridge.taps.tap import RunCall, Tap, TappedCall, Watch
+from bridge.taps.tap import RunCall, Tap, TappedCall, Watch, noop_hook
 
 _PRODUCT = ("q", "k")
 _INSIDE = ("scores", "pattern")
@@ -37,6 +38,7 @@ class AttentionTap(Tap):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._kernel = KernelTap()
+        self._slow: RemovableHandle | None = None
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward when somebody listens."""
@@ -57,9 +59,18 @@ class AttentionTap(Tap):
         watch.check()
         return output
 
+    def _install(self) -> None:
+        super()._install()
+        if self._slow is None and isinstance(self.module, nn.MultiheadAttention):
+            # torch's encoder layer calls no module of a layer in which none has hooks.
+            self._slow = self.module.register_forward_hook(noop_hook)
+
     def _uninstall(self) -> None:
         super()._uninstall()
         self._leave_kernel()
+        if self._slow is not None and not (self.points or self.opened):
+            self._slow.remove()
+            self._slow = None
 
     def _leave_kernel(self) -> None:
         if not (self.points or self.opened):
