@@ -20,6 +20,7 @@ from transformers import Cache
 
 from adapters.gathering import Cut
 from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
+from adapters.observe.softmaxes import SoftmaxByHand
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
@@ -98,6 +99,8 @@ class AttentionWatch(Watch):
         super().__init__(shown)
         self._kernel_alone = kernel_alone
         self._products_seen = self._inside_seen = False
+        self._begun = False  # a softmax by hand was given the scores
+        self._by_hand = SoftmaxByHand(self._begins, self._ends)
         self._went_by = False  # a kernel, or a softmax, while nobody listened
 
     @property
@@ -121,6 +124,8 @@ class AttentionWatch(Watch):
             return func(*args, **kwargs)
         if func in SOFTMAXES and self._inside:
             return self._softmax(func, args, kwargs)
+        if self._by_hand.takes(func, args) and (self._inside or self._begun):
+            return self._by_hand.step(func, args, kwargs)
         if func in PRODUCTS and _are_heads(args) and self._products:
             query, key = self._rotated(args[0], args[1].transpose(-1, -2))
             return func(query, key.transpose(-1, -2), **kwargs)
@@ -161,6 +166,18 @@ class AttentionWatch(Watch):
         scores, args = (args[0], args[1:]) if args else (kwargs.pop("input"), args)
         new = self.shown.show("scores", scores)
         return self.shown.show("pattern", softmax_of(new, scores, lambda x: func(x, *args, **kwargs)))
+
+    def _begins(self, scores: Tensor) -> Tensor:
+        if self._inside_seen:
+            return scores
+        self._begun = self._inside_seen = True
+        return self.shown.show("scores", scores)
+
+    def _ends(self, scores: Tensor, pattern: Tensor) -> Tensor:
+        if not self._begun:
+            return pattern
+        self._begun = False
+        return self.shown.show("pattern", pattern)
 
     def scaled_dot_product(self, kernel: Callable[..., Tensor], given: KernelArguments) -> Tensor:
         """Called before `scaled_dot_product_attention`.
