@@ -59,9 +59,9 @@ class MoE:
         path: the module, relative to the block.
         router: the module, relative to `path`, that chooses among the experts for each of the ``(batch pos)`` rows.
         router_returns: what the elements of its output are, in order: the experts' ``logits``, or another score; the
-            ``weights`` and ``indices`` of the chosen ones; "", another. ``logits`` alone (DBRX, Mixtral's own code): the
-            choice is made in the forward of the module at `path`. ``every weight``, of all experts (Llama 4): every
-            expert is given every token, times its weight, and `experts` works on ``(expert batch pos)`` rows.
+            ``weights`` and ``indices`` of the chosen ones; "", another. ``logits`` alone (DBRX, Mixtral's own code):
+            the choice is made in the forward of the module at `path`. ``every weight``, of all experts (Llama 4):
+            every expert is given every token, times its weight, and `experts` works on ``(expert batch pos)`` rows.
         experts: the module, relative to `path`, that holds the experts' weights (see `adapters.experts`).
         layers: where each expert is a module of its own, the paths in it of its projections: gate, up, down; None: the
             usual names.
@@ -204,15 +204,20 @@ def mixture_points(
     else:
         chosen = Site(path, "input", "top_k_index")
     add("hook_expert_indices", chosen, "experts_per_token")
-    for e in range(num_experts):
-        for part, site in _expert_sites(path, e, experts, mlp.layers).items():
-            # Its rows are of no batch: in caches only when named.
-            axes = "row d_model" if part in ("in", "out") else "row d_expert"
-            view = Rows() if are_modules(experts) else None
-            points.add(f"experts.{e}.hook_{part}", site, view, axes, group="extra")
+    _expert_points(points, mlp, path, num_experts, experts)
     if mlp.shared:
         shared = join(module, mlp.shared.path)
         mlp_points(points.inside("shared_expert"), mlp.shared, shared, rows, "d_shared_expert")
         add("shared_expert.hook_out", Site(shared, "output"), "d_model", "extra")
     if mlp.shared_gate:
         add("shared_expert_gate.hook_out", Site(join(module, mlp.shared_gate.projection.path), "output"), "1", "extra")
+
+
+def _expert_points(points: PointList, mlp: MoE, path: str, num_experts: int, experts: nn.Module | None) -> None:
+    """Adds the points inside each expert."""
+    for e in range(num_experts):
+        for part, site in _expert_sites(path, e, experts, mlp.layers).items():
+            # Its rows are of no batch: in caches only when named.
+            axes = "row d_model" if part in ("in", "out") else "row d_expert"
+            view = Rows() if are_modules(experts) else None
+            points.add(f"experts.{e}.hook_{part}", site, view, axes, group="extra")

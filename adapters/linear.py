@@ -15,8 +15,8 @@ from adapters.views import Call, View
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 #: Subclasses of torch's layer that compute the same function, in another order of rounding.
 _SAME = (
-    "transformers.models.falcon.modeling_falcon.FalconLinear", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear",
-    "adapters.multihead.InProjection",
+    "transformers.models.falcon.modeling_falcon.FalconLinear",
+    "torch.nn.modules.linear.NonDynamicallyQuantizableLinear", "adapters.multihead.InProjection",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """torch's own `MultiheadAttention`, opened: its projection is a module like any other while somebody looks inside.
 
-torch keeps the three matrices of queries, keys and values in one parameter and multiplies with them in a function, where
-no hook reaches, and not even calls its output layer. An opened one does, with torch's own functions, only while there
+torch keeps the three matrices of queries, keys and values in one parameter, multiplies with them in a function where no
+hook reaches, and not even calls its output layer. An opened one does, with torch's own functions, only while there
 are hooks on what is inside, or something watches the functions that it calls; else it runs torch's code.
 """
 

@@ -142,6 +142,12 @@ class _Inference:
             embedding=embedding.declared(self.relative),
             changed_in_place=(*declared[0].changed_in_place, *self._changed_before(found.blocks[0].start)),
         )
+        if found.positions_first:
+            view = PositionsFirst(
+                self._is_positions_first(embedding.embedding.tokens),
+                bool(unembed and self._is_positions_first(unembed.path)),
+            )
+            declared[0] = replace(declared[0], stream_view=view)
         heads: tuple[Head, ...] = ()
         readout = Readout()
         if unembed is not None:
@@ -154,6 +160,11 @@ class _Inference:
             config_values=values,
         )
         return Inferred(architecture, dict(self.not_offered))
+
+    def _is_positions_first(self, path: str) -> bool:
+        """Whether a module outside of the blocks puts out positions before the batch."""
+        calls = self.recording.of(path)
+        return bool(calls) and calls[0].left[0].value.shape[:2] == (self.recording.pos, self.recording.batch)
 
     def _lists_of_blocks(self) -> list[FoundStack]:
         """The lists of blocks that a stream runs through: one, or an encoder's and a decoder's.

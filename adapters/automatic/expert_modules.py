@@ -1,4 +1,4 @@
-"""A mixture whose experts are modules of a list that a forward loops over: remote code of DeepSeek V3, Mixtral, Qwen."""
+"""A mixture whose experts are modules of a list that a forward loops over, as in most remote code."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from adapters.observe.token_rows import results_by_token, weights_in_sum
 from adapters.observe.tolerance import agree
 from adapters.paths import join, members_of
 from adapters.views import times
+
 
 def list_of_experts(part: FoundPart, recording: Recording) -> tuple[str, nn.ModuleList] | None:
     """The path of the list of a mixture's experts, and it; None where there is none.
@@ -193,7 +194,7 @@ class FoundExpertModules:
         raise NotFound(f"{chooses.path} weighs the experts by something else than a softmax or sigmoids")
 
     def _sum(self) -> tuple[Tensor, MLP | None, ModuleCall | None]:
-        """What each expert's result is multiplied with, ``[token, expert]``; the shared expert and the gate behind it."""
+        """What each expert's result is multiplied with, ``[token, expert]``; the shared expert, and its gate."""
         total = self.part.out[1].value.flatten(0, -2).double()
         if total.shape != self.tokens.shape:
             raise NotFound(f"{self.owner.path} puts out {total.shape[-1]} numbers for a token")

@@ -24,7 +24,17 @@ from adapters.mixers.part import Mixer, mixer_points
 from adapters.norms import Norm, SharedNormInput, norm_points
 from adapters.paths import base_path, has_module, join, module_at
 from adapters.points import Group, Point, PointList, Site
-from adapters.views import Branch, Composed, FlatRows, SeveralStreams, View, WriteThrough, parameters_of, through
+from adapters.views import (
+    Branch,
+    Composed,
+    FlatRows,
+    PositionsFirst,
+    SeveralStreams,
+    View,
+    WriteThrough,
+    parameters_of,
+    through,
+)
 
 
 def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) -> list[Point]:
@@ -37,6 +47,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
     """
     base = base_path(model)
     points = embedding_points(architecture, base, model, cfg.d_model) if architecture.embedding.tokens else []
+    ended = len(points)
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):
@@ -48,6 +59,7 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
             points += BlockBuilder(stack, cfg, base, index, n, model).build()
         if stack.collapse:
             add_collapse(PointList("", n, "", stack.pos, points), base, stack.collapse)
+        ended = len(points)
         if stack.final_norm:
             after = PointList("", n, "", stack.pos, points)
             add_final_norm(after, architecture, stack, base, stack.final_norm, model)
@@ -60,6 +72,9 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
             add_unembedding(after, architecture, model, cfg.d_model)
     if not unembedded:
         add_unembedding(after, architecture, model, cfg.d_model)
+    view = architecture.stacks[-1].stream_view
+    if isinstance(view, PositionsFirst) and view.end:
+        points[ended:] = batch_first(points[ended:])
     return points
 
 

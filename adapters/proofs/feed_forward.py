@@ -155,7 +155,9 @@ class _Mixture:
             return
         total = added.flatten(0, 1).double() - self._shared(results.sum(1))
         used = weights_in_sum(total, results, [], added)
-        self.findings.holds(CHOICE, f"{at}(sum)", used is not None, "it is no sum of what its experts make of each token")
+        self.findings.holds(
+            CHOICE, f"{at}(sum)", used is not None, "it is no sum of what its experts make of each token"
+        )
         if used is None:
             return
         weights, top, chosen = map(self.get, ("expert_weights", "topk_weights", "expert_indices"))

@@ -195,9 +195,17 @@ class SeveralStreams(View):
         return new if x.ndim == 4 else new.flatten(-2)
 
 
+@dataclass(frozen=True, repr=False)
 class PositionsFirst(View):
-    """``pos batch ... -> batch pos ...`` (XLNet)."""
+    """``pos batch ... -> batch pos ...`` (XLNet).
 
+    Attributes:
+        embeddings: of a stack, whether the embeddings before its blocks are given positions first, too.
+        end: likewise the norm behind them and the output layer (ChatGLM 2, whose embeddings are not).
+    """
+
+    embeddings: bool = True
+    end: bool = False
     identity = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:

@@ -69,7 +69,11 @@ class ReadingHook:
         """The forward pre-hook."""
         if self._place is not None and self._keep is not None and self._is_meant(module, self._place.call):
             key = self._place.key
-            x = args[0] if args and key is None and isinstance(args[0], Tensor) else argument(module, args, kwargs or {}, key)[0]
+            x = (
+                args[0]
+                if args and key is None and isinstance(args[0], Tensor)
+                else argument(module, args, kwargs or {}, key)[0]
+            )
             self._keep(self._place.points, x, module, args, kwargs or {})
 
 

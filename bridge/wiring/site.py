@@ -48,7 +48,11 @@ class SiteHandler:
             return None
         kwargs = {} if kwargs is None else kwargs
         plain = self.site.key is None
-        x, place = (args[0], 0) if plain and args and isinstance(args[0], Tensor) else argument(module, args, kwargs, self.site.key)
+        x, place = (
+            (args[0], 0)
+            if plain and args and isinstance(args[0], Tensor)
+            else argument(module, args, kwargs, self.site.key)
+        )
         new = self.see(x, module, args, kwargs)
         return None if new is x else with_argument(args, kwargs, place, new)
 

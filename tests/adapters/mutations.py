@@ -37,8 +37,8 @@ from adapters import (
 )
 from adapters.attention import Gate
 from adapters.config import ModelConfig
-from adapters.inputs.made import sample_inputs
 from adapters.feed_forward import CHOICE
+from adapters.inputs.made import sample_inputs
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, RMS_NORM, NormKind
 from adapters.observe.recording import Recorder
 from adapters.paths import has_module, join, module_path

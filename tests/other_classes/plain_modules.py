@@ -86,7 +86,9 @@ class NanoGPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         parts = self.transformer
         embedded = outside("hook_embed", parts["wte"](idx))
-        x = parts["drop"](embedded + outside("hook_pos_embed", parts["wpe"](torch.arange(idx.shape[1])).expand(*idx.shape, -1)))
+        x = parts["drop"](
+            embedded + outside("hook_pos_embed", parts["wpe"](torch.arange(idx.shape[1])).expand(*idx.shape, -1))
+        )
         for block in parts["h"]:
             x = block(x)
         logits = outside("unembed.hook_out", self.lm_head(outside("ln_final.hook_out", parts["ln_f"](x))))

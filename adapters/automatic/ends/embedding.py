@@ -100,6 +100,9 @@ class _Search:
 
     def run(self) -> FoundEmbedding:
         rows = self.tokens.left[0].value
+        if rows.ndim == 3 and self.stream.value.shape == rows.transpose(0, 1).shape != rows.shape:
+            value = self.stream.value.transpose(0, 1).contiguous()  # blocks are given positions first, this is not
+            self.stream = BorderTensor(self.stream.key, self.stream.live.transpose(0, 1), value, mark(value))
         self.found = Embedding(self.tokens.path)
         target = self._behind_norm(self._behind_projection(self.stream))
         rows = self._projected(rows, target.value)
