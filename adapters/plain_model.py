@@ -32,8 +32,8 @@ class PlainModel(PreTrainedModel, GenerationMixin):
     """A module of plain torch with the interface of transformers' models: it calls the module, and nothing else.
 
     Args:
-        module: tokens go in, ``[batch, pos]``, as its first argument; logits come out, ``[batch, pos, d_vocab]``: alone,
-            first in a tuple, or as ``logits`` in a dictionary.
+        module: tokens go in, ``[batch, pos]``, as its first argument; logits come out, ``[batch, pos, d_vocab]``:
+            alone, first in a tuple, or as ``logits`` in a dictionary.
 
     Attributes:
         module: the module.

@@ -30,7 +30,8 @@ def by_position(x: Tensor, batch: int, pos: int) -> Float[Tensor, "batch pos col
     """A tensor as a row of columns for each batch row and position, None where it has no such axes.
 
     Args:
-        x: ``[batch, pos, ...]``, ``[pos, batch, ...]``, ``[batch, head, pos, d]``, ``[(batch pos), column]`` or ``[(batch pos), head, d]``.
+        x: ``[batch, pos, ...]``, ``[pos, batch, ...]``, ``[batch, head, pos, d]``, ``[(batch pos), column]`` or
+            ``[(batch pos), head, d]``.
         batch, pos: the sizes to look for; the numbers of heads should be neither, or the first reading that fits wins.
     """
     if x.ndim >= 3 and x.shape[:2] == (batch, pos):

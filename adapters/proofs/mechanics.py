@@ -291,6 +291,7 @@ class Mechanics:
                 projection, z = module_at(self.model, path), cache[f"{at}hook_z"]
                 bias = bias_of(projection, z.flatten(-2))
                 made = recording.of(module_path(path))[call_number(path) or 0].output
+                made = made.transpose(0, 1) if place.stack.positions_first else made
                 yield f"{at}hook_z", head_results(projection, z).sum(-2) + bias, made
                 bias = bias if step.post else step.added(bias, module_at(self.model, place.path))
                 yield f"{at}hook_result", cache[f"{at}hook_result"].sum(-2) + bias, cache[ends[at]]

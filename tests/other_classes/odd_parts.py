@@ -76,7 +76,7 @@ def _mpt(clip: float | None, normed: bool) -> type[nn.Module]:
     return Mpt
 
 
-MptClipped, MptNormed, MptBoth = _mpt(1.5, False), _mpt(None, True), _mpt(1.5, True)
+MptClipped, MptNormed, MptBoth = _mpt(2.5, False), _mpt(None, True), _mpt(2.5, True)
 
 
 def rms(x: Tensor) -> Tensor:
