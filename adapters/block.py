@@ -195,6 +195,7 @@ class NamedStep:
         first: it is the first of the steps that read this stream.
         shared: the others that read this stream through the same norm, by name.
         leads: it is the first of those.
+        through_one: one module reads that norm for all of them (PaLM's, which makes queries and neurons at once).
     """
 
     step: Step
@@ -206,6 +207,7 @@ class NamedStep:
     first: bool
     shared: tuple[str, ...]
     leads: bool
+    through_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -308,7 +310,9 @@ class Block:
             each for each in steps if named.step.pre and (each.step.pre, each.before) == (named.step.pre, named.before)
         ]
         names = tuple(each.name for each in alike if each is not named)
-        return replace(named, shared=names, leads=not alike or alike[0] is named)
+        readers = {each.step.readers for each in alike}
+        through_one = len(readers) == 1 and len(readers.pop()) == 1
+        return replace(named, shared=names, leads=not alike or alike[0] is named, through_one=through_one)
 
     def _names(self, group: Sequence[Step], before: Sequence[NamedStep]) -> list[tuple[str, str]]:
         """The names of the parts and norms of steps, which those before them do not have."""

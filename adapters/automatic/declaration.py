@@ -342,6 +342,9 @@ class _Inference:
         self.changed |= dict.fromkeys(_changed(call, inside))
         block = Block(tuple(steps), ends, norm=_norm(found.norm, norms, call))
         for named, note in zip(block.named, notes, strict=True):
+            if named.through_one and not named.leads:
+                others = " and ".join(named.shared)
+                self.not_offered[f"{prefix}.hook_{named.name}_in"] = f"one layer reads it for {named.name} and {others}"
             for what, why in note.items():
                 if what == "entry":
                     self.not_offered[f"{prefix}.hook_{named.name}_in"] = why

@@ -194,9 +194,11 @@ class BlockBuilder:
                 self._add_own_input(named, flat, self._entry(step), Branch())
             return
         assert entry
-        if named.shared:
+        if named.shared and not named.through_one:
             self._add_shared_norm(named, step.pre, entry)
             return
+        if not named.leads:
+            return  # one module reads the norm for both: there is no place that is this part's alone
         view = WriteThrough() if isinstance(part, MLP) and self.stack.one_of_two else Branch()
         # As in HookedTransformer's encoder-decoder, what the MLP reads there is also what its output is added to.
         self._add_own_input(named, flat, entry, view)
