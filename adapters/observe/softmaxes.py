@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: The first step is given the scores; the last puts out the pattern.
 _LOGARITHMS = {torch.log_softmax, torch.nn.functional.log_softmax, Tensor.log_softmax}
 _MAXIMA = {torch.max, Tensor.max, torch.amax, Tensor.amax}
 _DIFFERENCES = {torch.sub, Tensor.sub, Tensor.__sub__}
@@ -27,7 +26,8 @@ class SoftmaxByHand:
     """Follows the torch functions of a module from one to the next, and finds the softmax among them.
 
     Attributes:
-        scores: called with the scores, before the first step; it returns what the model goes on with.
+        scores: called with the scores, before they become shares (a difference from the largest may be for something
+            else); it returns what the model goes on with.
         pattern: called with the scores and the pattern behind the last step; likewise.
     """
 
@@ -52,10 +52,7 @@ class SoftmaxByHand:
             made = func(x, *args[1:], **kwargs)
             return self._keep(self._logarithms, made, x)
         if func in _DIFFERENCES and isinstance(other, Tensor) and self._maxima.get(id(other)) is x:
-            new = self.scores(x)
-            if new is not x:
-                other = new.amax(-1, keepdim=True)
-            return self._keep(self._exponents, func(new, other, **kwargs), new)
+            return self._keep(self._exponents, func(*args, **kwargs), x)
         if func in _QUOTIENTS and isinstance(other, Tensor) and self._totals.get(id(other)) is x:
             return self.pattern(self._shares[id(x)], func(*args, **kwargs))
         if func in _EXPONENTIALS:
@@ -63,7 +60,9 @@ class SoftmaxByHand:
                 return self.pattern(self._logarithms[id(x)], func(*args, **kwargs))
             scores = self._exponents.get(id(x))
             if scores is not None:
-                return self._keep(self._shares, func(*args, **kwargs), scores)
+                new = self.scores(scores)
+                x = x if new is scores else new - new.amax(-1, keepdim=True)
+                return self._keep(self._shares, func(x, *args[1:], **kwargs), new)
         made = func(*args, **kwargs)
         if func in _MAXIMA:
             found = made if isinstance(made, Tensor) else made[0]

@@ -53,9 +53,13 @@ class RouterWatch(Watch):
             output = run()
         if not self.shown.active_points(("weights",)):
             return output
-        at, indices = next((place, x) for place, x in enumerate(output) if not x.is_floating_point())
-        of_chosen = [place for place, x in enumerate(output) if place != at and x.shape == indices.shape]
-        place = min(of_chosen, key=lambda each: abs(each - at))  # they are given together
+        whole = [place for place, x in enumerate(output) if not x.is_floating_point()]
+        of_chosen = [(abs(place - at), place, at) for at in whole for place, x in enumerate(output)
+                     if place not in whole and x.shape == output[at].shape]  # fmt: skip
+        if not of_chosen:
+            raise RuntimeError(f"{type(self.shown.module).__name__} returns no weights and indices of chosen experts")
+        _, place, at = min(of_chosen)  # they are given together
+        indices = output[at]
         chosen = output[place]
         everyone = chosen.new_zeros(*chosen.shape[:-1], self._n_experts).scatter(-1, indices, chosen)
         shown = self.shown.show("weights", everyone).gather(-1, indices)

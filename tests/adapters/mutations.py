@@ -298,7 +298,7 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     for returns in (CHOICE, ("logits",), ("every weight", "logits"), ("indices", "weights")):
         same = GIVEN if returns == ("logits",) and part.chosen_by.endswith("probabilities") else ""
         if returns != part.router_returns:
-            yield f"router returns {' and '.join(returns)}", replace(part, router_returns=returns), same
+            yield f"router returns {', '.join(returns)}", replace(part, router_returns=returns), same
     if part.shared:
         yield "shared expert times 2", replace(part, shared_transform=(*part.shared_transform, *times(2.0))), ""
         yield "shared expert left out", replace(part, shared=None), ""
