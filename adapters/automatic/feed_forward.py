@@ -100,7 +100,11 @@ class FoundMLP:
         if bool(elsewhere.any()):
             return
         # Others of its columns may be queries, keys and values (PaLM).
-        own = list(range(made.shape[-1])) if made.shape[-1] % self.d_mlp == 0 else gradient[row].nonzero().flatten().tolist()
+        own = (
+            list(range(made.shape[-1]))
+            if made.shape[-1] % self.d_mlp == 0
+            else gradient[row].nonzero().flatten().tolist()
+        )
         for way in _ways(len(own), self.d_mlp) if len(own) % self.d_mlp == 0 else ():
             index = tuple(own[column] for column in way)
             columns = list(index)

@@ -59,14 +59,15 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
     return names | {"use_cache"} if taken else names
 
 
-def takes_mask(core: nn.Module) -> bool:
-    """Whether a model can be told what is padding.
+def may_take(core: nn.Module, name: str) -> bool:
+    """Whether a model takes an argument, as far as it says: one whose forward takes anything may.
 
     Args:
-        core: the model, without what wraps it. One whose forward says nothing of what else it takes may.
+        core: the model, without what wraps it.
+        name: of the argument.
     """
     forward = type(getattr(core, "plain_module", core)).forward
-    return "attention_mask" in accepted_arguments(forward) or _takes_anything(forward)
+    return name in accepted_arguments(forward) or _takes_anything(forward)
 
 
 @functools.cache

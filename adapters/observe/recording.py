@@ -113,7 +113,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.recorder, self.recording = recorder, recorder.recording
         self.products: list[tuple[Tensor, Tensor]] = []
-        self._by_hand = SoftmaxByHand(lambda scores: scores, self._ended)
+        self._by_hand = SoftmaxByHand()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -122,7 +122,7 @@ class Watch(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             return self._attention(KernelArguments(*args, **kwargs))
         if self._by_hand.takes(func, args):
-            return self._by_hand.step(func, args, kwargs)
+            return self._by_hand.step(func, args, kwargs, lambda scores: scores, self._ended)
         if func in PRODUCTS and len(args) == 2 and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.products.append((args[0], args[1].transpose(-1, -2)))
         elif func is FLAT_PRODUCT and len(args) == 3 and args[1].shape[0] % self.recording.batch == 0:
@@ -142,7 +142,7 @@ class Watch(TorchFunctionMode):
     def _ended(self, scores: Tensor, pattern: Tensor) -> Tensor:
         """A softmax by hand has ended."""
         self._add(scores, pattern, self.products, fused=False)
-        self.products, self._by_hand = [], SoftmaxByHand(lambda scores: scores, self._ended)
+        self.products, self._by_hand = [], SoftmaxByHand()
         return pattern.detach()
 
     def _add(self, scores: Tensor, pattern: Tensor, products: list[tuple[Tensor, Tensor]], *, fused: bool) -> None:

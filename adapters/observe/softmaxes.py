@@ -17,22 +17,11 @@ _SUMS = {torch.sum, Tensor.sum}
 _QUOTIENTS = {torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tensor.true_divide}
 _STEPS = _LOGARITHMS | _MAXIMA | _DIFFERENCES | _EXPONENTIALS | _SUMS | _QUOTIENTS
 
-#: Given scores and what a softmax makes of them, what becomes of each.
-Show = Callable[[Tensor], Tensor]
-
 
 @dataclass
 class SoftmaxByHand:
-    """Follows the torch functions of a module from one to the next, and finds the softmax among them.
+    """Follows the torch functions of a module from one to the next, and finds the softmax among them."""
 
-    Attributes:
-        scores: called with the scores, before they become shares (a difference from the largest may be for something
-            else); it returns what the model goes on with.
-        pattern: called with the scores and the pattern behind the last step; likewise.
-    """
-
-    scores: Show
-    pattern: Callable[[Tensor, Tensor], Tensor]
     _kept: list[Tensor] = field(default_factory=list)  # so that no other tensor takes the place of one
     _maxima: dict[int, Tensor] = field(default_factory=dict)
     _exponents: dict[int, Tensor] = field(default_factory=dict)
@@ -44,23 +33,37 @@ class SoftmaxByHand:
         """Whether a function may be a step: one of rows of a tensor of three axes or more."""
         return func in _STEPS and bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 2
 
-    def step(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a function that may be a step."""
+    def step(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        begins: Callable[[Tensor], Tensor],
+        ends: Callable[[Tensor, Tensor], Tensor],
+    ) -> Any:
+        """Calls a function that may be a step.
+
+        Args:
+            func, args, kwargs: the function, and what it is given.
+            begins: called with the scores, before they become shares (a difference from the largest may be for
+                something else); it returns what the model goes on with.
+            ends: called with the scores and the pattern behind the last step; likewise.
+        """
         x, other = args[0], args[1] if len(args) > 1 else None
         if func in _LOGARITHMS:
-            x = self.scores(x)
+            x = begins(x)
             made = func(x, *args[1:], **kwargs)
             return self._keep(self._logarithms, made, x)
         if func in _DIFFERENCES and isinstance(other, Tensor) and self._maxima.get(id(other)) is x:
             return self._keep(self._exponents, func(*args, **kwargs), x)
         if func in _QUOTIENTS and isinstance(other, Tensor) and self._totals.get(id(other)) is x:
-            return self.pattern(self._shares[id(x)], func(*args, **kwargs))
+            return ends(self._shares[id(x)], func(*args, **kwargs))
         if func in _EXPONENTIALS:
             if id(x) in self._logarithms:
-                return self.pattern(self._logarithms[id(x)], func(*args, **kwargs))
+                return ends(self._logarithms[id(x)], func(*args, **kwargs))
             scores = self._exponents.get(id(x))
             if scores is not None:
-                new = self.scores(scores)
+                new = begins(scores)
                 x = x if new is scores else new - new.amax(-1, keepdim=True)
                 return self._keep(self._shares, func(x, *args[1:], **kwargs), new)
         made = func(*args, **kwargs)

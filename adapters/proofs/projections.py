@@ -107,9 +107,7 @@ class _Columns:
             assert call is not None
             self.compare(letter, call, outputs[letter], found)
 
-    def _reached(
-        self, outputs: dict[str, Tensor], z: Tensor, query: int, keys: list[int]
-    ) -> dict[str, Tensor | None]:
+    def _reached(self, outputs: dict[str, Tensor], z: Tensor, query: int, keys: list[int]) -> dict[str, Tensor | None]:
         """Which columns of queries, keys and values reach each head at a query."""
         positions = {"query_pos": self.query_pos, "key_pos": self.key_pos}
         made = [outputs["q"], outputs["k"]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.imports.versions import known_error
-from adapters.inputs.arguments import takes_mask
+from adapters.inputs.arguments import may_take
 from adapters.inputs.made import Given
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
@@ -173,7 +173,7 @@ def _padded(tokens: Tensor) -> dict[str, Tensor]:
 
 def _why_no_padding(bridge: Bridge, tokens: Tensor, padded: dict[str, Tensor]) -> str:
     """Why a model cannot be told what is padding, by a mask of two axes; "" where it can."""
-    if not takes_mask(bridge.core):
+    if not may_take(bridge.core, "attention_mask"):
         return "it takes no attention_mask"
     try:
         bridge.run_with_hooks(tokens, fwd_hooks=[], **padded)

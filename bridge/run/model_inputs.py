@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.inputs.arguments import Takes, accepted_arguments, accepted_by, takes, takes_mask
+from adapters.inputs.arguments import Takes, accepted_arguments, accepted_by, may_take, takes
 from adapters.offloaded import input_device
 from adapters.paths import learns_prompt, module_at, module_path
 from bridge.hooks.context import CURRENT
@@ -106,7 +106,7 @@ def prepare(bridge: RunnableBridge, asked: Request) -> Inputs:
     tokens, mask = _taken_in(bridge, asked, kwargs, starts)
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     _check_further(bridge, kwargs, length)
-    if mask is not None and not takes_mask(bridge.core):
+    if mask is not None and not may_take(bridge.core, "attention_mask"):
         mask = _without_padding(bridge, _checked_mask(mask, kwargs, length))
     if mask is not None:
         mask = _checked_mask(mask, kwargs, length)

@@ -100,7 +100,7 @@ class AttentionWatch(Watch):
         self._kernel_alone = kernel_alone
         self._products_seen = self._inside_seen = False
         self._begun = False  # a softmax by hand was given the scores
-        self._by_hand = SoftmaxByHand(self._begins, self._ends)
+        self._by_hand = SoftmaxByHand()
         self._went_by = False  # a kernel, or a softmax, while nobody listened
 
     @property
@@ -125,7 +125,7 @@ class AttentionWatch(Watch):
         if func in SOFTMAXES and self._inside:
             return self._softmax(func, args, kwargs)
         if self._by_hand.takes(func, args) and (self._inside or self._begun):
-            return self._by_hand.step(func, args, kwargs)
+            return self._by_hand.step(func, args, kwargs, self._begins, self._ends)
         if func in PRODUCTS and _are_heads(args) and self._products:
             query, key = self._rotated(args[0], args[1].transpose(-1, -2))
             return func(query, key.transpose(-1, -2), **kwargs)
