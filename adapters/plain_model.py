@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from adapters.inputs.arguments import may_take
 from adapters.multihead import open_multihead
 from adapters.observe.calls import elements_of
 from adapters.observe.errors import WRONG, one_line
@@ -85,8 +86,21 @@ class PlainModel(PreTrainedModel, GenerationMixin):
         """The last module with a matrix that put out as many numbers as there are logits; None where none did."""
         return None if self._output is None else self.module.get_submodule(self._output)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **options: Any) -> dict[str, Tensor]:
-        """All tokens, at every step: a plain module keeps none."""
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> dict[str, Tensor]:
+        """All tokens, at every step: a plain module keeps none.
+
+        Raises:
+            ValueError: some are padding, and the module takes no `attention_mask`.
+        """
+        if attention_mask is None or may_take(self, "attention_mask"):
+            return {"input_ids": input_ids} | ({} if attention_mask is None else {"attention_mask": attention_mask})
+        if not bool(attention_mask.all()):
+            raise ValueError(
+                f"{type(self.module).__name__} takes no attention_mask, so padding would be read as tokens: generate "
+                "from prompts of one length"
+            )
         return {"input_ids": input_ids}
 
     # Its own names, without that of the place where it stands.

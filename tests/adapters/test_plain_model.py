@@ -114,7 +114,8 @@ def test_an_opened_attention_computes_what_torchs_does(mask: str, weights: bool,
     padding[0, 5:] = True
     of_heads = torch.randn(2 * N_HEADS, 7, 7)
     given = {
-        "none": {}, "bool": {"attn_mask": hidden}, "float": {"attn_mask": torch.randn(7, 7)}, "heads": {"attn_mask": of_heads},
+        "none": {}, "bool": {"attn_mask": hidden}, "float": {"attn_mask": torch.randn(7, 7)},
+        "heads": {"attn_mask": of_heads},
         "padding": {"key_padding_mask": padding}, "both": {"attn_mask": hidden, "key_padding_mask": padding},
     }[mask]  # fmt: skip
     expected = plain(x, x, x, need_weights=weights, **given)
