@@ -67,11 +67,12 @@ class PlainModel(PreTrainedModel, GenerationMixin):
         """The module, whose forward says what can be passed."""
         return self.module
 
-    def forward(self, input_ids: Tensor, **more: Any) -> CausalLMOutput:
+    def forward(self, input_ids: Tensor, return_dict: bool | None = None, **more: Any) -> CausalLMOutput:
         """Calls the module.
 
         Args:
             input_ids: tokens, ``[batch, pos]``.
+            return_dict: as transformers' models take it; it changes nothing.
             more: what it takes besides, by the names of its own arguments.
         """
         return CausalLMOutput(logits=logits_in(self.module, self.module(input_ids, **more)))
