@@ -59,7 +59,7 @@ class OpenMultiheadAttention(nn.MultiheadAttention):
         """As torch's."""
         masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
         if not (query is key and key is value and query.ndim == 3 and self._is_watched()):
-            options = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+            options: dict[str, Any] = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
             return super().forward(query, key, value, **masks, **options)
         mask = _additive(query, key_padding_mask, attn_mask, self.num_heads)
         made = self.in_proj(query)

@@ -26,7 +26,8 @@ class PlainConfig(PreTrainedConfig):
 
     def __init__(self, vocab_size: int = 0, **options: Any) -> None:
         self.vocab_size, self.pad_token_id, self.use_cache = vocab_size, None, False
-        super().__init__(tie_word_embeddings=False, **options)
+        self.tie_word_embeddings = False
+        super().__init__(**options)
 
 
 class PlainModel(PreTrainedModel, GenerationMixin):
@@ -87,7 +88,7 @@ class PlainModel(PreTrainedModel, GenerationMixin):
         """The last module with a matrix that put out as many numbers as there are logits; None where none did."""
         return None if self._output is None else self.module.get_submodule(self._output)
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> dict[str, Tensor]:
         """All tokens, at every step: a plain module keeps none.

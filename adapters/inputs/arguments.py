@@ -36,6 +36,12 @@ def _meant(annotation: Any, forward: Callable[..., Any]) -> Any:
     return annotation
 
 
+def _forward_of(core: nn.Module) -> Callable[..., Any]:
+    """The forward that says what can be passed: of a `PlainModel`, its module's."""
+    said: nn.Module = getattr(core, "plain_module", core)
+    return type(said).forward
+
+
 def accepted_by(core: nn.Module) -> frozenset[str]:
     """The names of the arguments that a Hugging Face model takes.
 
@@ -49,7 +55,7 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
         >>> {"use_cache", "past_key_values"} <= accepted_by(model)
         True
     """
-    forward = type(getattr(core, "plain_module", core)).forward
+    forward = _forward_of(core)
     names = accepted_arguments(forward)
     if "past_key_values" not in names or "use_cache" in names or not isinstance(core, PreTrainedModel):
         return names
@@ -66,7 +72,7 @@ def may_take(core: nn.Module, name: str) -> bool:
         core: the model, without what wraps it.
         name: of the argument.
     """
-    forward = type(getattr(core, "plain_module", core)).forward
+    forward = _forward_of(core)
     return name in accepted_arguments(forward) or _takes_anything(forward)
 
 

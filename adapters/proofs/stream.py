@@ -236,7 +236,7 @@ def _chain(evidence: Evidence, findings: Findings, stack: Stack) -> None:
             continue  # no module returns it
         output = call.output if call else None
         several = isinstance(output, tuple | list | Mapping)
-        length = len(output) if several else 1
+        length = len(output) if isinstance(output, tuple | list | Mapping) else 1
         key, expected = stack.output
         fits = length == expected and several == (key is not None)
         findings.holds(

@@ -107,7 +107,8 @@ def prepare(bridge: RunnableBridge, asked: Request) -> Inputs:
     length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
     _check_further(bridge, kwargs, length)
     if mask is not None and not may_take(bridge.core, "attention_mask"):
-        mask = _without_padding(bridge, _checked_mask(mask, kwargs, length))
+        _refuse_padding(bridge, _checked_mask(mask, kwargs, length))
+        mask = None
     if mask is not None:
         mask = _checked_mask(mask, kwargs, length)
         # A model that needs an image hands what it does not know to that image's own model, too.
@@ -343,7 +344,7 @@ def places_among_tokens(mask: Tensor, counted: PositionCounting) -> Tensor:
     return places if counted.first is None else places + counted.first.to(places.device)
 
 
-def _without_padding(bridge: RunnableBridge, mask: Tensor) -> None:
+def _refuse_padding(bridge: RunnableBridge, mask: Tensor) -> None:
     """Looks whether a mask that the model does not take hides nothing.
 
     Raises:
