@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import _canonical_mask, _none_or_dtype, dropout, linear, scaled_dot_product_attention
+from torch.overrides import has_torch_function
 
 
 class InProjection(nn.Module):
@@ -58,7 +58,7 @@ class OpenMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As torch's."""
         masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
-        if not (query is key and key is value and query.ndim == 3 and self._is_watched()):
+        if not (query is key and key is value and query.ndim == 3 and self._is_watched(query)):
             options: dict[str, Any] = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
             return super().forward(query, key, value, **masks, **options)
         mask = _additive(query, key_padding_mask, attn_mask, self.num_heads)
@@ -77,11 +77,11 @@ class OpenMultiheadAttention(nn.MultiheadAttention):
         result = self.out_proj(joined if self.batch_first else joined.transpose(0, 1).contiguous())
         return result, pattern.mean(1) if pattern is not None and average_attn_weights else pattern
 
-    def _is_watched(self) -> bool:
-        """Whether there are hooks inside, or a mode watches torch's functions."""
+    def _is_watched(self, x: Tensor) -> bool:
+        """Whether there are hooks inside, or a mode watches torch's functions of this tensor."""
         inside = (self.in_proj, self.out_proj)
         hooks = any(each._forward_hooks or each._forward_pre_hooks for each in inside)
-        return hooks or torch._C._is_torch_function_mode_enabled()
+        return hooks or has_torch_function((x,))
 
 
 def _additive(x: Tensor, padding: Tensor | None, mask: Tensor | None, n_heads: int) -> Tensor | None:
@@ -105,7 +105,7 @@ def open_multihead(model: nn.Module) -> None:
         model: the model.
     """
     for module in list(model.modules()):
-        plain = type(module) is nn.MultiheadAttention and module._qkv_same_embed_dim
+        plain = type(module) is nn.MultiheadAttention and module.kdim == module.vdim == module.embed_dim
         if plain and module.bias_k is None and not module.add_zero_attn:
             module.__class__ = OpenMultiheadAttention
             module.in_proj = InProjection(module)

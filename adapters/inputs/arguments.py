@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
+
+from adapters.views.given import names_of
 
 #: What tokens are to a model: those of its decoder, where its encoder reads images or sound.
 TokensArgument = Literal["input_ids", "decoder_input_ids"]
@@ -104,30 +106,7 @@ def gives_cache(core: nn.Module) -> bool:
 
 def argument_names(module: nn.Module) -> list[str]:
     """The names of what a module's forward takes, in order."""
-    return list(_names_of(type(module).forward))
-
-
-@functools.cache
-def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
-
-
-def place_of_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
-    """Where the first tensor stands that a module is called with: its place among `args`, or its name among `kwargs`.
-
-    None where there is none.
-
-    Args:
-        module: which is called.
-        args, kwargs: with these.
-    """
-    if args and isinstance(args[0], Tensor):
-        return 0
-    place = next((place for place, x in enumerate(args) if isinstance(x, Tensor)), None)
-    if place is not None:
-        return place
-    names = (*_names_of(type(module).forward), *kwargs)
-    return next((name for name in names if isinstance(kwargs.get(name), Tensor)), None)
+    return list(names_of(type(module).forward))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from adapters.gathering import Alike, Cut
-from adapters.inputs.arguments import place_of_input
 from adapters.layout import Layout, SpreadModelError
 from adapters.observe.calls import BorderTensor, ModuleCall, Recording, Softmax, elements_of, mark
 from adapters.observe.errors import WRONG, NotFound, one_line
@@ -21,6 +20,7 @@ from adapters.observe.functions import CHOICES, FLAT_PRODUCT, PRODUCTS, SOFTMAXE
 from adapters.observe.softmaxes import SoftmaxByHand
 from adapters.paths import token_embedding
 from adapters.points import Site
+from adapters.views.given import place_of_input
 from adapters.views.kernel_arguments import KernelArguments
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.inputs.arguments import place_of_input
+from adapters.views.given import place_of_input
 
 #: What a module is called with.
 Args = tuple[Any, ...]

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adapters.inputs.arguments import place_of_input
 from adapters.paths import call_number, missing_module_message, module_path, token_embedding
 from adapters.views import Args, Kwargs
+from adapters.views.given import place_of_input
 
 
 @functools.cache
