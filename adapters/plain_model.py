@@ -61,6 +61,7 @@ class PlainModel(PreTrainedModel, GenerationMixin):
         self.module = module
         self._tokens, self._output = _ends(module)
         self.config.vocab_size = int(self.get_input_embeddings().num_embeddings)
+        self.config.name_or_path = type(module).__name__
         self.train(module.training)
 
     @property

@@ -73,7 +73,8 @@ INSIDE_ADAPTERS = {
     "proofs": {"imports", "views", "vocabulary", "inputs", "observe", "building"},
     "plain_model": {"vocabulary", "inputs", "observe", "registry"},
     "model": {"vocabulary", "inputs", "registry", "building", "automatic"},
-    "__init__": {"imports", "vocabulary", "registry", "model", "proofs"},
+    "kept": {"views", "vocabulary", "inputs", "observe", "registry", "model"},
+    "__init__": {"imports", "vocabulary", "registry", "model", "proofs", "kept"},
 }
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.
 INSIDE_FUNCTIONS = {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.architecture import Step
+from adapters.attention import GATE_FUNCTIONS
 from adapters.config import config_of
 from adapters.experts import are_modules, expert_bias, expert_weight, has_bias, router_matrix, sparsemixer_topk
 from adapters.feed_forward import MLP, MoE
@@ -271,5 +272,6 @@ class _Mixture:
         shared = result_of.flatten(0, 1).double() if result_of is not None else torch.zeros_like(like)
         if self.part.shared_gate:
             gate = self.evidence.get(f"{self.place.part}shared_expert_gate.hook_out")
-            shared = shared * (gate.flatten(0, 1).double().sigmoid() if gate is not None else 0)
+            function = GATE_FUNCTIONS[self.part.shared_gate.function]
+            shared = shared * (function(gate.flatten(0, 1).double()) if gate is not None else 0)
         return shared * self.part.shared_factor
