@@ -14,7 +14,10 @@ from adapters.views import Call, View
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 #: Subclasses of torch's layer that compute the same function, in another order of rounding.
-_SAME = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+_SAME = (
+    "transformers.models.falcon.modeling_falcon.FalconLinear",
+    "torch.nn.modules.linear.NonDynamicallyQuantizableLinear", "adapters.multihead.InProjection",
+)  # fmt: skip
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -106,7 +106,8 @@ class Parts:
                     producer = before.made[0][0]
                 elif producer.entered is not None:  # a sum that no module puts out: it stands where the norm reads it
                     out = producer, producer.entered
-        linear = self._matrices(start, producer)
+        # One projection may make what two parts read (PaLM): it ran with the first of them.
+        linear = self._matrices(start, producer) or self._matrices(total.start, producer)[:1]
         softmaxes = self.recording.softmaxes_between(start, producer.end)
         owner = self._owner(producer, linear, softmaxes, start)
         part = FoundPart(owner, out, producer, None, post, linear, softmaxes, total.before, start)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adapters.views.given import place_of_input
+
 #: What a module is called with.
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -32,8 +34,12 @@ class Call:
 
     @property
     def input(self) -> Tensor:
-        """The first argument of the module."""
-        return self.args[0] if self.args else self.kwargs["hidden_states"]
+        """The first tensor that the module is given."""
+        if self.args and isinstance(self.args[0], Tensor):
+            return self.args[0]
+        place = place_of_input(self.module, self.args, self.kwargs)
+        found: Tensor = self.args[place] if isinstance(place, int) else self.kwargs[place or ""]
+        return found
 
     def without_graph(self) -> Call:
         """The same call, of tensors that hold no graph: for what is kept."""

@@ -19,6 +19,10 @@ from bridge.hooks.listener import Scope
 from bridge.hooks.over_processes import agreed_part
 
 
+def noop_hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
+
+
 class InForwardsPlace:
     """What stands in a module's dictionary in the place of its class's forward.
 
