@@ -22,6 +22,7 @@ class Call:
         args, kwargs: what it was called with.
         sources: for each of the point's source sites, the module that was called there and the tensor seen there.
         scratch: a dictionary shared by the points that stand on this site, for this call only.
+        private: the tensor at the site was made for the one hook point there: nobody else holds it.
     """
 
     module: nn.Module
@@ -29,6 +30,7 @@ class Call:
     kwargs: Kwargs
     sources: tuple[tuple[nn.Module, Tensor], ...] = ()
     scratch: dict[str, Any] = field(default_factory=dict)
+    private: bool = False
 
     @property
     def input(self) -> Tensor:
@@ -76,15 +78,21 @@ class Deferred:
         """Whether it keeps more in memory than the activation would take."""
         return self.view.contextual
 
-    def _at_site(self) -> Tensor:
-        """The tensor at its site."""
-        return self.x
+    @property
+    def n_rows(self) -> int:
+        """How many rows it has, where its view sees each by itself."""
+        return self.x.shape[-2]
 
-    def value(self, name: str) -> Tensor:
+    def _at_site(self, rows: slice | Tensor | None) -> Tensor:
+        """The tensor at its site, or some of its rows."""
+        return self.x if rows is None else self.x[..., rows, :]
+
+    def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
         """The activation.
 
         Args:
             name: of the hook point, for the error.
+            rows: which of its rows, where its view sees each by itself; None: all.
 
         Raises:
             RuntimeError: what it is computed from was changed in place since.
@@ -92,7 +100,7 @@ class Deferred:
         if self._versions() != self._seen:
             raise RuntimeError(f"{name} cannot be computed any more: what it is made from was changed in place")
         with torch.inference_mode(self.x.is_inference()), torch.no_grad():  # as in the run
-            return self.view.get(self._at_site(), self.call)
+            return self.view.get(self._at_site(rows), self.call)
 
 
 class View:
@@ -106,6 +114,8 @@ class View:
     deferrable: bool = False
     #: True where the model writes over the site's tensor afterwards: `get` cannot wait.
     at_once: bool = False
+    #: True where `get` computes each row ``[..., row, :]`` from the same row of the site's tensor alone.
+    by_row: bool = False
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False
 

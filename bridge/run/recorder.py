@@ -62,7 +62,8 @@ class Recorder:
         scope = Scope()
         whole = self.pos_slice is None and self.device is None
         one = self._read if not whole else self._keep if self.everything else self._keep_compact
-        listener = Listener("read", one, scope, deferrable=whole, optional=self.everything)
+        partial = self.pos_slice is not None
+        listener = Listener("read", one, scope, deferrable=whole, optional=self.everything, partial=partial)
         listening = (
             wiring.reading(self.points, listener, self._keep_all)
             if whole
@@ -117,8 +118,8 @@ class Recorder:
             act = act.value(hook.name)
         self._keep(act, hook)
 
-    def _read(self, act: Tensor, hook: HookPoint) -> None:
-        value = act.detach() if act.requires_grad else act
+    def _read(self, act: Tensor | Deferred, hook: HookPoint) -> None:
+        value = act.detach() if isinstance(act, Tensor) and act.requires_grad else act
         value = picked_positions(value, self.pos_slice, hook)
         if self.device is not None and value.device != self.device:
             self.values[hook.name] = self._copies.copy(value, self.device)
