@@ -12,6 +12,7 @@ from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recording import Recorder
+from adapters.offloaded import materialized
 from adapters.paths import call_number, module_at, module_path
 from adapters.proofs.evidence import LayerStep, places_of
 from adapters.proofs.protocol import Bridge, Cache, Hook, NamedHook
@@ -261,7 +262,7 @@ class Mechanics:
                 if name in sunk:
                     # What goes to no token is the sink's part of a softmax over scores and sink.
                     module = module_at(self.model, self.bridge.hook_dict[name].point.site.path)
-                    sink = getattr(module, sunk[name]).double().view(-1, 1)
+                    sink = materialized(module, sunk[name]).double().view(-1, 1)
                     right = (cache[scores[name]].double().logsumexp(-1) - sink).sigmoid()
                 yield name, sums, right
 

@@ -10,6 +10,7 @@ from adapters.attention import GATE_FUNCTIONS, AddedOutput, Attention, Gate, Sin
 from adapters.config import config_of
 from adapters.inputs.made import repeated, split
 from adapters.norms import Norm
+from adapters.offloaded import materialized
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, LayerStep
 from adapters.proofs.projections import clipped, normed, prove_latents
@@ -168,7 +169,7 @@ class _Attention:
                 return
             product = product * GATE_FUNCTIONS[transform.function](gate.double())
         elif isinstance(transform, SinkGate):
-            scores, sinks = self.get("attn_scores"), getattr(module, transform.parameter, None)
+            scores, sinks = self.get("attn_scores"), materialized(module, transform.parameter)
             if scores is None or not isinstance(sinks, Tensor):
                 self.findings.holds(VALUES, at, False, f"there are no sinks in {transform.parameter}")
                 return
@@ -341,7 +342,7 @@ class _Attention:
         sinks: Tensor | None = None
         if self.part.sinks:
             site = self.evidence.bridge.hook_dict[f"{self.place.part}hook_pattern"].point.site
-            sinks = getattr(module_at(self.evidence.bridge.original_model, site.path), self.part.sinks, None)
+            sinks = materialized(module_at(self.evidence.bridge.original_model, site.path), self.part.sinks)
             if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
                 self.findings.holds(PATTERN, f"{self.place.part}hook_pattern", False, f"no sinks in {self.part.sinks}")
                 return

@@ -19,6 +19,7 @@ from transformers import Cache
 
 from adapters.gathering import Cut
 from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
+from adapters.offloaded import materialized
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
@@ -266,6 +267,12 @@ class _CallInRun(RunCall):
 
 class _CallOverProcesses(_CallInRun):
     """One call of an attention module of which each process computes some heads."""
+
+    def __init__(self, tap: AttentionTap, call: Call) -> None:
+        super().__init__(tap, call)
+        names = [name for point in self.active_points(_INSIDE) for name in point.view.parameters]
+        for name in dict.fromkeys(names):  # put together before the module's forward, which sees its own part
+            call.scratch[name] = materialized(tap.module, name)
 
     @property
     def cut(self) -> Cut:
