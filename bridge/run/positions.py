@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,12 @@ def check_pos_slice(pos_slice: PosSlice) -> None:
 
 def position_axis(hook: HookPoint) -> int | None:
     """Which axis of the activation counts positions (of queries), or None."""
-    axes = hook.point.axes.split()
+    return _position_axis(hook.point.axes)
+
+
+@functools.cache
+def _position_axis(said: str) -> int | None:
+    axes = said.split()
     return next((axes.index(axis) for axis in _AXES if axis in axes), None)
 
 
@@ -58,7 +64,14 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
             return x.value(hook.name, _index(pos_slice, x.n_rows, hook, x.x.device))
     if axis is None or pos_slice is None:
         return x
-    return x[(slice(None),) * axis + (_index(pos_slice, x.shape[axis], hook, x.device),)].clone()
+    length = x.shape[axis]
+    index = _index(pos_slice, length, hook, x.device)
+    if isinstance(index, Tensor):
+        return x.index_select(axis, index)
+    start, stop, step = index.indices(length)
+    if step == 1:
+        return x.narrow(axis, start, stop - start).clone()
+    return x[(slice(None),) * axis + (index,)].clone()
 
 
 def _index(pos_slice: PosSlice, length: int, hook: HookPoint, device: torch.device) -> slice | Tensor:

@@ -64,12 +64,8 @@ class Recorder:
         one = self._read if not whole else self._keep if self.everything else self._keep_compact
         partial = self.pos_slice is not None
         listener = Listener("read", one, scope, deferrable=whole, optional=self.everything, partial=partial)
-        listening = (
-            wiring.reading(self.points, listener, self._keep_all)
-            if whole
-            else _listening(wiring, self.points, listener)
-        )
-        with listening, of_the_next_run(scope):
+        keep_all = self._keep_all if whole else self._read_all
+        with wiring.reading(self.points, listener, keep_all), of_the_next_run(scope):
             if not self.gradients:
                 yield
                 return
@@ -111,6 +107,19 @@ class Recorder:
             else:
                 with torch.no_grad():
                     self._keep(view.get(x, call), point)
+
+    def _read_all(
+        self, points: tuple[HookPoint, ...], x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> None:
+        """As `_keep_all`, of what is kept in part or elsewhere."""
+        call = _NO_CALL
+        x = x.detach() if x.requires_grad else x
+        with torch.no_grad():
+            for point in points:
+                view = point.view
+                if view.contextual and call is _NO_CALL:
+                    call = Call(module, args, kwargs)
+                self._read(x if view.identity else view.get(x, call), point)
 
     def _keep_compact(self, act: Tensor | Deferred, hook: HookPoint) -> None:
         """Keeps an activation, and nothing larger that it could be computed from."""
