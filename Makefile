@@ -99,6 +99,7 @@ ifneq ($(ALL),)
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/bases.py
 	$(BIN)/python benchmarks/imports.py
+	$(BIN)/python benchmarks/inference.py
 endif
 
 $(PEER)/.installed: $(STAMP)

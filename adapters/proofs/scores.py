@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, AddedOutput, Attention, Gate, SinkGate
 from adapters.config import config_of
+from adapters.imports.versions import rotation_of
 from adapters.inputs.made import repeated, split
 from adapters.norms import Norm
 from adapters.offloaded import materialized
@@ -133,6 +134,9 @@ class _Attention:
         if turned_q is None or turned_k is None or turned_q.shape != q.shape or turned_k.shape[-1] != q.shape[-1]:
             self.findings.holds(SCORES, f"{at}hook_rot_k", False, "it is not as wide as queries are")
             return False
+        base = rotation_of(config_of(self.evidence.bridge.core).get_text_config()).get("rope_theta")
+        if self.part.rotary and base is not None:  # its angles are not told apart from the order of its columns
+            self.findings.holds(SCORES, "cfg.rotary_base", self.cfg.rotary_base == base, f"it is not {base}")
         self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q[..., :width], q[..., :width])
         self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
         shared = turned_k[..., width:]

@@ -43,16 +43,12 @@ def _module_behind(name: str, model: AnalysedModel) -> nn.Module:
     return norm.module if norm else module_at(model.original_model, model.hook_dict[name].point.site.path)
 
 
-def _is_there(name: str, model: AnalysedModel) -> bool:
-    """Whether the model has a hook point of this name, not in a module of the user's."""
-    return name in model.hook_dict and model.hook_dict[name].point.axes != "..."
-
-
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be taken through, by hook point."""
     bases = (name.rpartition(".")[0] for name in values)  # of what is seen in a basis of the user's
     names = [name for name in (*values, *bases, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS))]
-    return {name: written_to(_module_behind(name, model)) for name in names if _is_there(name, model)}
+    there = [name for name in names if name in model.hook_dict and model.hook_dict[name].point.axes != "..."]
+    return {name: written_to(_module_behind(name, model)) for name in there}  # axes "...": in a module of the user's
 
 
 class ActivationCache(ResidualMethods):

@@ -211,14 +211,9 @@ def _clean(clean_cache: Mapping[str, Tensor], hook: HookPoint) -> Tensor:
         KeyError: it was not cached.
     """
     if hook.name not in clean_cache:
-        raise KeyError(
-            f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it {_how(hook)}"
-        )
+        how = "by default" if hook.point.group == "standard" else f"with names_filter={hook.name!r}"
+        raise KeyError(f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it {how}")
     return clean_cache[hook.name]
-
-
-def _how(hook: HookPoint) -> str:
-    return "by default" if hook.point.group == "standard" else f"with names_filter={hook.name!r}"
 
 
 def _number(value: Any) -> float:

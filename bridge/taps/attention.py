@@ -101,7 +101,7 @@ class AttentionWatch(Watch):
         return not self._inside_seen and bool(self.shown.active_points(_INSIDE))
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Calls a function of the module's, and shows what it is given and what it makes."""
+        """Calls a function of the module's, and shows its arguments and its result."""
         if (func is scaled_dot_product_attention or func in SOFTMAXES) and not (self._inside or self._products):
             self._went_by = True
             return func(*args, **kwargs)
@@ -224,11 +224,11 @@ class _CallInRun(RunCall):
     def __init__(self, tap: AttentionTap, call: Call) -> None:
         super().__init__(tap, call)
         # A trace may ask for something while the module runs: then it is asked anew who listens.
-        self._heard = {} if tap.opened else {channels: tap.active_points(channels) for channels in (_PRODUCT, _INSIDE)}
+        self._known = {} if tap.opened else {channels: tap.active_points(channels) for channels in (_PRODUCT, _INSIDE)}
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which the present code listens."""
-        known = self._heard.get(channels) if isinstance(channels, tuple) else None
+        known = self._known.get(channels) if isinstance(channels, tuple) else None
         return self.tap.active_points(channels) if known is None else known
 
     def is_read_only(self, attention: AttentionCall) -> bool:

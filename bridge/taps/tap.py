@@ -129,8 +129,8 @@ class Tap:
         cut = self.cuts.get(channel)
         if cut is None:
             return self._shown(channel, x, call)
-        heard = self.active_points((channel,))
-        return agreed_part(x, cut, heard, lambda all_: self._shown(channel, all_, call)) if heard else x
+        points = self.active_points((channel,))
+        return agreed_part(x, cut, points, lambda all_: self._shown(channel, all_, call)) if points else x
 
     def _shown(self, channel: str, x: Tensor, call: Call) -> Tensor:
         for point in self.points.get(channel, ()):

@@ -252,12 +252,12 @@ class Wiring:
         if self.peers is None:
             return
         listening = [hook for hook in self.points.values() if hook.listeners and hook.has_visible_listeners]
-        heard = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
-        numbers = [zlib.crc32(repr(heard).encode()), number_of(given)]
+        kinds = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
+        numbers = [zlib.crc32(repr(kinds).encode()), number_of(given)]
         numbers.append(number_of(torch.get_rng_state()) if random else 0)
         same_points, same_input, same_draws = self.peers.agree(numbers)
         if not same_points:
-            names = ", ".join(name for name, _ in heard) or "no hook point"
+            names = ", ".join(name for name, _ in kinds) or "no hook point"
             raise DifferentEditsError(
                 f"hooks are at {names} here, and at other hook points on other processes that share this model: "
                 "do the same on all"

@@ -35,6 +35,8 @@ FAR = 1e-4
 
 #: Kinds with latents, or gates of sinks, which are refused processing and graphs in one process, too.
 REFUSED_ANYWAY = ("deepseek_v2", "deepseek_v3", "minicpm3", "granite_swa")
+#: Kinds without an adapter.
+INFERRED = ("nanochat", "phimoe")
 #: Cases whose error ends the process, and torchrun the others.
 ENDS = ("alone_in_a_trace", "alone_in_a_direct_call")
 
@@ -47,9 +49,11 @@ def tensor_parallel(kind: str, folder: Path, dtype: torch.dtype = torch.float64)
     return load(kind, folder, dtype, distributed_config=config)
 
 
-def pair(kind: str, folder: Path) -> tuple[TransformerBridge, TransformerBridge]:
+def pair(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> tuple[TransformerBridge, TransformerBridge]:
     """A bridge of the model over all processes by tensor parallelism, and one of it in one process."""
-    return TransformerBridge(tensor_parallel(kind, folder)), TransformerBridge(load(kind, folder))
+    plain = TransformerBridge(load(kind, folder, dtype))
+    declared = plain.declaration() if kind in INFERRED else None  # inferred in one process alone
+    return TransformerBridge(tensor_parallel(kind, folder, dtype), declaration=declared), plain
 
 
 def said_to_be_tensor_parallel(kind: str, folder: Path) -> None:
@@ -404,8 +408,7 @@ def _gradients(bridge: TransformerBridge, name: str) -> list[torch.Tensor]:
 
 def processed(kind: str, folder: Path) -> None:
     """`process_weights` does to the parts what it does to the whole in one process."""
-    ours = TransformerBridge(tensor_parallel(kind, folder, torch.float32))
-    plain = TransformerBridge(load(kind, folder, torch.float32))
+    ours, plain = pair(kind, folder, torch.float32)
     plain.process_weights()
     _compare_processing(ours, plain)
     assert ours.cfg.processed == plain.cfg.processed, f"{ours.cfg.processed} {plain.cfg.processed}"
@@ -628,3 +631,18 @@ def _by_fsdp(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> Pre
 def _of(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def found_where_it_was_kept(kind: str, folder: Path) -> None:
+    """What was inferred in one process is used again by all, if all have it."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRANSFORMER_BRIDGE_CACHE", str(folder / f"kept_{rank}"))
+        model = tensor_parallel(kind, folder)
+        if rank == 0:
+            TransformerBridge(load(kind, folder))
+        with pytest.raises(SpreadModelError, match=r"declaration\(\).save"):
+            TransformerBridge(model)
+        if rank == 1:
+            TransformerBridge(load(kind, folder))
+        assert TransformerBridge(model).declaration().inferred

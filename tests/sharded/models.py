@@ -53,6 +53,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS |= {
     "gpt_oss_of_heads": KINDS["gpt_oss"],
     "granite_swa": ("GraniteSWA", {"sliding_window": 4, "attn_implementation": "eager"}),
+    "nanochat": ("NanoChat", {}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, **_MIXTURE}),
     "minicpm3": ("MiniCPM3", {**_LATENT, "num_key_value_heads": 4}),
     "deepseek_v2": ("DeepseekV2", KINDS["deepseek_v3"][1] | {"n_group": 1}),
 }

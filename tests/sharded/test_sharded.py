@@ -30,6 +30,8 @@ CASES = (
     "gradients_of_parameters:mixtral",
     "analysis:llama",
     "built_on_points:llama",
+    "every_edit:nanochat",
+    "found_where_it_was_kept:nanochat",
     "different_edits_are_refused:llama",
     "different_gradients_are_refused:llama",
     "different_inputs_are_refused:llama",
