@@ -73,8 +73,8 @@ def what_it_depends_on(function: Callable[..., Any]) -> Hashable | None:
 
 def _is_plain(value: object) -> bool:
     """Whether a value never changes, and is known by how it is written."""
-    if type(value) is tuple:
-        return all(type(item) in _PLAIN for item in value)  # type: ignore[attr-defined]
+    if isinstance(value, tuple):
+        return type(value) is tuple and all(type(item) in _PLAIN for item in value)
     return type(value) in _PLAIN or value is re
 
 
