@@ -78,7 +78,12 @@ def resident(what: str) -> float:
 
 def table(positions: int) -> list[str]:
     """The rows as lines of Markdown: what each needs above the first."""
-    lines = ["| | most, MB above the plain run | after `del`, MB | after `malloc_trim(0)`, MB |", "|---|---|---|---|"]
+    lines = [
+        f"{positions} tokens:",
+        "",
+        "| | most, MB above the plain run | after `del`, MB | after `malloc_trim(0)`, MB |",
+        "|---|---|---|---|",
+    ]
     first: float | None = None
     for name in (PLAIN, *ROWS):
         command = [sys.executable, __file__, name, str(positions)]
