@@ -103,8 +103,8 @@ def map_model(
         try:
             found = inference.declaration.infer(model, inputs)
         except inference.declaration.NotInferable as why:
-            said = f"{why}: so what plays which part in {type(core).__name__} could not be inferred. {_refusal(core)}"
-            raise UnsupportedModelError(said.strip()) from None
+            said = f"{why}: so what plays which part in {type(core).__name__} could not be inferred; {_refusal(core)}"
+            raise UnsupportedModelError(said.removesuffix("; ")) from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)
     architecture = declaration_for(core) if declared is None else declared
     check_modules(core)

@@ -81,8 +81,8 @@ def decoded(data: Any) -> Any:
     if _KIND in data:
         return _object(data)
     ((kind, held),) = data.items() if len(data) == 1 else [("", None)]
-    if kind == _NUMBER and isinstance(held, str):
-        return float(held)
+    if kind == _NUMBER:
+        return float(str(held))
     if kind in (_LIST, _MAP) and isinstance(held, list):
         return [decoded(each) for each in held] if kind == _LIST else {key: decoded(each) for key, each in held}
     raise ValueError(f"{str(data)[:80]} is nothing that declarations are made of")

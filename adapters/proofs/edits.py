@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from adapters.inputs.made import Given, repeated, split
 from adapters.mixers.part import Mixer
 from adapters.observe.errors import WRONG, one_line
 from adapters.proofs.protocol import Bridge, Hook, NamedHook
+from adapters.views import Kwargs
 
 #: So many rows are in one run at most; fewer where a block scans, of which each row may take gigabytes.
 ROWS, ROWS_OF_SCANS = 48, 6
@@ -58,9 +58,8 @@ class Edits:
         layers = [self.bridge.hook_dict[name].point.depth for name in names]
         if not layers:
             return found
-        tokens, given = split(self.bridge.core, self._few)
-        more: dict[str, Any] = dict(given)
-        residual = self.bridge(tokens, stop_at_layer=0, **more)
+        tokens, more = split(self.bridge.core, self._few)
+        residual = self.bridge(tokens, stop_at_layer=0, **Kwargs(more))
         for layer in range(max(layers) + 1):
             here = [name for name, at in zip(names, layers, strict=True) if at == layer]
 

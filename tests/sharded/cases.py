@@ -463,6 +463,18 @@ def inferring_is_refused(kind: str, folder: Path) -> None:
         TransformerBridge(tensor_parallel(kind, folder), automatic="always")
 
 
+def declared_in_one_process(kind: str, folder: Path) -> None:
+    """What was inferred in one process says what is what where several share the model."""
+    one = TransformerBridge(load(kind, folder), automatic="always")
+    ours = TransformerBridge(tensor_parallel(kind, folder), declaration=one.declaration())
+    names = list(one.hook_dict)
+    assert list(ours.hook_dict) == names and ours.offered().inferred
+    _, found = ours.run_with_cache(TOKENS, names_filter=names)
+    _, wanted = one.run_with_cache(TOKENS, names_filter=names)
+    for name in names:
+        assert difference(found[name], wanted[name]) < CLOSE, name
+
+
 def unequal_parts_are_refused(kind: str, folder: Path) -> None:
     """A point of which each process has a part that is not put together is refused with the reason."""
     ours = TransformerBridge(tensor_parallel(kind, folder))

@@ -46,6 +46,7 @@ CASES = (
     "unequal_parts_are_refused:llama_odd",
     "spread_without_a_plan_is_refused:llama",
     "inferring_is_refused:llama",
+    "declared_in_one_process:llama",
     "made_for_one_process:llama",
     "rows_of_its_own:llama",
 )
