@@ -238,8 +238,10 @@ class AttentionWatch(Watch):
 def show_scores_and_pattern(shown: TappedCall, attention: AttentionCall) -> Tensor:
     """Shows scores and pattern, and returns the pattern that is made of them."""
     scores = attention.scores()
+    if not shown.active_points(("scores",)):
+        return shown.show("pattern", attention.pattern(scores, over=True), private=True)
     new = shown.show("scores", scores)
-    return shown.show("pattern", softmax_of(new, scores, attention.pattern))
+    return shown.show("pattern", softmax_of(new, scores, attention.pattern), private=True)
 
 
 class _CallInRun(RunCall):
@@ -276,8 +278,9 @@ class _CallInRun(RunCall):
         for point in points:
             channel = str(point.point.site.key)
             for listener in point.visible_listeners():
-                if waits and listener.deferrable:
-                    listener.fn(DeferredAttention(point.view, attention, channel, call), hook=point)
+                by_row = point.view.identity or point.view.by_row
+                if (waits and listener.deferrable) or (listener.partial and by_row):
+                    listener.fn(DeferredAttention(point.view, attention, channel, call, waits), hook=point)
                     continue
                 with torch.no_grad():
                     scores = attention.scores() if scores is None else scores
