@@ -90,7 +90,10 @@ class Sums(nn.Module):
         (nn.Identity(), "Identity has no weights"),
         (Sums(), r"Sums returns a tensor of shape \[1\] for tokens: logits, \[batch, pos, d_vocab\], are needed"),
         (HundredLines().to("meta"), "HundredLines has no weights"),
-        (nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), "no list of blocks that each run once: so what plays which part in PlainModel could not be inferred"),
+        (
+            nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)),
+            "no list of blocks that each run once: so what plays which part in PlainModel could not be inferred",
+        ),
     ],
 )
 def test_what_is_no_language_model_is_refused(module: nn.Module, reason: str) -> None:

@@ -127,7 +127,10 @@ def test_unknown_model_class_is_refused():
 
     with pytest.raises(UnsupportedModelError, match=r"Linear is no model of transformers, and does not run on tokens"):
         TransformerBridge(torch.nn.Linear(2, 2))
-    with pytest.raises(UnsupportedModelError, match=r"Linear is no model of transformers \(a subclass of PreTrainedModel\), and there is no adapter"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"Linear is no model of transformers \(a subclass of PreTrainedModel\), and there is no adapter",
+    ):
         TransformerBridge(torch.nn.Linear(2, 2), automatic=False)
 
 
