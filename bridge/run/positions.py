@@ -89,4 +89,4 @@ def _index(pos_slice: PosSlice, length: int, hook: HookPoint, device: torch.devi
             raise IndexError(f"pos_slice is {pos_slice}; {hook.name} has {length} positions")
     if isinstance(pos_slice, int):
         return slice(pos_slice, (pos_slice + 1) or None)
-    return torch.tensor(wanted, device=device)
+    return torch.tensor([position % length for position in wanted], device=device)
