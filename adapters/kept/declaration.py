@@ -63,7 +63,7 @@ class Declaration:
             ValueError: it holds something that is no data, such as a view of your own.
 
         Example:
-            >>> import uuid
+            >>> import tempfile
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
             >>> with tempfile.TemporaryDirectory() as folder:
