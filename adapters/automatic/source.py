@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -122,9 +123,8 @@ def _written(value: Any, indent: int, constants: Mapping[Any, str]) -> str:
         return f'float("{value}")'
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
-    inner = [
-        _written(each, indent + 4, constants) for each in vars(value).values() if not isinstance(each, bool | tuple)
-    ]
+    names = inspect.signature(type(value)).parameters
+    inner = [_written(getattr(value, name), indent + 4, constants) for name in names]
     return _joined(f"{type(value).__name__}(", inner, ")", indent)
 
 
