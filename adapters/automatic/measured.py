@@ -56,12 +56,13 @@ def rotary_base(attention: FoundAttention, dim: int, adjacent: bool) -> float | 
     query = attention.turned("q")
     if query is None or dim < 4:
         return None
-    x, y = attention.normed("q").double()[:, 1], query.transpose(1, 2).double()[:, 1]
+    x, y = attention.normed("q").double(), query.transpose(1, 2).double()
     first, second = (2, 3) if adjacent else (1, 1 + dim // 2)
-    turned = torch.atan2(
-        x[..., first] * y[..., second] - x[..., second] * y[..., first],
-        x[..., first] * y[..., first] + x[..., second] * y[..., second],
-    ).abs()
+    turn = torch.complex(x[..., first], -x[..., second]) * torch.complex(y[..., first], y[..., second])
+    steps = turn[:, 1:].sum((0, 2)) * turn[:, :-1].sum((0, 2)).conj()
+    if bool(((steps / steps.abs() - (steps / steps.abs())[:1]).abs() > 0.1).any()):
+        return None  # a position is not one number, as in a grid of patches
+    turned = turn[:, 1].angle().abs()
     angle = float(turned.median())
     if angle <= 0 or bool(((turned - angle).abs() > FITTED * angle).any()):
         return None
