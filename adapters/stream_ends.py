@@ -36,8 +36,8 @@ class Embedding:
         transform: what its rows go through, a constant first; `hook_embed` shows them before parameters of the base
             model.
         added: the tables that are added, each with what it is of: ``positions``, ``types`` (the two sentences), or
-            ``more`` (TAPAS), of which each runs once; or ``patches``, the layer that makes vectors of an image's patches,
-            which stand at the last positions of the stream. See `tables`.
+            ``more`` (TAPAS), of which each runs once; or ``patches``, the layer that makes vectors of an
+            image's patches, which stand at the last positions of the stream. See `tables`.
         norm: a norm; of the sum where there is a `module`, else of the token embedding alone.
         project: a linear layer that brings the embeddings to the stream's width. Where it is the `module`, it reads
             their sum, or the norm of it (RemBERT, ALBERT). Else it reads the token embedding, alone or among others,

@@ -266,7 +266,8 @@ def add_noise(model: nn.Module) -> None:
     for parameter in model.parameters():
         constant = parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
         if parameter.is_floating_point() and (parameter.requires_grad or constant):
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            wide = parameter.shape[-1] >= 512 and parameter.ndim > 1  # sums of so many are to stay as large
+            parameter.add_(torch.randn_like(parameter) * (0.025 if wide else 0.1))
             if not bool(torch.isfinite(parameter).all()):  # a parameter that nobody initialised
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     for module in model.modules():  # a router's table of tokens, which is all zeros until a checkpoint is read
@@ -340,9 +341,7 @@ def _enlarged(name: str, value: Any) -> Any:
     return 512 if value == 32 and name in (*widths, "qk_channels", "v_channels", "intra_bottleneck_size") else value
 
 
-def _fields(
-    cls: type[PreTrainedConfig], given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES
-) -> dict[str, Any]:
+def _fields(cls: type[PreTrainedConfig], given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     """What a configuration class is given: the sizes that it has fields for, one layer of each kind, what it needs."""
     default = cls()
     given = {**_own(cls, sizes), **given}

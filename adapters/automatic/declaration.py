@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Embedding, Head, Part, Readout, Stack, Step
+from adapters.architecture import Architecture, Block, Head, Part, Readout, Stack, Step
 from adapters.attention import Attention
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import (
@@ -23,7 +23,7 @@ from adapters.automatic.blocks import (
 )
 from adapters.automatic.ends.embedding import FoundEmbedding, find_embedding
 from adapters.automatic.ends.images import Pool, find_patches, find_pool
-from adapters.automatic.ends.readout import End, returned_by, find_final_norm, find_unembedding
+from adapters.automatic.ends.readout import End, find_final_norm, find_unembedding, returned_by
 from adapters.automatic.facts import Facts, all_rotated, all_sized
 from adapters.automatic.feed_forward import FoundMLP
 from adapters.automatic.layouts import relative

@@ -38,7 +38,9 @@ def hook_points(architecture: Architecture, model: nn.Module, cfg: ModelConfig) 
     """
     base = base_path(model)
     made = architecture.embedding
-    points = embedding_points(architecture, base, model, cfg.d_model) if made.tokens else image_points(made, base, model)
+    points = (
+        embedding_points(architecture, base, model, cfg.d_model) if made.tokens else image_points(made, base, model)
+    )
     for stack in architecture.stacks:
         blocks = join(base, stack.path)
         if not has_module(model, blocks):

@@ -201,4 +201,10 @@ def add_unembedding(points: PointList, architecture: Architecture, model: nn.Mod
         width = next((_width_behind(head, model, d_model) for head in between), "d_model")
         rows = f"batch {points.pos}" if architecture.readout.pooled is None else "batch"
         points.add("unembed.hook_in", Site(path, "input"), axes=f"{rows} {width}", group="extra")
-        points.add("unembed.hook_out", Site(path, "output"), axes=f"{rows} d_vocab_out", group="extra", aliases=("hook_unembed",))
+        points.add(
+            "unembed.hook_out",
+            Site(path, "output"),
+            axes=f"{rows} d_vocab_out",
+            group="extra",
+            aliases=("hook_unembed",),
+        )

@@ -124,7 +124,9 @@ def _speed(
     pos, pairs = turn.shape
     if base is None and images:
         found = _on_grid(turn / turn.abs())
-        findings.holds(claim, where, found <= findings.angles, f"rows and columns do not turn by themselves ({found:.1e})")
+        findings.holds(
+            claim, where, found <= findings.angles, f"rows and columns do not turn by themselves ({found:.1e})"
+        )
         return False
     if base is None:
         findings.holds(claim, where, False, "cfg does not say the base of the rotation")
