@@ -144,22 +144,24 @@ def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[
         model_type, cls: the type and its class.
         configured: makes a configuration, of fields, and of `sizes`.
     """
-    usual = _tried(model_type, cls.__name__, lambda: tiny_of(cls, configured()))
+
+    def tried(fields: Mapping[str, object]) -> Row:
+        return _tried(model_type, cls.__name__, lambda: tiny_of(cls, configured(**fields)))
+
+    usual = tried({})
     if usual.how == "–":
         return usual
-    options = _options(cls, configured)
-    others = {
+    options, refused = _options(cls, configured)
+    others: dict[str, dict[str, object]] = {
         " ".join(f"{name}={value}" for name, value in options.items()): options,
         "512 wide": {"sizes": WIDE},
     }
-    found = {
-        said: _tried(model_type, cls.__name__, lambda o=o: tiny_of(cls, configured(**o)))
-        for said, o in others.items()
-        if o
-    }
-    tried = {said: each for said, each in found.items() if not each.reason.startswith(_NO_INSTANCE)}
-    worse = {said: each for said, each in tried.items() if not each.is_full and usual.is_full}
-    row = replace(usual, tried=1 + len(tried), points=usual.points)
+    found = {said: tried(fields) for said, fields in others.items() if fields}
+    made = {said: each for said, each in found.items() if not each.reason.startswith(_NO_INSTANCE)}
+    worse = {said: each for said, each in made.items() if not each.is_full and usual.is_full}
+    row = replace(usual, tried=1 + len(made))
+    if refused and usual.is_full:
+        row = replace(row, reason=f"refused with {' '.join(refused)}")
     for said, each in worse.items():
         offered = min(row.offered, each.offered, key=_AMOUNTS.index)
         reason = "; ".join(filter(None, (row.reason, f"with {said}: {each.reason or each.offered}")))
@@ -168,17 +170,30 @@ def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[
 
 
 @torch.no_grad()
-def _options(cls: type[PreTrainedModel], configured: Callable[..., PreTrainedConfig]) -> dict[str, object]:
-    """All options of a class the other way round that it can be made with, one key head among them."""
+def _options(
+    cls: type[PreTrainedModel], configured: Callable[..., PreTrainedConfig]
+) -> tuple[dict[str, object], list[str]]:
+    """All options of a class the other way round that it can be made with, one key head among them.
+
+    Returns:
+        The options, and which of them an adapter refuses by name: these are not among them.
+    """
     options: dict[str, object] = {}
+    refused: list[str] = []
     for name, value in switched(configured()).items():
         try:
             model = tiny_of(cls, configured(**options, **{name: value}))
             model(**sample_inputs(model))
         except _NOT_BUILT:
             continue
+        try:
+            TransformerBridge(model)
+        except _NOT_BUILT as error:
+            if f"{name}={value}" in str(error):  # an adapter says so
+                refused.append(f"{name}={value}")
+                continue
         options[name] = value
-    return options
+    return options, refused
 
 
 def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> Row:
@@ -257,9 +272,8 @@ def wanted(task: Task) -> list[str]:
     """The types of a task that have a row: a class that two tasks have is in the first."""
     ours = NativeModel.config_class.model_type  # none of transformers'
     found = [each for each in types(task) if each != ours]
-    earlier: set[type[PreTrainedModel]] = set()
-    if task == "speech":
-        earlier = {_class(each, other) for other in TITLES if other != "speech" for each in types(other)} - {None}
+    others: list[Task] = [other for other in TITLES if other != task] if task == "speech" else []
+    earlier = {_class(each, other) for other in others for each in types(other)} - {None}
     return [each for each in found if _class(each, task) not in earlier]
 
 

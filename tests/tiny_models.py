@@ -87,7 +87,7 @@ WIDE: dict[str, Any] = SIZES | {
     **dict.fromkeys(("num_key_value_heads", "multi_query_group_num"), 4),
     **dict.fromkeys(("mamba_num_heads", "mamba_n_heads"), 16),
     "rotary_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
-    "v_head_dim": 64, "qk_head_dim": 96, "n_mamba_heads": 2,
+    "v_head_dim": 64, "qk_head_dim": 96, "index_head_dim": 64, "n_mamba_heads": 2,
 }  # fmt: skip
 #: Factors, which are one by default.
 FACTORS = {

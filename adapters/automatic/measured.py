@@ -11,7 +11,7 @@ from adapters.automatic.attention import FoundAttention
 from adapters.automatic.layouts import relative
 from adapters.observe.errors import NotFound
 from adapters.observe.gradients import by_position, gradient_of
-from adapters.observe.tolerance import FITTED, tolerance, worked_out
+from adapters.observe.tolerance import FITTED, ROUNDED_TABLE, tolerance, worked_out
 from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
 
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -46,7 +46,7 @@ def rotation(attention: FoundAttention) -> tuple[int, bool, bool] | None:
         for adjacent in (False, True):
             pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
             sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
-            if bool(((sizes[0] - sizes[1]).abs() <= 2 * close).all()):
+            if bool(((sizes[0] - sizes[1]).abs() <= 2 * close + ROUNDED_TABLE * sizes[0]).all()):
                 return dim, adjacent, plain
     return None
 

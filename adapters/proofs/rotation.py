@@ -128,6 +128,8 @@ def _speed(
             claim, where, found <= findings.angles, f"rows and columns do not turn by themselves ({found:.1e})"
         )
         return False
+    if base is None and pairs == 1:
+        base = 1.0  # of one pair, no power of it is taken
     if base is None:
         findings.holds(claim, where, False, "cfg does not say the base of the rotation")
         return False
