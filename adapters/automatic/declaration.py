@@ -222,9 +222,9 @@ class _Inference:
 
     def _with_pooled(self, stack: Stack, pooled: Pool) -> tuple[Stack, ModuleCall | None]:
         """The list of blocks with the norm that reads that vector, and the output layer behind it."""
+        self.not_offered.pop("ln_final", None)  # it is known what is read
         if pooled.norm is None:
             return stack, pooled.unembed
-        self.not_offered.pop("ln_final", None)
         norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
         return replace(stack, final_norm=norm), pooled.unembed
 

@@ -91,11 +91,13 @@ def find_pool(
     norms = {call: kind for call in pools if final is None and (kind := norm_kind(call))}
     norm = next(iter(norms), None)
     for call in reads:
-        right = norm is None or (call.entered is not None and call.entered.mark == norm.left[0].mark)
         made = call.left[0].value
-        is_head = logits is not None and call.is_linear and made.shape == logits.shape and agree(made, logits)
-        if is_head and right and (norm or call) in pools:
-            return Pool(pools[norm or call], norm and Norm(norm.path, norms[norm]), call)
+        if logits is None or not call.is_linear or made.shape != logits.shape or not agree(made, logits):
+            continue
+        if call in pools:  # whatever else a norm reads (CLIP)
+            return Pool(pools[call], None, call)
+        if norm and call.entered and call.entered.mark == norm.left[0].mark:
+            return Pool(pools[norm], Norm(norm.path, norms[norm]), call)
     return norm and Pool(pools[norm], Norm(norm.path, norms[norm]), None)
 
 
