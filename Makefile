@@ -93,6 +93,7 @@ benchmarks: $(STAMP)
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/bases.py
 	$(BIN)/python benchmarks/imports.py
+	$(BIN)/python benchmarks/inference.py
 
 # Tries every text architecture of transformers, and writes docs/models.md (some minutes) and docs/properties.md (an hour).
 models: $(STAMP) properties

@@ -13,6 +13,7 @@ from adapters.registry import UnsupportedModelError, register, supported
 from adapters.weights import Weights
 
 if TYPE_CHECKING:
+    from adapters.kept.declaration import Declaration, DeclarationError
     from adapters.proofs.report import Report
     from adapters.proofs.verification import verify
 
@@ -21,6 +22,8 @@ __all__ = [
     "Architecture",
     "Attention",
     "Block",
+    "Declaration",
+    "DeclarationError",
     "Embedding",
     "Head",
     "Mixer",
@@ -40,4 +43,10 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = lazily(__name__, Report="proofs.report", verify="proofs.verification")
+__getattr__, __dir__ = lazily(
+    __name__,
+    Declaration="kept.declaration",
+    DeclarationError="kept.declaration",
+    Report="proofs.report",
+    verify="proofs.verification",
+)

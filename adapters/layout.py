@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -36,6 +36,12 @@ _GIVES_PART = "colwise"
 _TAKES_PART = "rowwise"
 #: A norm of each head alone, between the two.
 _OF_HEADS = "replicated_with_grad_allreduce"
+#: A layer that every process has whole, before the two: a latent, and a part of keys that goes straight to attention.
+_LATENT = "mla_kv_a_proj"
+#: A module that every process has whole, and is given whole.
+_WHOLE = "replicate"
+#: An attention module that has parameters of its own, an entry for each head (sinks), of which it sees a part.
+_OWN_PARAMETERS = "local_params"
 #: How a mixture's experts are cut: each process has some neurons of all of them.
 _EXPERTS = {"moe_tp_experts", "packed_colwise", _TAKES_PART}
 #: Or each process has all neurons of some of them.
@@ -43,7 +49,8 @@ _WHOLE_EXPERTS = {"ep_dispatch_experts", "grouped_gemm"}
 #: Layers of these styles are cut inside, and are given and give whole tensors.
 _WHOLE_OUTSIDE = (
     "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise",
-    "embedding_colwise", "replicate", "moe_tp_experts", "local_params", *_WHOLE_EXPERTS,
+    "embedding_colwise", _WHOLE, "moe_tp_experts", _OWN_PARAMETERS, _LATENT,
+    *_WHOLE_EXPERTS,
 )  # fmt: skip
 
 #: Layers that make keys, alone or with others, as transformers' own `get_kv_heads_per_rank` knows them.
@@ -64,6 +71,7 @@ class Layout:
         styles: how each module is cut, by its path from the wrapped model.
         sizes: over how many columns, of modules that give or take a part.
         heads_first: the norms of heads that are given heads before positions.
+        bare: the modules without parameters.
     """
 
     said: str
@@ -71,6 +79,7 @@ class Layout:
     styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     heads_first: frozenset[str] = frozenset()
+    bare: frozenset[str] = frozenset()
 
     def cut(self, site: Site) -> Cut | None:
         """How a site's tensor is spread over processes; None where each has rows of its own.
@@ -97,10 +106,19 @@ class Layout:
         assert self.peers is not None
         return Alike(0, self.peers.group, self.peers) if axis is None else Cut(axis, self.peers.group, self.peers)
 
-    def of(self, points: Iterable[Point]) -> Layout:
-        """The same, of a model with these hook points, whose views say in which order some modules have their axes."""
+    def of(self, points: Sequence[Point], norms_of_heads: Iterable[str] = ()) -> Layout:
+        """The same, of a model with these hook points, whose views and axes say what some modules are given.
+
+        Args:
+            points: the hook points.
+            norms_of_heads: the paths of norms of each head's queries, keys or values.
+        """
         first = (module_path(point.site.path) for point in points if _sees_heads_first(point.view))
-        return replace(self, heads_first=frozenset(first))
+        latents = (module_path(point.site.path) for point in points if point.axes.endswith("_latent"))
+        # Of what has no plan: a latent, which the cut layers behind it are given whole, and norms without weights.
+        unplanned = dict.fromkeys(latents, _WHOLE) | dict.fromkeys(self.bare.intersection(norms_of_heads), _OF_HEADS)
+        styles = {path: style for path, style in unplanned.items() if self._region(path)}
+        return replace(self, heads_first=frozenset(first), styles={**styles, **self.styles})
 
     def asking(self, compares: bool, patience: float) -> Layout:
         """The same, whose processes ask each other in this way; see `Peers`."""
@@ -138,9 +156,9 @@ class Layout:
     def _axis_of_heads(self, path: str) -> int | None:
         """Along which axis heads are cut inside an attention module."""
         styles = self._styles_in(path)
-        if styles <= set(_WHOLE_OUTSIDE) - {"local_params", "moe_tp_experts", *_WHOLE_EXPERTS}:
+        if styles <= set(_WHOLE_OUTSIDE) - {_OWN_PARAMETERS, "moe_tp_experts", *_WHOLE_EXPERTS}:
             return None
-        if not styles <= {_GIVES_PART, _TAKES_PART, _OF_HEADS}:
+        if not styles <= {_GIVES_PART, _TAKES_PART, _OF_HEADS, _LATENT, _OWN_PARAMETERS, _WHOLE}:
             raise SpreadModelError(f"each process computes some of the heads of {path} ({', '.join(sorted(styles))})")
         for other in self._layers(path):
             self._check_even(other)
@@ -170,6 +188,8 @@ class Layout:
 
     def _check_even(self, path: str) -> None:
         assert self.peers is not None
+        if path not in self.sizes:
+            raise SpreadModelError(f"{path} is cut, and its weight does not say how (a quantised layer)")
         if self.sizes[path] % self.peers.group.size():
             raise SpreadModelError(f"the {self.sizes[path]} columns of {path} are cut into unequal parts")
 
@@ -257,7 +277,7 @@ def _refuse_stages(core: nn.Module, config: Any) -> None:
 
 
 def _plan(core: nn.Module, config: Any) -> dict[str, str]:
-    """How each module and parameter that the plans name is cut. A plan for experts stands before the other."""
+    """How each module and parameter that the plans name is cut. A plan for experts goes before the other."""
     found = _named(core, "_tp_plan")
     if (getattr(config, "ep_size", None) or 1) > 1:
         experts = _named(core, "_ep_plan")
@@ -280,8 +300,10 @@ def _by_plan(
         raise SpreadModelError("the model is sequence parallel: a hook would be shown some of the positions")
     if not spread:
         raise SpreadModelError(
-            "the model is tensor parallel, and its parameters do not say so: this version of transformers cuts them "
-            "unseen. 5.23 is known to be right"
+            f"the model was loaded to be tensor parallel, and no parameter says that it is cut. The plan names "
+            f"{', '.join(sorted(plan))[:200]}: if nothing of that is cut (a tied output layer alone), load it without "
+            "distributed_config. transformers before 5.23 cuts unseen, and any version quantised layers: load "
+            "it with 5.23, and not quantised"
         )
     mesh = next(iter(spread.values())).device_mesh
     same = [parameter.device_mesh.mesh.tolist() == mesh.mesh.tolist() for parameter in spread.values()]
@@ -299,8 +321,9 @@ def _by_plan(
     kinds = {"expert" if style in _WHOLE_EXPERTS else "tensor" for style in plan.values()}
     said.append(f"{' and '.join(sorted(kinds, reverse=True))} parallel over {mesh.size()} processes")
     styles = {inside + name: style for name, style in plan.items()}
+    bare = frozenset(inside + name for name, module in core.named_modules() if next(module.parameters(), None) is None)
     group = mesh.get_group()
-    return Layout("; ".join(said), Peers(group, _side_of(group)), styles, sizes)
+    return Layout("; ".join(said), Peers(group, _side_of(group)), styles, sizes, bare=bare)
 
 
 def _refuse_cut_heads(core: nn.Module, plan: Mapping[str, str], processes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from adapters import automatic as inference
 from adapters.architecture import Architecture
+from adapters.attention import Attention
 from adapters.building.blocks import hook_points
 from adapters.config import ModelConfig, model_config
 from adapters.inputs.made import Given
@@ -91,24 +92,49 @@ def map_model(
     """
     core = model.get_submodule(core_path(model))
     layout = layout_of(model)
-    if declared is None and (automatic == "always" or (automatic and not is_declared(core))):
+    if declared is None and is_inferred(model, automatic):
         if layout is not None:
             raise SpreadModelError(
-                f"{type(core).__name__} has no adapter, and one is inferred in one process alone; this one is: "
-                f"{layout.said}. docs/adapters.md shows how to declare one"
+                f"{type(core).__name__} is spread over processes ({layout.said}), and what plays which part is "
+                "inferred in one process: wrap it in one, on the CPU or offloaded, call "
+                "bridge.declaration().save(file) there, and give TransformerBridge(model, declaration=file) here. "
+                "docs/adapters.md shows how to declare one by hand"
             )
         try:
             found = inference.declaration.infer(model, inputs)
         except inference.declaration.NotInferable as why:
-            raise UnsupportedModelError(f"{_refusal(core)} None could be inferred either: {why}.".strip()) from None
+            said = f"{why}: so what plays which part in {type(core).__name__} could not be inferred; {_refusal(core)}"
+            raise UnsupportedModelError(said.removesuffix("; ")) from None
         return _mapped(model, core, found.architecture, found).without(found.not_offered)
     architecture = declaration_for(core) if declared is None else declared
     check_modules(core)
     declared_map = _mapped(model, core, architecture, None)
     if layout is None:
         return declared_map
-    layout = layout.of(declared_map.points)
+    layout = layout.of(declared_map.points, _norms_of_heads(declared_map))
     return replace(declared_map.without(layout.not_shown(declared_map.points)), layout=layout)
+
+
+def _norms_of_heads(found: ModelMap) -> Iterator[str]:
+    """The paths of the norms of each head's queries, keys or values."""
+    for index, block in enumerate(found.block_paths):
+        for named in found.architecture.stack.block_at(index).named:
+            part = named.step.part
+            if isinstance(part, Attention) and part.norms_over != "width":
+                for projection in part.projections.values():
+                    if projection.norm is not None and projection.norm.path:
+                        yield join(block, part.path, projection.norm.path)
+
+
+def is_inferred(model: nn.Module, automatic: Automatic) -> bool:
+    """Whether what plays which part in a model is inferred.
+
+    Args:
+        model: a Hugging Face model.
+        automatic: as for `map_model`.
+    """
+    core = model.get_submodule(core_path(model))
+    return automatic == "always" or (bool(automatic) and not is_declared(core))
 
 
 def _refusal(core: nn.Module) -> str:

@@ -53,6 +53,11 @@ def input_device(model: nn.Module) -> torch.device:
     return first.device
 
 
+def has_weights(model: nn.Module) -> bool:
+    """Whether a model can be run: its weights are somewhere."""
+    return next(model.parameters(), None) is not None and input_device(model).type != "meta"
+
+
 def _first_parameter(module: nn.Module) -> nn.Parameter | None:
     """The first of a model's parameters. (`Module.parameters` takes ten times as long, in every run.)"""
     for parameter in module._parameters.values():

@@ -29,7 +29,7 @@ class Site:
         kind: see `SiteKind`.
         key: for an input, the name of the argument (None: the first); for an output, which element of a tuple (None:
             the output itself); inside attention, one of ``q``, ``k``, ``scores`` (what enters the softmax),
-            ``pattern`` (what leaves it); inside expert e, ``{e}.in`` and ``{e}.out`` (what it is given and returns),
+            ``pattern`` (what leaves it); inside expert e, ``{e}.in`` and ``{e}.out`` (its input and its output),
             ``{e}.gate``, ``{e}.pre`` (before and parallel to the activation function) and ``{e}.post`` (what enters its
             last projection); in a router, ``logits`` (of all experts, that the best are chosen from), ``product``
             (what its matrix makes of its input) and ``weights`` (of all, zero for those that are not chosen); in a

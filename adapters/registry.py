@@ -30,6 +30,9 @@ _LOADING = threading.RLock()
 #: The group of entry points through which other packages bring adapters.
 ENTRY_POINTS = "transformer_bridge.adapters"
 
+#: Where a refusal points to.
+_PAGES = "docs/models.md lists the models that have one, and docs/adapters.md shows how to write one."
+
 
 class UnsupportedModelError(TypeError):
     """There is no adapter for this model's class."""
@@ -186,12 +189,14 @@ def declaration_for(model: nn.Module) -> Architecture:
             f"{name} is not transformers' own: its {cls.__name__} is from {cls.__module__}, and may compute anything. "
             "docs/adapters.md shows how to declare what it computes: a declaration of yours, registered for the name."
         )
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{name} is no model of transformers (a subclass of PreTrainedModel), and there is no adapter for it. "
+            f"{_PAGES}"
+        )
     near = difflib.get_close_matches(name, supported(), n=3, cutoff=0.5)
     hint = f" The nearest are {', '.join(near)}." if near else ""
-    raise UnsupportedModelError(
-        f"there is no adapter for {name}.{hint} Adapters exist for: {', '.join(supported())}. "
-        "docs/adapters.md shows how to write one."
-    )
+    raise UnsupportedModelError(f"there is no adapter for {name}.{hint} {_PAGES}")
 
 
 def check_modules(model: nn.Module) -> None:

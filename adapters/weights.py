@@ -27,7 +27,17 @@ from adapters.views import Call, Chain, Heads, View, linearly, transformed
 
 Get = Callable[[], Tensor]
 
-_DEQUANTISE = "merge adapters (merge_and_unload) or dequantise the model first"
+
+def _what_helps(module: nn.Module) -> str:
+    """What somebody can do who asked for the matrix of such a layer."""
+    if hasattr(module, "base_layer"):
+        return "merge adapters first (merge_and_unload)"
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point():
+        return (
+            "its class may compute something else of it than torch's linear layer does: read it from the layer itself"
+        )
+    return "dequantise the model first"
 
 
 class Weights:
@@ -102,9 +112,9 @@ class Weights:
         module = self.module(path)
         weight = weight_in_out(module)
         if weight is None:
-            kind = type(getattr(module, "weight", None)).__name__
+            kind, helps = type(getattr(module, "weight", None)).__name__, _what_helps(module)
             raise TypeError(
-                f"{path} is a {type(module).__name__}, whose weight ({kind}) is not a plain matrix; {_DEQUANTISE}"
+                f"{path} is a {type(module).__name__}, whose weight ({kind}) is not a plain matrix; {helps}"
             )
         return weight
 
@@ -114,9 +124,8 @@ class Weights:
         def get() -> Tensor:
             bias = materialized(self.module(path), "bias")
             if bias is not None and not isinstance(bias, Tensor):
-                raise TypeError(
-                    f"{path} is a {type(self.module(path)).__name__}, which has no plain bias; {_DEQUANTISE}"
-                )
+                module = self.module(path)
+                raise TypeError(f"{path} is a {type(module).__name__}, which has no plain bias; {_what_helps(module)}")
             like = torch.empty(0, dtype=self.cfg.dtype, device=self.cfg.device) if bias is None else bias
             bias = adapted_bias(self.module(path), bias, like)
             if bias is None:

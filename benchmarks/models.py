@@ -205,7 +205,7 @@ def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> 
         bridge = TransformerBridge(model)
     except (UnsupportedModelError, *_NOT_BUILT) as error:
         said = str(error)
-        why = said.split("None could be inferred either: ")[-1] if "either: " in said else first_line(error)
+        why = said.partition(": so what plays")[0] if ": so what plays" in said else first_line(error)
         return Row(model_type, name, reason=why.rstrip("."))
     offered = bridge.offered()
     proved, reason = _proved(bridge)

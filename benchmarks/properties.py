@@ -106,7 +106,7 @@ def _reason(said: str, model_type: str) -> str:
     """An error's text without what is of one model only."""
     said = re.sub(r"(blocks|encoder|decoder)\.\d+", r"\1.i", said)
     said = "; ".join(dict.fromkeys(said.split("; ")))
-    said = said.partition(" None could be inferred either: ")[2] or said
+    said = said.partition(": so what plays which part in ")[0]
     said = said.replace(model_type, "it").partition(". Did you mean")[0]
     return shortened(re.sub(r"\b\w+For\w+\b|\b\w+Model\w*\b", "it", said), 160)
 

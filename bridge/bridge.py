@@ -23,6 +23,11 @@ class TransformerBridge(BasisMethods, LensMethods, TraceMethods, ProgramMethods,
             the class has an adapter, too.
         inputs: what the model needs for that run besides tokens, images or sound, by the names of its own arguments, as
             its processor returns them. None: made up, of the sizes that its configuration says.
+        declaration: in place of all that, what was declared or inferred of such a model before: what `declaration`
+            returned, or the file that it was saved in. It is proved on this model, in a few runs.
+        cache_declaration: keep what is inferred in a file, and prove that, in a few runs, when such a model is wrapped
+            the next time. (Files are in ``~/.cache/transformer-bridge``, or where the environment's
+            ``TRANSFORMER_BRIDGE_CACHE`` says; where that is set and empty, nothing is kept.)
         compare_edits: where processes share the model, compare what hooks make of activations and gradients.
         patience: likewise, how many seconds a hook waits for those of the other processes.
 
@@ -35,6 +40,7 @@ class TransformerBridge(BasisMethods, LensMethods, TraceMethods, ProgramMethods,
 
     Raises:
         UnsupportedModelError: there is no adapter for the model's class, and none could be inferred, or was to be.
+        DeclarationError: the declaration that was given is damaged, of another model, or does not hold of this one.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

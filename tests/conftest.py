@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMER_BRIDGE_CACHE"] = ""  # every test infers for itself
 
 from tests.shapes import Checks, install
 

@@ -72,7 +72,8 @@ INSIDE_ADAPTERS = {
     "automatic": {"imports", "views", "vocabulary", "inputs", "observe"},
     "proofs": {"imports", "views", "vocabulary", "inputs", "observe", "building"},
     "model": {"vocabulary", "inputs", "registry", "building", "automatic"},
-    "__init__": {"imports", "vocabulary", "registry", "model", "proofs"},
+    "kept": {"views", "vocabulary", "inputs", "observe", "registry", "model"},
+    "__init__": {"imports", "vocabulary", "registry", "model", "proofs", "kept"},
 }
 #: Imports inside functions, with the reason. Optional dependencies that are no packages of ours need none.
 INSIDE_FUNCTIONS = {

@@ -190,7 +190,7 @@ class FoundAttention:
                 continue  # heads that are not one group after the other
             if call.is_linear:
                 return call, sets, None
-            # A norm over all heads: what it is given has the layout of what it puts out.
+            # A norm over all heads: its input has the layout of its output.
             before = [c for c in self.sources[:index] if c.is_linear and c.left[0].mark == call.entered.mark]
             if before and call.entered.value.ndim == 3:
                 return before[-1], sets, call

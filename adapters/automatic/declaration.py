@@ -67,20 +67,6 @@ class Inferred:
     not_offered: Mapping[str, str] = field(default_factory=dict)
 
 
-def _refuse_offloaded(model: nn.Module) -> None:
-    """Refuses a model whose weights are elsewhere: they are looked at outside of a run, too.
-
-    Raises:
-        CannotBeMade: they are.
-    """
-    away = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if away:
-        raise CannotBeMade(
-            f"{len(away)} of its parameters, such as {away[0]}, are offloaded (accelerate brings them for a run), and "
-            "what plays which part is found from them: load it on one device"
-        )
-
-
 def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
     """Infers what plays which part in a model, from one run of it on a few tokens. Nothing of it is changed.
 
@@ -102,10 +88,8 @@ def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
         # Wherever it is asked for: it goes by gradients.
         with outside_of_modes(model):
             refuse_two_towers(model)
-            subject = model_or_probe_copy(model)
-            with evaluating(subject):
+            with model_or_probe_copy(model) as subject, evaluating(subject):
                 given = sample_inputs(subject, inputs)
-                _refuse_offloaded(subject)
                 return _Inference(subject, given, record(subject, given)).run()
     except (CannotBeMade, NotFound) as why:
         raise NotInferable(str(why)) from None

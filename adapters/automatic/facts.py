@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from adapters.architecture import Block, Part, Stack, Step
 from adapters.attention import Attention, Projection
@@ -20,6 +21,9 @@ from adapters.imports.versions import rotation_of
 from adapters.observe.calls import ModuleCall, Recording
 from adapters.paths import token_embedding
 from adapters.views import AlibiScores
+
+#: So many rows of an embedding and an unembedding are compared.
+_ROWS = 256
 
 
 class Facts:
@@ -132,10 +136,14 @@ class Facts:
         return values
 
     def _is_tied(self, unembed: ModuleCall) -> bool:
-        """One tensor is both the embedding and the unembedding."""
-        embedding = token_embedding(self.model)
-        weights = [getattr(module, "weight", None) for module in (embedding, unembed.module)]
-        return weights[0] is not None and weights[0] is weights[1]
+        """One tensor is both the embedding and the unembedding; or both are brought from one that is elsewhere."""
+        modules = (token_embedding(self.model), unembed.module)
+        first_weight, last = (getattr(module, "weight", None) for module in modules)
+        if not isinstance(first_weight, Tensor) or not isinstance(last, Tensor) or first_weight is last:
+            return first_weight is not None and first_weight is last
+        config = config_of(self.model)
+        said = any(first(each, "tie_word_embeddings") for each in (config, config.get_text_config()))
+        return said and first_weight.shape == last.shape and torch.equal(first_weight[:_ROWS], last[:_ROWS])
 
     def _window_values(self, n_layers: int) -> dict[str, object]:
         """Sliding windows, where the run shows that they are not those that the configuration says, or it says none."""

@@ -14,6 +14,9 @@ from adapters.observe.gradients import by_position, gradient_of
 from adapters.observe.tolerance import FITTED, ROUNDED_TABLE, tolerance, worked_out
 from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
 
+#: A filler is this many times below the lowest score: half of it is then below those of a run in which scores are five
+#: times as large.
+_FAR_BELOW = 10
 _SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
 
@@ -46,7 +49,7 @@ def rotation(attention: FoundAttention) -> tuple[int, bool, bool] | None:
         for adjacent in (False, True):
             pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
             sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
-            if bool(((sizes[0] - sizes[1]).abs() <= 2 * close + ROUNDED_TABLE * sizes[0]).all()):
+            if bool(((sizes[0] - sizes[1]).abs() <= close + ROUNDED_TABLE * sizes[0]).all()):
                 return dim, adjacent, plain
     return None
 
@@ -262,10 +265,9 @@ def scores_view(attention: FoundAttention) -> View:
 def _filled_scores(attention: FoundAttention) -> View:
     """`AlibiScores` where the module is given what is added to the scores for each key; else by the filler."""
     scores, pattern = attention.softmax.scores.detach(), attention.softmax.pattern
-    hidden, seen = scores[pattern == 0], scores[pattern > 0]
-    filler = float(hidden.max()) if hidden.numel() else float("-inf")
-    if not sinks(attention) and -1e30 < filler < min(-1e3, 10 * float(seen.min())):
-        return FilledScores(filler / 2)
+    hidden, seen = scores[(pattern == 0) & ~MaskedScores().masked(scores)], scores[pattern > 0]
+    if hidden.numel() and not sinks(attention) and float(hidden.max()) < _FAR_BELOW * float(seen.min()):
+        return FilledScores(float(hidden.max()) / 2)
     alibi, pattern = attention.owner.given.get("alibi"), attention.softmax.pattern
     found = attention.product() if alibi is not None else None
     if alibi is None or found is None or alibi.shape != (len(pattern) * attention.n_heads, 1, attention.key_pos):

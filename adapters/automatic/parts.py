@@ -173,7 +173,7 @@ class Parts:
 def mixes_positions(
     part: FoundPart, positions: int, rerun: Callable[[ModuleCall, ModuleCall], Tensor | None]
 ) -> bool | None:
-    """Whether what a part puts out at a position depends on what it is given at others; None where it cannot be told.
+    """Whether what a part puts out at a position depends on its input at others; None where it cannot be told.
 
     Softmaxes aside: their patterns are constants of the run.
 

@@ -14,7 +14,7 @@ from adapters.automatic.layouts import parameter_of, relative
 from adapters.automatic.norms import rounded
 from adapters.block import MixElement
 from adapters.observe.calls import BorderTensor, Mark, ModuleCall, Recording
-from adapters.observe.tolerance import FITTED, NEGLIGIBLE, agree, tolerance, worked_out
+from adapters.observe.tolerance import FITTED, NEGLIGIBLE, agree, worked_out
 from adapters.views import Affine, Chain, times, transformed
 
 #: Vectors are parallel where the square of the sine between them is below this: the rounding of float32 (6e-8) leaves
@@ -147,7 +147,7 @@ class Sums:
         self.width = block.entered.value.shape[-1]
         #: What may be there besides sums: 1: factors on the stream, and terms that were made earlier; 2: a new stream.
         self.search_level = 0
-        self.close = tolerance(block.entered.value)
+        self.close = worked_out(block.entered.value)
         #: What rounding leaves of a sum of streams, relative to them: parts may write far less than there is.
         self.rounding = 2 * torch.finfo(block.entered.value.dtype).eps
         self.outputs = [v for v in self.values.values() if v.made and bool(v.x.abs().max() > 0)]
@@ -234,7 +234,7 @@ class Sums:
             block = self.block.module
             with torch.no_grad():
                 left = transformed(carry, x, block) + transformed(adjust, v, block) - y
-            if bool((left.abs() <= 2 * self.close * y.abs().max()).all()):
+            if bool((left.abs() <= self.close * y.abs().max()).all()):
                 total = next((call for call, _ in after.made if call.entered and call.entered.mark == value.mark), None)
                 return Sum(before, after, (Term(value, adjust),), start, end, None, carry, total)
         return None
@@ -257,7 +257,7 @@ class Sums:
         matrix = torch.stack([v.x for v in candidates])
         gram, dots = matrix @ matrix.T, matrix @ difference
         largest = max((float(v.x @ v.x) for v in known[:2]), default=0.0)
-        bound = 4 * self.close**2 * max(square, 1e-30) + self.rounding**2 * largest
+        bound = self.close**2 * max(square, 1e-30) + self.rounding**2 * largest
 
         def left(weights: dict[int, float]) -> float:
             """The square of what is left of the difference."""
@@ -288,11 +288,9 @@ class Sums:
 
     def _with_parameter(self, difference: Tensor, candidates: Sequence[Value]) -> tuple[Term, ...] | None:
         """One value, and a parameter of the block that is added to it at every position."""
-        assert self.block.entered is not None
-        entered = self.block.entered.value
-        width, close = entered.shape[-1], worked_out(entered) * float(difference.abs().max())
+        close = self.close * float(difference.abs().max())
         for value in candidates:
-            rows = (difference - value.x).view(-1, width)
+            rows = (difference - value.x).view(-1, self.width)
             if bool(((rows - rows[0]).abs() <= close).all()):
                 name = parameter_of(self.block.module, rows.mean(0), close)
                 if name is not None:
@@ -345,7 +343,7 @@ def fit(x: Tensor, v: Tensor, y: Tensor, close: float) -> tuple[Tensor, Tensor, 
         return None
     a, b = (xy * vv - vy * xv) / det, (vy * xx - xy * xv) / det
     c = my - a * mx - b * mv
-    fits = bool(((a * x + b * v + c - y).abs() <= 2 * close * y.abs().max()).all())
+    fits = bool(((a * x + b * v + c - y).abs() <= close * y.abs().max()).all())
     return (a, b, c) if fits and bool((a.abs() > NEGLIGIBLE).any() & (b.abs() > NEGLIGIBLE).any()) else None
 
 

@@ -51,7 +51,7 @@ class Recorder:
             for path, module in self.modules:
                 hook = module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
                 attached.callback(hook.remove)
-                attached.callback(module.register_forward_hook(self._leave).remove)
+                attached.callback(module.register_forward_hook(self._note_output).remove)
             self._attached = attached.pop_all()
         return self.recording
 
@@ -73,7 +73,7 @@ class Recorder:
         self.running.append(call)
         self.recording.add(call)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         while (call := self.running.pop()).module is not module:
             pass  # one that an error has left
         if (cut := self._cut(call.path, "output")) is not None:
@@ -203,7 +203,7 @@ def record(model: nn.Module, inputs: Mapping[str, Tensor]) -> Recording:
 
     Args:
         model: a Hugging Face model.
-        inputs: what it is given; ``input_ids`` is ``[batch, pos]``. Without them, positions are those of what its
+        inputs: of the model; ``input_ids`` is ``[batch, pos]``. Without them, positions are those of what its
             first blocks make of images or sound, which is not known yet.
 
     Raises:

@@ -158,7 +158,7 @@ def some_tokens(
         bridge: the bridge.
         batch, pos: how many.
         seed: which ones.
-        given: what it is given besides, or in place of them; None: made up.
+        given: its other inputs, or others in place of them; None: made up.
     """
     generator = torch.Generator().manual_seed(seed)
     table = getattr(token_embedding(bridge.core), "weight", None)
@@ -172,7 +172,7 @@ def some_tokens(
 
 
 def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The input of a run, and what it is given besides.
+    """The input of a run, and its other inputs.
 
     Args:
         bridge: the bridge.

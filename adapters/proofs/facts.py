@@ -33,6 +33,10 @@ def prove_facts(evidence: Evidence, findings: Findings) -> None:
     for name, seen in (*_sizes(evidence), *_forms(evidence)):
         said = getattr(cfg, name)
         findings.holds(CLAIM, f"cfg.{name}", said == seen, f"it says {said!r}, and the model has {seen!r}")
+    directions, cap = ("causal", "bidirectional"), cfg.attn_scores_soft_cap
+    findings.holds(CLAIM, "cfg.attention_dir", cfg.attention_dir in directions, f"it says {cfg.attention_dir!r}")
+    findings.holds(CLAIM, "cfg.attn_scores_soft_cap", cap == -1 or cap > 0, f"it says {cap!r}, and -1 is none")
+    findings.holds(CLAIM, "cfg.use_local_attn", not cfg.use_local_attn or bool(cfg.window_size), "no window is said")
     _epsilon(evidence, findings)
     _positions(evidence, findings)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from adapters.architecture import Step
+from adapters.attention import GATE_FUNCTIONS
 from adapters.config import config_of
 from adapters.experts import expert_bias, expert_weight, has_bias, router_matrix, sparsemixer_topk
 from adapters.feed_forward import MLP, MoE
@@ -198,7 +199,8 @@ class _Mixture:
             shared = result_of.flatten(0, 1).double() if result_of is not None else torch.zeros_like(total)
             if self.part.shared_gate:
                 gate = self.evidence.get(f"{at}shared_expert_gate.hook_out")
-                shared = shared * (gate.flatten(0, 1).double().sigmoid() if gate is not None else 0)
+                function = GATE_FUNCTIONS[self.part.shared_gate.function]
+                shared = shared * (function(gate.flatten(0, 1).double()) if gate is not None else 0)
             total = total + shared * self.part.shared_factor
         if not later:
             total = self.step.added(total, module_at(self.evidence.bridge.original_model, self.place.path))

@@ -12,6 +12,7 @@ from adapters.inputs.made import arguments_of
 from adapters.linear import bias_of, head_results
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.recording import Recorder
+from adapters.offloaded import materialized
 from adapters.paths import call_number, module_at, module_path
 from adapters.proofs.evidence import LayerStep, places_of
 from adapters.proofs.protocol import Bridge, Cache, Hook, NamedHook
@@ -36,15 +37,27 @@ class Mechanics:
         self.bridge, self.cfg, self.model = bridge, bridge.cfg, bridge.original_model
         self.tokens, self.more, self.tolerance = tokens, more, tolerance
         self.hooks_before = self.count_hooks()
-        output = self.model(**arguments_of(bridge.core, tokens, more))
-        self.plain: Tensor = output.logits if hasattr(output, "logits") else output[0]
         self.names = list(bridge.hook_dict)
         #: The most that writing back has changed the logits by.
         self.written_by = 0.0
 
+    @cached_property
+    def plain(self) -> Tensor:
+        """The model's own logits, or what else it returns first."""
+        output = self.model(**arguments_of(self.bridge.core, self.tokens, self.more))
+        return output.logits if hasattr(output, "logits") else output[0]
+
+    def run_plain(self) -> Tensor:
+        """Runs the model without hooks, if that has not been done yet."""
+        return self.plain
+
     def quick(self) -> list[Check]:
         """The checks that take a few runs."""
         return self._all(self.unhooked, self.every_hook_fires)
+
+    def declared(self) -> list[Check]:
+        """Those that a declaration can break, in fewer."""
+        return self._all(self.every_hook_fires, self.starting_at_a_block)
 
     def full(self) -> list[Check]:
         """The checks that take a run for each kind of hook point, or for each layer."""
@@ -261,7 +274,7 @@ class Mechanics:
                 if name in sunk:
                     # What goes to no token is the sink's part of a softmax over scores and sink.
                     module = module_at(self.model, self.bridge.hook_dict[name].point.site.path)
-                    sink = getattr(module, sunk[name]).double().view(-1, 1)
+                    sink = materialized(module, sunk[name]).double().view(-1, 1)
                     right = (cache[scores[name]].double().logsumexp(-1) - sink).sigmoid()
                 yield name, sums, right
 
@@ -338,6 +351,18 @@ class Mechanics:
             self.add(name, True, f"does not apply: {reason}")
         else:
             self.add_worst(name, self.layer_runs())
+
+    def starting_at_a_block(self) -> None:
+        """A block that runs alone makes what it makes in a run from the start."""
+        first, more = min(1, self.cfg.n_layers - 1), Kwargs(self.more)
+
+        def pairs() -> Iterator[tuple[str, Tensor, Tensor]]:
+            before, behind = (self.bridge(self.tokens, stop_at_layer=layer, **more) for layer in (first, first + 1))
+            alone = self.bridge(before, start_at_layer=first, stop_at_layer=first + 1, **more)
+            yield f"layer {first}", alone, behind
+
+        if not self.bridge.no_layer_runs:
+            self.add_worst("a block that runs alone makes what it makes in a run from the start", pairs())
 
     def nothing_left_behind(self) -> None:
         """No torch hook and no replaced forward is there that was not there before."""

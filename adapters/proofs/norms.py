@@ -10,7 +10,7 @@ from torch import Tensor
 from adapters.attention import Attention
 from adapters.feed_forward import MLP
 from adapters.norms import Norm, NormKind, NormScale
-from adapters.observe.recognised import RecognisedNorm, probe, recognise_module
+from adapters.observe.recognised import probe, recognise_module
 from adapters.offloaded import materialized
 from adapters.paths import join
 from adapters.proofs.evidence import Evidence
@@ -98,7 +98,7 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
         findings.holds(CLAIM, name, False, f"{path} computes no norm that is known")
         return
     declared = view.kind
-    seen = f"{path} computes {_said(found)}, and {_kind(declared)} is declared"
+    seen = f"{path} computes {_kind(NormKind(found.computes, found.offset))}, and {_kind(declared)} is declared"
     offset = declared.offset if parameters["weight"] is not None else found.offset
     if not findings.holds(CLAIM, name, (found.centered, found.offset) == (declared.centered, offset), seen):
         return
@@ -112,10 +112,6 @@ def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: N
         return
     close = abs(eps - found.eps) <= max(100 * findings.tolerance, 1e-3) * found.eps
     findings.holds(CLAIM, name, close, f"{path} has an epsilon of {found.eps:.3g}, and {eps:.3g} is declared")
-
-
-def _said(found: RecognisedNorm) -> str:
-    return _kind(NormKind(found.computes, found.offset))
 
 
 def _kind(kind: NormKind) -> str:

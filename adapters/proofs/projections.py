@@ -49,6 +49,42 @@ def prove_projections(evidence: Evidence, findings: Findings) -> None:
             _Columns(evidence, findings, place, part, scores, pattern, z).prove()
 
 
+def prove_choices(evidence: Evidence, findings: Findings) -> None:
+    """Each hook point of queries, keys and values shows columns of its projection as they are, none of them twice.
+
+    Args:
+        evidence: a run.
+        findings: what is found is added to it.
+    """
+    findings.claim(CLAIM)
+    for place in evidence.places():
+        for letter in "qkv" if isinstance(place.named.step.part, Attention) else "":
+            name = f"{place.part}hook_{letter}"
+            site = evidence.bridge.hook_dict[name].point.site
+            found = evidence.raw.get(site.path)
+            if not found or site.kind != "output" or not isinstance(found[0].output, Tensor):
+                continue
+            chosen = _shows_columns(evidence.bridge.hook_dict[name].point.view, found[0], found[0].output)
+            findings.holds(CLAIM, name, chosen, "its view shows something that is no choice of columns")
+
+
+def _shows_columns(view: View, call: ModuleCall, output: Tensor) -> bool:
+    """Whether a view of an output shows some of its columns as they are, each once."""
+    view = view.heads if isinstance(view, Biased) else view
+    numbers = torch.arange(output.shape[-1], device=output.device).expand(output.shape).contiguous()
+    first: list[Tensor] = []
+    for x in (numbers, output):
+        shown = view.get(x, Call(call.module, call.args, call.kwargs))
+        first.append((shown[0, 0] if shown.ndim == 4 else shown.flatten(0, -2)[0]).flatten())
+    columns, values = first
+    there = not columns.is_floating_point() and bool(((columns >= 0) & (columns < output.shape[-1])).all())
+    return (
+        there
+        and len(columns.unique()) == len(columns)
+        and torch.equal(output.flatten(0, -2)[0][columns.long()], values)
+    )
+
+
 def _before_norm(evidence: Evidence, place: LayerStep, z: Tensor) -> Tensor:
     """What a norm over all heads makes `z` of: behind it, no column is made from one head alone."""
     for call in evidence.calls_in(place.module):
@@ -181,10 +217,10 @@ def prove_latents(evidence: Evidence, findings: Findings, claim: str, place: Lay
         claim: its name.
         place, part: the attention.
     """
-    for path, reader in ((each.latent, each.path) for each in (part.q, part.k)):
-        made = evidence.call(place.module, path) if path else None
-        read = evidence.call(place.module, reader) if path else None
+    for path, reader in ((each.latent, each.path) for each in (part.q, part.k, part.v) if each.latent):
+        made, read = evidence.call(place.module, path or ""), evidence.call(place.module, reader)
         if made is None or read is None or made.result is None or read.input is None:
+            findings.holds(claim, f"{place.part}({path}, read by {reader})", False, "it did not run")
             continue
         same = read.input.numel() == made.result.numel()
         entered = read.input.reshape(made.result.shape) if same else None

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from adapters.attention import GATE_FUNCTIONS, AddedOutput, Attention, Gate, SinkGate
 from adapters.config import config_of
+from adapters.imports.versions import rotation_of
 from adapters.inputs.made import repeated, split
 from adapters.norms import Norm
+from adapters.offloaded import materialized
 from adapters.paths import join, module_at
 from adapters.proofs.evidence import Evidence, LayerStep
 from adapters.proofs.projections import clipped, normed, prove_latents
@@ -132,6 +134,9 @@ class _Attention:
         if turned_q is None or turned_k is None or turned_q.shape != q.shape or turned_k.shape[-1] != q.shape[-1]:
             self.findings.holds(SCORES, f"{at}hook_rot_k", False, "it is not as wide as queries are")
             return False
+        base = rotation_of(config_of(self.evidence.bridge.core).get_text_config()).get("rope_theta")
+        if self.part.rotary and base is not None:  # its angles are not told apart from the order of its columns
+            self.findings.holds(SCORES, "cfg.rotary_base", self.cfg.rotary_base == base, f"it is not {base}")
         self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q[..., :width], q[..., :width])
         self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
         shared = turned_k[..., width:]
@@ -168,7 +173,7 @@ class _Attention:
                 return
             product = product * GATE_FUNCTIONS[transform.function](gate.double())
         elif isinstance(transform, SinkGate):
-            scores, sinks = self.get("attn_scores"), getattr(module, transform.parameter, None)
+            scores, sinks = self.get("attn_scores"), materialized(module, transform.parameter)
             if scores is None or not isinstance(sinks, Tensor):
                 self.findings.holds(VALUES, at, False, f"there are no sinks in {transform.parameter}")
                 return
@@ -341,7 +346,7 @@ class _Attention:
         sinks: Tensor | None = None
         if self.part.sinks:
             site = self.evidence.bridge.hook_dict[f"{self.place.part}hook_pattern"].point.site
-            sinks = getattr(module_at(self.evidence.bridge.original_model, site.path), self.part.sinks, None)
+            sinks = materialized(module_at(self.evidence.bridge.original_model, site.path), self.part.sinks)
             if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
                 self.findings.holds(PATTERN, f"{self.place.part}hook_pattern", False, f"no sinks in {self.part.sinks}")
                 return

@@ -5,17 +5,21 @@ Points are tried together, and apart only where that fails: a model of some thou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from adapters.inputs.made import Given, repeated, sample_inputs, split
+from adapters.attention import Attention
+from adapters.inputs.made import Given, sample_inputs, split
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
+from adapters.observe.progress import Step, progress
 from adapters.observe.tolerance import tolerance
-from adapters.proofs.mechanics import Mechanics
-from adapters.proofs.protocol import Bridge, Hook, NamedHook
+from adapters.proofs.edits import Edits
+from adapters.proofs.evidence import places_of
+from adapters.proofs.mechanics import Mechanics, Test
+from adapters.proofs.protocol import Bridge, Hook
 
 
 class Proof:
@@ -36,19 +40,34 @@ class Proof:
         self.tokens, self.inputs = split(bridge.core, self.arguments)
         self.not_offered: dict[str, str] = {}
         self.no_layer_runs = bridge.no_layer_runs
+        self._step = Step()
 
     def run(self) -> Proof:
         """Tries everything. The model's mode is evaluation meanwhile."""
         model = self.bridge.original_model
-        with outside_of_modes(model), evaluating(model), torch.no_grad():
+        with outside_of_modes(model), evaluating(model), torch.no_grad(), progress("proving") as self._step:
+            self._step("the model itself", 0)
             self.mechanics = Mechanics(self.bridge, self.tokens, self.inputs, tolerance(self.bridge.cfg.dtype))
-            for test in (self._shown, self._shown_of_few, self.mechanics.written_back, self._edited):
-                failed = self.mechanics.failing(self.mechanics.names, test)
-                self.not_offered |= failed
-                self.mechanics.names = [name for name in self.mechanics.names if name not in failed]
+            self._step.grow(len(self.mechanics.names))
+            self.mechanics.run_plain()  # before any hook is there: BigBird chooses its attention in its first run
+            for what, test in (
+                ("hook points are seen", self._shown),
+                ("and in a short run", self._shown_of_few),
+                ("what is read is written back", self.mechanics.written_back),
+            ):
+                self._step(what, 0)
+                self._leave_out(test)
             if not self.no_layer_runs:
+                self._step("runs of some layers", 0)
                 self.no_layer_runs = self._why_no_layer_runs()
+            self._leave_out(self._edited)
         return self
+
+    def _leave_out(self, test: Test) -> None:
+        """Leaves out what a test does not hold of."""
+        failed = self.mechanics.failing(self.mechanics.names, test)
+        self.not_offered |= failed
+        self.mechanics.names = [name for name in self.mechanics.names if name not in failed]
 
     def _shown(self, names: list[str]) -> dict[str, str]:
         """Each is seen once, and a cache keeps it."""
@@ -58,57 +77,53 @@ class Proof:
         return failed
 
     def _shown_of_few(self, names: list[str]) -> dict[str, str]:
-        """Each is seen in a short run, too: what some lengths leave out is no place that is there in every run.
-
-        Images and sound have the size that they have: with them, no other run is made.
-        """
-        if any(x.is_floating_point() or x.ndim != 2 for x in self.arguments.values()):
+        """Each is seen in a short run, too: what some lengths leave out is no place that is there in every run."""
+        short = self._cut(lambda length: length // 2)
+        if short is None:
             return {}
         seen: set[str] = set()
 
         def look(x: Tensor, hook: Hook) -> None:
             seen.add(hook.name)
 
-        tokens, few = split(self.bridge.core, {name: x[:, : x.shape[1] // 2] for name, x in self.arguments.items()})
-        try:
-            self.bridge.run_with_hooks(tokens, fwd_hooks=[], **few)
-        except WRONG as error:  # the model itself takes no such text
-            one_line(error)
-            return {}
-        self.bridge.run_with_hooks(tokens, fwd_hooks=[(names, look)], **few)
+        tokens, more = split(self.bridge.core, short)
+        self.bridge.run_with_hooks(tokens, fwd_hooks=[(names, look)], **more)
         left = [name for name in names if name not in seen and ".experts." not in name]
         return dict.fromkeys(left, "it is not seen in a run of few tokens")
 
-    def _repeated(self, hooks: Sequence[NamedHook], times: int) -> Tensor:
-        """The logits of a run of the same rows so many times."""
-        tokens, more = split(self.bridge.core, repeated(self.arguments, times))
-        return self.bridge.run_with_hooks(tokens, fwd_hooks=list(hooks), **more)
+    def _cut(self, to: Callable[[int], int]) -> Given | None:
+        """Shorter texts; None where the model does not run on them.
+
+        Images and sound have the size that they have: with them, no other run is made.
+        """
+        if any(x.is_floating_point() or x.ndim != 2 for x in self.arguments.values()):
+            return None
+        short = {name: x[:, : to(x.shape[1])] for name, x in self.arguments.items()}
+        tokens, more = split(self.bridge.core, short)
+        try:
+            self.bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
+        except WRONG as error:  # the model itself takes no such text
+            one_line(error)
+            return None
+        return short
 
     def _edited(self, names: list[str]) -> dict[str, str]:
-        """An edit of one row of the batch, at one point each, changes that row of the logits."""
-        failed: dict[str, str] = {}
+        """An edit at one point, in one row of the batch, changes that row of the logits."""
         rows_of = [name for name in names if self.bridge.hook_dict[name].point.axes.startswith("batch ")]
-        edited = [name for name in rows_of if name != "embed.hook_in" and "hook_expert_indices" not in name]
-        for some in (edited[start : start + 48] for start in range(0, len(edited), 48)):
-            times = -(-len(some) // self.tokens.shape[0])
-            plain = self._repeated([], times)
-            rows = {name: row for row, name in enumerate(some)}
+        only_choose = self._auxiliary() | {"embed.hook_in"}
+        edited = [name for name in rows_of if name not in only_choose and "hook_expert_indices" not in name]
+        n_layers = 0 if self.no_layer_runs else self.bridge.cfg.n_layers
+        few = self._cut(lambda length: min(length, 3)) or self.arguments
+        return Edits(self.bridge, few, self.arguments, n_layers, self._step).without_effect(edited)
 
-            def edit(x: Tensor, hook: Hook, rows: dict[str, int] = rows) -> Tensor:
-                y = x.clone()
-                noise = torch.linspace(0.5, 1.4, x[0].numel()).cos().view(x.shape[1:]).to(x)
-                row = rows[hook.name]
-                y[row] = torch.where(torch.isfinite(x[row]), x[row] * (1 + noise), x[row])
-                return y
-
-            logits = self._repeated([(some, edit)], times)
-            hidden = [name for name, row in rows.items() if torch.equal(logits[row], plain[row])]
-            # Where every reader of a tensor is edited by itself, an edit of the tensor reaches none of them.
-            again = self._repeated([(hidden, edit)], times) if hidden else plain
-            failed |= {
-                name: "an edit changes nothing" for name in hidden if torch.equal(again[rows[name]], plain[rows[name]])
-            }
-        return failed
+    def _auxiliary(self) -> set[str]:
+        """The hook points of what attention has besides: an indexer chooses keys, and of a short text it takes all."""
+        return {
+            f"{place.part}{path}.hook_out"
+            for place in places_of(self.bridge)
+            if isinstance(part := place.named.step.part, Attention)
+            for path, _ in part.auxiliary_modules
+        }
 
     def _why_no_layer_runs(self) -> str:
         """Why a run that starts at a layer with what another stopped at gives other logits; "" where it does not."""

@@ -123,7 +123,7 @@ def _entries(place: LayerStep) -> list[str]:
     """The modules, relative to the block, that are given what a part reads."""
     step = place.named.step
     part, pre = step.part, step.pre
-    if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms what it is given
+    if isinstance(part, Attention) and pre and pre.path.startswith(f"{part.path}."):  # it norms its own input
         inside = [projection.path for projection in part.projections.values() if not projection.latent]
         return [join(part.path, path) for path in dict.fromkeys(inside)]
     if step.entry is not None:

@@ -13,11 +13,11 @@ from adapters.imports.versions import known_error
 from adapters.inputs.made import Given
 from adapters.observe.errors import WRONG, one_line
 from adapters.observe.modes import evaluating, outside_of_modes
-from adapters.observe.probe_copy import ROOM, probe_copy, trivial_parameters, why_no_probe_copy
+from adapters.observe.probe_copy import is_moved, probe_copy, trivial_parameters, why_no_probe_copy
 from adapters.observe.tolerance import tolerance
 from adapters.proofs.coverage import CLAIM as LEFT_OUT
 from adapters.proofs.coverage import prove_coverage, prove_modules
-from adapters.proofs.evidence import places_of, randomized_run, some_tokens, with_graph, with_what_it_needs
+from adapters.proofs.evidence import Evidence, places_of, randomized_run, some_tokens, with_graph, with_what_it_needs
 from adapters.proofs.facts import CLAIM as FACTS
 from adapters.proofs.facts import prove_facts
 from adapters.proofs.feed_forward import GATED, prove_feed_forward
@@ -25,7 +25,7 @@ from adapters.proofs.mechanics import Mechanics
 from adapters.proofs.norms import CLAIM as NORMS
 from adapters.proofs.norms import prove_norms
 from adapters.proofs.projections import CLAIM as COLUMNS
-from adapters.proofs.projections import prove_projections
+from adapters.proofs.projections import prove_choices, prove_projections
 from adapters.proofs.protocol import Bridge
 from adapters.proofs.report import Check, Findings, Report
 from adapters.proofs.scores import PATTERN, SCORES, prove_attention
@@ -36,15 +36,13 @@ from adapters.proofs.weights import prove_weights
 #: How much of a verification is done: all of it, or what takes a few runs.
 Level = Literal["full", "quick"]
 
-#: Each proof, and what is said not to hold when it cannot be made.
+#: Each proof of the activations of one run, and what is said not to hold when it cannot be made.
 _PROOFS = (
     (READS, prove_streams),
     (NORMS, prove_norms),
     (SCORES, prove_attention),
     (GATED, prove_feed_forward),
     (FACTS, prove_facts),
-    (WEIGHTS, prove_weights),
-    (LEFT_OUT, prove_coverage),
 )
 
 
@@ -99,7 +97,12 @@ def why_refuted(bridge: Bridge, inputs: Given | None = None) -> str:
     Raises:
         CannotBeMade: it needs something that cannot be made up.
     """
-    failed = () if bridge.cfg.device.type == "meta" else verify(bridge, level="quick", inputs=inputs).failed
+    if bridge.cfg.device.type == "meta":
+        return ""
+    with outside_of_modes(bridge.original_model):
+        failed = _report(
+            bridge, None, "declared", inputs and {name: _savable(given) for name, given in inputs.items()}
+        ).failed
     return f"{failed[0].name}: {failed[0].detail.partition('; ')[0]}" if failed else ""
 
 
@@ -108,9 +111,9 @@ def _savable(x: Tensor) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
-def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given | None) -> Report:
+def _report(bridge: Bridge, tokens: Tensor | None, level: Level | Literal["declared"], inputs: Given | None) -> Report:
     if tokens is None:
-        tokens, more = some_tokens(bridge, 2, 9, given=inputs)
+        tokens, more = some_tokens(bridge, 2, 5 if level == "declared" else 9, given=inputs)
     else:
         tokens, more = with_what_it_needs(bridge, _savable(tokens.to(bridge.cfg.device)), inputs)
     report = Report(bridge.cfg.model_name)
@@ -121,7 +124,7 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
     with evaluating(bridge.original_model):
         with torch.no_grad():
             mechanics = Mechanics(bridge, tokens, more, tolerance(bridge.cfg.dtype))
-            report.checks += mechanics.quick()
+            report.checks += mechanics.declared() if level == "declared" else mechanics.quick()
         if report.passed:  # what does not fire cannot be looked at
             report.checks += _proofs(bridge, level, inputs)
             if level == "full":
@@ -133,31 +136,45 @@ def _report(bridge: Bridge, tokens: Tensor | None, level: Level, inputs: Given |
     return report
 
 
-def _proofs(bridge: Bridge, level: Level, inputs: Given | None) -> Iterator[Check]:
+def _proofs(bridge: Bridge, level: str, inputs: Given | None) -> list[Check]:
     """The claims of the declaration, on the model or on its probe copy."""
-    subject, reason = _subject(bridge)
-    half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
+    why = _why_probe_copy(bridge)
+    if not why or why_no_probe_copy(bridge.original_model):
+        return [*_proofs_on(bridge, level, inputs, half=_is_half(bridge)), *_proved_on(bridge, why)]
+    # Not what wraps it: compiled code keeps to the modules that it was made of.
+    half = _is_half(bridge)
+    with probe_copy(bridge.core) as copied:
+        checks = _proofs_on(bridge.rewrapped(copied), level, inputs, half=half)
+    return [*checks, *_proved_on(bridge, why)]
+
+
+def _proofs_on(subject: Bridge, level: str, inputs: Given | None, *, half: bool) -> list[Check]:
     findings = Findings(tolerance(subject.cfg.dtype), angles=3e-2 if half else 1e-4)
     pos = _length(subject)
     rows = max(2, min(subject.cfg.n_heads, 8))  # a gradient for each head, so many at a time
-    few = rows if subject.cfg.num_experts else min(rows, 4)  # experts are chosen by many tokens
+    # Experts are chosen by many tokens.
+    few = rows if subject.cfg.num_experts else min(rows, 4 if level == "full" else 2)
     tokens, more = some_tokens(subject, few, pos, 1, inputs)
     try:
         evidence = randomized_run(subject, tokens, more)
     except WRONG as error:
-        yield Check("activations can be replaced by random numbers", False, one_line(error))
-        return
+        return [Check("activations can be replaced by random numbers", False, one_line(error))]
     for claim, prove in _PROOFS:
         findings.attempt(claim, partial(prove, evidence, findings))
+    declared = level == "declared"
+    findings.attempt(WEIGHTS, lambda: prove_weights(evidence, findings, of_each_kind=declared))
+    few_tokens = declared and not subject.cfg.num_experts
+    ran = Evidence(subject, *some_tokens(subject, 1, 5, 1, inputs)) if few_tokens else evidence
+    findings.attempt(LEFT_OUT, lambda: prove_coverage(ran, findings))
     if level == "full":
         if not tokens.is_floating_point():  # what is padding among images and sound is the model's own business
             padded = more | _padded(tokens)
             findings.attempt(PATTERN, lambda: prove_attention(randomized_run(subject, tokens, padded), findings))
         tokens, more = some_tokens(subject, rows, pos, 1, inputs)
         findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, tokens, more), findings))
-    yield from findings.checks()
-    if reason:
-        yield Check("proved on", True, reason)
+    else:
+        findings.attempt(COLUMNS, lambda: prove_choices(evidence, findings))
+    return list(findings.checks())
 
 
 def _padded(tokens: Tensor) -> dict[str, Tensor]:
@@ -167,36 +184,34 @@ def _padded(tokens: Tensor) -> dict[str, Tensor]:
     return {"attention_mask": mask}
 
 
-def _subject(bridge: Bridge) -> tuple[Bridge, str]:
-    """What claims are proved on: the model itself, or its probe copy where some parameters prove nothing. And why."""
-    model = bridge.original_model
-    trivial = trivial_parameters(model)
-    half = bridge.cfg.dtype in (torch.float16, torch.bfloat16)
+def _why_probe_copy(bridge: Bridge) -> list[str]:
+    """What of a model claims cannot be proved on, in the words of a report; none where they can."""
+    model, trivial = bridge.original_model, trivial_parameters(bridge.original_model)
     inference = [name for name, p in model.named_parameters() if p.is_inference()]
-    if not trivial and not half and not inference:
-        return bridge, ""
-    why = why_no_probe_copy(model)
-    if not why and half and 4 * bridge.cfg.n_params > ROOM:
-        why = f"its parameters in float32 would take more than {ROOM / 2**30:g} GiB"
-    if why:
-        more = [f"{len(trivial)} parameters are constant and could be left out unseen"] if trivial else []
-        more += (
-            [f"what differs by less than {tolerance(bridge.cfg.dtype):.0%} in {bridge.cfg.dtype} is not told apart"]
-            if half
-            else []
-        )
-        more += [f"{len(inference)} were made in inference mode, which have no gradients"] if inference else []
-        return bridge, f"the model itself ({why}): {'; '.join(more)}"
-    changed = f"random numbers in {len(trivial)} constant parameters" if trivial else ""
-    # Not what wraps it: compiled code keeps to the modules that it was made of.
-    return bridge.rewrapped(probe_copy(bridge.core)), ", ".join(
-        [
-            "a probe copy with the model's parameters",
-            *([changed] if changed else []),
-            *(["in float32"] if half else []),
-            *(["copied, since they were made in inference mode"] if inference else []),
-        ]
-    )
+    return [
+        *([f"random numbers in {len(trivial)} constant parameters"] if trivial else []),
+        *(["in float32"] if _is_half(bridge) else []),
+        *(["copied, since they were made in inference mode"] if inference else []),
+        *(["each brought when it is used"] if is_moved(model) else []),
+    ]
+
+
+def _is_half(bridge: Bridge) -> bool:
+    return bridge.cfg.dtype in (torch.float16, torch.bfloat16)
+
+
+def _proved_on(bridge: Bridge, why: list[str]) -> Iterator[Check]:
+    """What claims were proved on, where that is not the model as it is, or where it proves little."""
+    if why and (reason := why_no_probe_copy(bridge.original_model)):
+        count = len(trivial_parameters(bridge.original_model))
+        more = [f"{count} parameters are constant and could be left out unseen"] if count else []
+        if _is_half(bridge):
+            close = f"{tolerance(bridge.cfg.dtype):.0%} in {bridge.cfg.dtype}"
+            more.append(f"what differs by less than {close} is not told apart")
+        said = f"the model itself ({reason}){': ' if more else ''}{'; '.join(more)}"
+        yield Check("proved on", True, said)
+    elif why:
+        yield Check("proved on", True, ", ".join(["a probe copy with the model's parameters", *why]))
 
 
 def _length(bridge: Bridge) -> int:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from adapters.architecture import NamedStep
 from adapters.attention import Attention
 from adapters.feed_forward import MLP, MoE
 from adapters.paths import module_at
@@ -18,18 +19,25 @@ from adapters.weights import Weights
 CLAIM = "weights and biases make the activations of their names"
 
 
-def prove_weights(evidence: Evidence, findings: Findings, weights: Weights | None = None) -> None:
+def prove_weights(
+    evidence: Evidence, findings: Findings, weights: Weights | None = None, *, of_each_kind: bool = False
+) -> None:
     """Queries, keys, values, what attention adds, and the layers of MLPs, from what was read and the weights' names.
 
     Args:
         evidence: a run.
         findings: what is found is added to it.
         weights: which ones; None: those that the declaration makes.
+        of_each_kind: in the first block of each kind that is declared, not in all of them.
     """
     findings.claim(CLAIM)
     bridge = evidence.bridge
     weights = weights or Weights(bridge.architecture, bridge.original_model, bridge.cfg)
+    seen: list[tuple[str, NamedStep]] = []
     for place in evidence.places():
+        if of_each_kind and (place.stack.name, place.named) in seen:
+            continue
+        seen.append((place.stack.name, place.named))
         part = place.named.step.part
         proof = _Layer(evidence, findings, weights, place)
         if isinstance(part, Attention):
@@ -80,7 +88,7 @@ class _Layer:
         if matrix is None or bias is None or found is None:
             return
         read, made = found
-        expected = torch.einsum("bpm,hmd->bphd", read.double(), matrix.double()) + bias.double()
+        expected = torch.einsum("bpm,hmd->bphd", _precise(read), _precise(matrix)) + _precise(bias)
         self.findings.equal(CLAIM, at, made, expected.to(made.dtype))
 
     def last(self, matrix_name: str, bias_name: str, point: str) -> None:
@@ -90,8 +98,8 @@ class _Layer:
         call = self.evidence.call(hook.point.site.path)
         if matrix is None or bias is None or call is None or call.input is None or call.result is None:
             return
-        entered = call.input.flatten(0, -2).double()
-        expected = entered @ matrix.double().flatten(0, -2) + bias.double()
+        entered = _precise(call.input.flatten(0, -2))
+        expected = entered @ _precise(matrix).flatten(0, -2) + _precise(bias)
         step = self.place.named.step
         block = module_at(self.evidence.bridge.original_model, self.place.path)
         if isinstance(step.part, MoE) and "shared" in matrix_name:  # one of several terms
@@ -114,8 +122,13 @@ class _Layer:
         if matrix is None or found is None:
             return
         read, made = found
-        expected = read.double() @ matrix.double()
+        expected = _precise(read) @ _precise(matrix)
         if bias is not None:
-            expected = expected + bias.double()
+            expected = expected + _precise(bias)
         expected = expected.to(made.dtype)
         self.findings.equal(CLAIM, f"{self.place.part}{inside}{point}", made, like(expected, made))
+
+
+def _precise(x: Tensor) -> Tensor:
+    """Numbers that can be summed up: those of half precision, and integers, in single."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -106,6 +106,9 @@ class View:
     deferrable: bool = False
     #: True where the model writes over the site's tensor afterwards: `get` cannot wait.
     at_once: bool = False
+    #: The parameters of the module, an entry for each head, that `get` and `put` look for in ``call.scratch``, and then
+    #: in the module: where processes share the heads, the module has those of some heads.
+    parameters: tuple[str, ...] = ()
     #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
     writes_through: bool = False
 

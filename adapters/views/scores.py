@@ -100,10 +100,12 @@ class SinkScores(View):
 
     def __init__(self, inner: View, sinks: str) -> None:
         self.inner, self.sinks = inner, sinks
+        self.parameters = (sinks,)
 
     def taken(self, x: Tensor, call: Call) -> Tensor:
         """What the model took from each row, ``[batch, head, query, 1]``."""
-        return getattr(call.module, self.sinks).view(-1, 1, 1) - x[..., -1:]
+        sinks = call.scratch[self.sinks] if self.sinks in call.scratch else getattr(call.module, self.sinks)
+        return sinks.view(-1, 1, 1) - x[..., -1:]
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return self.inner.get(x[..., :-1], call) + self.taken(x, call)

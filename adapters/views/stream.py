@@ -226,6 +226,7 @@ class Composed(View):
         self.inner, self.outer = inner, outer
         self.writes_through = inner.writes_through
         self.contextual = inner.contextual or outer.contextual
+        self.parameters = (*inner.parameters, *outer.parameters)
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         act = self.outer.get(self.inner.get(x, call), call)

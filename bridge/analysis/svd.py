@@ -108,6 +108,6 @@ class SVDInterpreter:
 
     @staticmethod
     def _check(name: str, index: int, n: int) -> None:
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < n:
+        if type(index) is not int or not 0 <= index < n:
             what = name.capitalize().replace("_", " ")  # HookedTransformer's words, which programs compare
             raise SingularVectorError(f"{what} must be between 0 and {n - 1} but got {index}")

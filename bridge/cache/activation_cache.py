@@ -36,6 +36,14 @@ _READ_BY_WEIGHTS = (".attn.hook_z", ".attn.hook_result", ".mlp.hook_post", ".hoo
 #: Those where the weights stand that begin a stream, or make logits of it, which need not be cached themselves.
 _ENDS = ("hook_full_embed", "ln_final.hook_scale", "unembed.hook_in")
 
+#: What caches of TransformerLens have besides, and what to use.
+_ELSEWHERE = {
+    "compute_ssm_effective_attention": "the hook points of the mixer show what it computes (docs/hook_points.md)",
+    "compute_ssm_state": "the hook points of the mixer show what it computes (docs/hook_points.md)",
+    "logit_lens": "bridge.logit_lens(tokens), or unembed(ln_final(...)) of accumulated_resid",
+    "ssm_layers": "bridge.blocks_with('mixer')",
+}
+
 
 def _module_behind(name: str, model: AnalysedModel) -> nn.Module:
     """The module that has the weights: of a scale, its norm."""
@@ -43,16 +51,12 @@ def _module_behind(name: str, model: AnalysedModel) -> nn.Module:
     return norm.module if norm else module_at(model.original_model, model.hook_dict[name].point.site.path)
 
 
-def _is_there(name: str, model: AnalysedModel) -> bool:
-    """Whether the model has a hook point of this name, not in a module of the user's."""
-    return name in model.hook_dict and model.hook_dict[name].point.axes != "..."
-
-
 def _weights_behind(values: Mapping[str, Any], model: AnalysedModel) -> dict[str, Written]:
     """The state of the weights that activations would be taken through, by hook point."""
     bases = (name.rpartition(".")[0] for name in values)  # of what is seen in a basis of the user's
     names = [name for name in (*values, *bases, *_ENDS) if name.endswith((*_READ_BY_WEIGHTS, *_ENDS))]
-    return {name: written_to(_module_behind(name, model)) for name in names if _is_there(name, model)}
+    there = [name for name in names if name in model.hook_dict and model.hook_dict[name].point.axes != "..."]
+    return {name: written_to(_module_behind(name, model)) for name in there}  # axes "...": in a module of the user's
 
 
 class ActivationCache(ResidualMethods):
@@ -135,6 +139,14 @@ class ActivationCache(ResidualMethods):
     @cache_dict.setter
     def cache_dict(self, activations: dict[str, Tensor]) -> None:
         self._values = activations
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions
+            raise AttributeError(name)
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # it is there, and says itself what it lacks
+        hint = f" Use {_ELSEWHERE[name]}" if name in _ELSEWHERE else suggestion(name, dir(type(self)))
+        raise AttributeError(f"an {type(self).__name__} has no {name!r}.{hint}")
 
     def __getstate__(self) -> dict[str, Any]:
         ours = {"_values": self.cache_dict, "_model": None, "_names": self._known(), "_weights": {}}

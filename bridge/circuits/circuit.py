@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
+from bridge.circuits.drawing import draw
 from bridge.circuits.evaluation import Evaluation, evaluations
 from bridge.circuits.graph import Graph
 from bridge.circuits.metrics import Metric
@@ -251,8 +251,7 @@ class Circuit:
             >>> scores.greedy(9).draw(bridge, pairs.clean, pairs.corrupted, pairs.metric())
             Picture('Circuit')
         """
-        drawing = importlib.import_module("bridge.circuits.drawing")  # it needs `edge_effects`, which needs this class
-        return drawing.draw(self, bridge, clean, corrupted, metric, options)
+        return draw(self.graph, self.edges, self.nodes, bridge, clean, corrupted, metric, options)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)

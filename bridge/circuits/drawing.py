@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from jaxtyping import Int
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
-from bridge.circuits.circuit import Circuit
-from bridge.circuits.exact import edge_effects
 from bridge.circuits.graph import Graph
 from bridge.circuits.metrics import Metric
+from bridge.circuits.single_edges import effects_of_edges
 
 
 def draw(
-    circuit: Circuit,
+    graph: Graph,
+    edges: Sequence[tuple[str, str, float]],
+    nodes: Sequence[str],
     bridge: TransformerBridge | None,
     clean: Int[Tensor, "batch pos"] | None,
     corrupted: Int[Tensor, "batch pos"] | None,
@@ -28,13 +29,15 @@ def draw(
     """The picture that `Circuit.draw` returns.
 
     Args:
-        circuit: the circuit.
+        graph: the graph that the circuit is a part of.
+        edges: the sender, the receiver and the score of each of its edges.
+        nodes: what these connect.
         bridge, clean, corrupted, metric, options: as there.
     """
     pictures = importlib.import_module("bridge.pictures")
-    joins = _joins(circuit)
-    depths = _depths(circuit.graph)
-    names = {name for sender, receiver, _ in circuit.edges for name in (sender, receiver)}
+    joins = _joins(graph, {sender for sender, _, _ in edges}, {receiver for _, receiver, _ in edges})
+    depths = _depths(graph)
+    names = {name for sender, receiver, _ in edges for name in (sender, receiver)}
     facts: dict[str, dict[str, Any]] = {name: {"column": depths[name]} for name in names}
     given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
     given["metric"] = metric if isinstance(metric, str) else _name(metric)
@@ -44,16 +47,16 @@ def draw(
     elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
         raise ValueError("give bridge, clean, corrupted and metric, a function of logits, together; or none of them")
     else:
-        direct = [f"{name}->logits" for name in circuit.graph.senders if name in names]
-        effects = edge_effects(bridge, clean, corrupted, metric, direct, verbose=False)
+        direct = [f"{name}->logits" for name in graph.senders if name in names]
+        effects = effects_of_edges(graph, bridge, clean, corrupted, metric, direct, verbose=False)
         for edge in direct:
-            facts[edge.removesuffix("->logits")]["effect"] = effects[edge]
+            facts[edge.removesuffix("->logits")]["effect"] = float(effects[graph.edge(edge)])
         given["tokens"] = _words(bridge, clean)
-        for name, pattern in _patterns(circuit, bridge, clean).items():
+        for name, pattern in _patterns([name for name in nodes if "H" in name], bridge, clean).items():
             for node in {name, *(one for one, head in joins if head == name and "H" in one)} & names:
                 facts[node]["pattern"] = pattern
-    nodes = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
-    return pictures.circuit(circuit.edges, **(given | {"nodes": nodes} | dict(options)))
+    drawn = {name: pictures.CircuitNode(**known) for name, known in facts.items()}
+    return pictures.circuit(edges, **(given | {"nodes": drawn} | dict(options)))
 
 
 def _name(metric: Metric) -> str:
@@ -69,9 +72,8 @@ def _words(bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> list[s
 
 
 @torch.no_grad()
-def _patterns(circuit: Circuit, bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> dict[str, Tensor]:
+def _patterns(heads: list[str], bridge: TransformerBridge, clean: Int[Tensor, "batch pos"]) -> dict[str, Tensor]:
     """What each head of the circuit attends to in the first prompt."""
-    heads = [name for name in circuit.nodes if "H" in name]
     layers = sorted({int(name[1:].split("H")[0]) for name in heads})
     _, cache = bridge.run_with_cache(clean[:1], names_filter=[f"blocks.{i}.attn.hook_pattern" for i in layers])
     found = {}
@@ -91,13 +93,11 @@ def _depths(graph: Graph) -> dict[str, int]:
     return depths
 
 
-def _joins(circuit: Circuit) -> list[tuple[str, str]]:
+def _joins(graph: Graph, writing: set[str], reading: set[str]) -> list[tuple[str, str]]:
     """Each head that writes, with those of its inputs that are read through."""
-    graph = circuit.graph
-    writes, reads = circuit.mask.any(0).tolist(), circuit.mask.any(1).tolist()
     return [
-        (graph.receivers[receiver], graph.senders[sender])
-        for sender, inputs in enumerate(graph.inputs)
+        (graph.receivers[receiver], sender)
+        for sender, inputs in zip(graph.senders, graph.inputs, strict=True)
         for receiver in inputs
-        if writes[sender] and reads[receiver] and graph.receivers[receiver] != graph.senders[sender]
+        if sender in writing and graph.receivers[receiver] in reading and graph.receivers[receiver] != sender
     ]

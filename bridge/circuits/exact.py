@@ -6,22 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from bridge.bridge import TransformerBridge
-from bridge.circuits.edge_run import EdgeRun
 from bridge.circuits.graph import Graph, Port
 from bridge.circuits.metrics import Metric
 from bridge.circuits.scores import EdgeScores
 from bridge.circuits.senders import SenderOutputs, written_in_both
+from bridge.circuits.single_edges import effects_of_edges
 from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
-from bridge.patching.corrupted import CorruptedRun
-from bridge.patching.memory import tokens_per_run
-from bridge.patching.runs import may_start_later
-from bridge.patching.sweep import Job, Patch, Sweep
 
 
 @torch.no_grad()
@@ -60,51 +55,7 @@ def edge_effects(
         >>> effects = edge_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric(), [edge], verbose=False)
     """
     graph = Graph.of(bridge)
-    wanted = graph.exists.nonzero().tolist() if edges is None else [list(graph.edge(edge)) for edge in edges]
-    one, other = written_in_both(graph, bridge, clean, corrupted)
-    change = other.parts - one.parts
-    values = torch.zeros(graph.exists.shape, dtype=torch.float64)
-    differs = [part.abs().amax((0, 2)).nonzero().flatten() for part in change]
-    wanted = [(receiver, sender) for receiver, sender in wanted if len(differs[sender])]
-    with tqdm(total=len(wanted), desc="patching edges", unit="edge", disable=not verbose) as bar:
-        run = CorruptedRun(bridge, clean, [0]) if may_start_later(bridge) else None
-        base = float(metric(one.logits))
-        if run is None or not run.steps:
-            for receiver, sender in wanted:
-                replaced = torch.zeros_like(graph.exists)
-                replaced[receiver, sender] = True
-                logits = EdgeRun(graph, bridge, other.parts, replaced[None]).logits(clean)[0]
-                values[receiver, sender] = float(metric(logits)) - base
-                bar.update()
-            return EdgeScores(graph, values)
-        jobs = []
-        for index, (receiver, sender) in enumerate(wanted):
-            port = graph.port_of[receiver]
-            start = int(differs[sender][0]) if run.positions else 0
-            which = receiver - port.first if port.per_head else None
-            jobs.append(Job(index, bridge.hook_dict[port.name], start, _adding(change[sender], which)))
-        size = one.logits.element_size()
-        most = tokens_per_run(bridge.cfg, one.logits.device, clean.shape[1], size) // clean.shape[0]
-        for job, logits in Sweep(run, lambda length: max(1, most // (length * bridge.cfg.n_heads))).logits(jobs):
-            receiver, sender = wanted[job.index]
-            values[receiver, sender] = float(metric(logits)) - base
-            bar.update()
-    return EdgeScores(graph, values)
-
-
-def _adding(change: Float[Tensor, "batch pos d_model"], which: int | None) -> Callable[[int], Patch]:
-    """A patch that adds to a stream, or to one head's view of it."""
-
-    def of(start: int) -> Patch:
-        def add(stream: Tensor) -> Tensor:
-            if which is None:
-                return stream + change[:, start:]
-            stream[:, :, which] += change[:, start:]
-            return stream
-
-        return add
-
-    return of
+    return EdgeScores(graph, effects_of_edges(graph, bridge, clean, corrupted, metric, edges, verbose))
 
 
 @torch.no_grad()

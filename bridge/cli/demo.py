@@ -163,13 +163,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]
     cells = [list(header), *(list(row) for row in rows)]
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    right = [all(_is_number(cell) for cell in column[1:]) for column in columns]
+    right = [all(not cell.strip("+-.%0123456789") for cell in column[1:]) for column in columns]
     for index, row in enumerate(cells):
         if index == 1:
             yield "  " + "  ".join("-" * width for width in widths)
         padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
         yield ("  " + "  ".join(padded)).rstrip()
-
-
-def _is_number(cell: str) -> bool:
-    return not cell.strip("+-.%0123456789")

@@ -74,7 +74,7 @@ def prompts(kind: str, n: int, seed: int = 0) -> list[Prompt]:
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; it can be one of {', '.join(map(repr, KINDS))}")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+    if type(n) is not int or n < 0:
         raise ValueError(f"n is {n!r}; it has to be a whole number, 0 or more")
     if kind != "repeats" and n > (most := count(kind)):
         raise ValueError(f"n is {n}; there are {most} different {kind!r} prompts, so ask for {most} at most")

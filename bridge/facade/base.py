@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, Self
@@ -14,15 +16,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adapters import Architecture, ModelMap, Weights, map_model, proofs
+from adapters.agreeing import number_of
 from adapters.config import ModelConfig, is_language_part
 from adapters.inputs.made import CannotBeMade, Given
-from adapters.model import Automatic
+from adapters.kept import folder
+from adapters.kept.declaration import Declaration, DeclarationError, points_of
+from adapters.kept.encoding import encoded
+from adapters.kept.identity import Identity, identity_of
+from adapters.layout import Layout, layout_of
+from adapters.model import Automatic, is_inferred
+from adapters.observe.errors import WRONG, one_line
+from adapters.offloaded import has_weights
 from adapters.paths import base_path, join
 from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
 from bridge.facade.report import report
 from bridge.facade.support_report import SupportReport, modules_without_points
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import Names
+from bridge.version import __version__
 from bridge.weights.component_tree import NameTree
 from bridge.wiring.boundary import strip
 from bridge.wiring.wiring import Wiring
@@ -31,11 +42,19 @@ from weight_processing.process import read_record
 _LOGGER = logging.getLogger("bridge")
 
 
+#: Gives what is known of a model that processes share how they compare what hooks make of it.
+Asking = Callable[[ModelMap], ModelMap]
+
+
+def _asking(compares: bool, patience: float, found: ModelMap) -> ModelMap:
+    return found if found.layout is None else replace(found, layout=found.layout.asking(compares, patience))
+
+
 class WrappedModel(nn.Module):
     """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
 
     Args:
-        hf_model, tokenizer, automatic, inputs: as for `TransformerBridge`.
+        hf_model, tokenizer, automatic, inputs, declaration, cache_declaration: as for `TransformerBridge`.
     """
 
     #: Whether attribution to logits counts the final norm's weight. HookedTransformer leaves it out.
@@ -55,6 +74,8 @@ class WrappedModel(nn.Module):
         *,
         automatic: Automatic = True,
         inputs: Given | None = None,
+        declaration: Declaration | str | os.PathLike[str] | None = None,
+        cache_declaration: bool = True,
         compare_edits: bool = True,
         patience: float = 60.0,
     ) -> None:
@@ -70,19 +91,74 @@ class WrappedModel(nn.Module):
                 f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
                 "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
             )
-        found = map_model(hf_model, automatic=automatic, inputs=inputs)
-        if found.layout is not None:
-            found = replace(found, layout=found.layout.asking(compare_edits, patience))
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
+        asking = partial(_asking, compare_edits, patience)
+        if declaration is not None:
+            given = declaration if isinstance(declaration, Declaration) else Declaration.load(declaration)
+            self._declared_by(given, identity_of(hf_model, __version__, inputs), inputs, asking)
+        elif cache_declaration and is_inferred(hf_model, automatic) and has_weights(hf_model):
+            self._as_before_or_inferred(automatic, inputs, asking)
+        else:
+            self._look_up(automatic, inputs, asking)
+        if self._inferred:
+            _LOGGER.warning("%s", self.offered().summary)
+        if tokenizer is not None:
+            self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
+
+    def _look_up(self, automatic: Automatic, inputs: Given | None, asking: Asking) -> None:
+        """Takes what the adapter of the model's class declares, or what is inferred."""
+        found = asking(map_model(self.original_model, automatic=automatic, inputs=inputs))
         self._take(found)
         if parent := "" if found.inferred else inherits_declaration(found.core):
             found = self._proved(found, parent, automatic, inputs)
         if found.inferred:
             self._keep_what_holds(found, inputs)
-            _LOGGER.warning("%s", self.offered().summary)
-        if tokenizer is not None:
-            self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
+
+    def _as_before_or_inferred(self, automatic: Automatic, inputs: Given | None, asking: Asking) -> None:
+        """Takes what was inferred of such a model before, if that holds of this one; else infers it, and keeps that."""
+        of = identity_of(self.original_model, __version__, inputs)
+        before = folder.kept(of)
+        alike = _alike(before, layout_of(self.original_model))
+        if before is not None and alike:
+            try:
+                return self._declared_by(before, of, inputs, asking)
+            except DeclarationError as error:
+                _LOGGER.info("%s; it is inferred anew", error)
+        self._look_up(automatic, inputs, asking)
+        folder.keep(self._declaration(of))
+
+    def _declared_by(self, given: Declaration, of: Identity, inputs: Given | None, asking: Asking) -> None:
+        """Takes a declaration that was kept.
+
+        Raises:
+            DeclarationError: it is of another model, or does not hold of this one.
+        """
+        if why := of.why_not(given.of):
+            raise DeclarationError(f"{given.name} is not of this model: {why}")
+        self._take(asking(given.map_of(self.original_model)))
+        try:
+            wrong = proofs.verification.why_refuted(self, inputs)
+        except WRONG as error:
+            wrong = one_line(error)
+        if wrong:
+            raise DeclarationError(f"{given.name} does not hold of this {of.model}: {wrong}")
+
+    def declaration(self) -> Declaration:
+        """What plays which part in this model, as data: save it, and wrap the next such model by it.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> again = TransformerBridge(bridge.original_model, declaration=bridge.declaration())
+            >>> list(again.hook_dict) == list(bridge.hook_dict)
+            True
+        """
+        return self._declaration(identity_of(self.original_model, __version__))
+
+    def _declaration(self, of: Identity) -> Declaration:
+        points = "" if self.layout else points_of(self.hook_dict)
+        return Declaration(self.architecture, of, self._inferred, points, self._not_offered, self.no_layer_runs)
 
     def _take(self, found: ModelMap) -> None:
         self.cfg: ModelConfig = found.cfg
@@ -320,3 +396,11 @@ class WrappedModel(nn.Module):
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
+
+
+def _alike(kept: Declaration | None, layout: Layout | None) -> bool:
+    """Whether all processes that share a model have kept the same, or nothing: each may have a folder of its own."""
+    if layout is None:
+        return True
+    said = "" if kept is None else json.dumps(encoded(kept.architecture))
+    return layout.peers is not None and all(layout.peers.agree([number_of(said)]))

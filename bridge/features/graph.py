@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -392,9 +393,7 @@ class _ReplacementRun:
             some = rows[at : at + together]
             wanted = torch.zeros(len(some), len(rows), device=adjacency.device, dtype=receivers.dtype)
             wanted[range(len(some)), range(at, at + len(some))] = 1
-            gradients = torch.autograd.grad(
-                receivers, leaves, wanted, retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
+            gradients = self._gradients(receivers, leaves, wanted)
             adjacency[some, : len(nodes)] = torch.cat(
                 [_sent(source, gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)], 1
             ).to(adjacency.dtype)
@@ -403,6 +402,14 @@ class _ReplacementRun:
         ]  # fmt: skip
         whole = torch.cat([*(value.detach() for value in values), *sizes, self.logits[tokens].detach()])
         return AttributionGraph((*nodes, *ends), adjacency, whole.to(adjacency.dtype), probabilities)
+
+    def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor], wanted: Tensor) -> Sequence[Tensor | None]:
+        """Of each row of weights of the receivers: one by one where the model is spread, as DTensors know no vmap."""
+        given = partial(torch.autograd.grad, receivers, leaves, retain_graph=True, allow_unused=True)
+        if not self.bridge.wiring.spread:
+            return given(wanted, is_grads_batched=True)
+        rows = [given(row) for row in wanted]
+        return [None if of_leaf[0] is None else torch.stack(of_leaf) for of_leaf in zip(*rows, strict=True)]
 
 
 def _sent(source: _Source, gradient: Tensor | None, rows: int) -> Tensor:

@@ -138,22 +138,22 @@ def installed() -> Any:
 
 
 def run_ray(
+    pool: WorkerPool,
     model: ModelSource,
     options: HarvestOptions,
     batch_size: int,
     folder: Folder,
     weights: str,
     shards: Iterable[ShardInput],
-    pool: WorkerPool,
     done: Done,
 ) -> None:
     """Makes shards on a pool of Ray actors.
 
     Args:
+        pool: the workers.
         model, options, batch_size, weights: as for `ShardWorker`.
         folder: where shards go.
         shards: what to make them from; it is read in this process.
-        pool: the workers.
         done: called for each shard.
 
     Raises:

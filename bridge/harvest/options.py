@@ -79,7 +79,7 @@ def check_number(name: str, value: object, least: int, none: bool = False) -> No
     """
     if none and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) is not int:
         raise TypeError(f"{name} is {value!r}; it must be a whole number{' or None' * none}")
     if value < least:
         raise HarvestError(f"{name} is {value}; it must be at least {least}")
@@ -128,7 +128,7 @@ def special_id(tokenizer: Any, separator: int | str | None) -> int | None:
     Raises:
         HarvestError: the tokenizer has no such token.
     """
-    if separator is None or (isinstance(separator, int) and not isinstance(separator, bool)):
+    if separator is None or type(separator) is int:
         return separator
     check_choice("separator", separator, Special)
     found = getattr(tokenizer, f"{separator}_token_id", None)

@@ -210,17 +210,10 @@ def _harvested(
         if pool is None:
             run: Runs = partial(run_local, maker, folder, options.format)
         else:
-            run = partial(_on_ray, pool, spec, options, batch_size, folder, weights)
+            run = partial(run_ray, pool, spec, options, batch_size, folder, weights)
         meter = _write(manifest, reader, options, progress, 1 if pool is None else pool.workers, run)
         _finish(folder, manifest, reader, options.max_tokens)
     return _report(folder, manifest, meter.shards, time.perf_counter() - began, meter.now())
-
-
-def _on_ray(
-    pool: WorkerPool, spec: ModelSource, options: HarvestOptions, batch_size: int, folder: Folder, weights: str,
-    shards: Iterator[ShardInput], done: Callable[[ShardRecord, float], None],
-) -> None:  # fmt: skip
-    run_ray(spec, options, batch_size, folder, weights, shards, pool, done)
 
 
 def _write(

@@ -68,10 +68,11 @@ class _Parameter:
         words: how that is written.
     """
 
-    __slots__ = ("_fitting", "_function", "_hint", "_name", "_words")
+    __slots__ = ("_fitting", "_function", "_members", "_name", "_words")
 
     def __init__(self, function: str, name: str, hint: Any, words: str) -> None:
-        self._function, self._name, self._hint, self._words = function, name, hint, words
+        self._function, self._name, self._words = function, name, words
+        self._members = tuple(_members(hint))
         #: Of arguments that fitted, all that annotations ask about them.
         self._fitting: set[object] = set()
 
@@ -88,7 +89,7 @@ class _Parameter:
             asked = kind if kind in _ALIKE else None
         if asked is not None and asked in self._fitting:
             return
-        if not _fits(value, self._hint):
+        if not any(_fits(value, part) for part in self._members):
             raise TypeError(f"{self._name} is {shown(value)}; {self._function} takes {self._words} there")
         if asked is not None:
             if len(self._fitting) > 1000:
@@ -127,20 +128,16 @@ def _parameters(function: Callable[..., object]) -> dict[str, _Parameter]:
     return {p.name: _Parameter(called, p.name, hints[p.name], str(p.annotation)) for p in looked_at if p.name in hints}
 
 
-def _parts(hint: Any) -> Iterator[Any]:
+def _members(hint: Any) -> Iterator[Any]:
     """The members of a union, or the hint itself."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         for part in typing.get_args(hint):
-            yield from _parts(part)
+            yield from _members(part)
     else:
         yield hint
 
 
-def _fits(value: object, hint: Any) -> bool:
-    return any(_fits_part(value, part) for part in _parts(hint))
-
-
-def _fits_part(value: object, part: Any) -> bool:
+def _fits(value: object, part: Any) -> bool:
     if part is Any or isinstance(part, TypeVar):
         return True
     if getattr(part, "_is_protocol", False) and not getattr(part, "_is_runtime_protocol", False):

@@ -133,7 +133,7 @@ class ForwardPass(PassMemory):
         gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
         calls: how often modules began that run several times, of which hook points tell the calls apart.
         past: it goes on from the keys and values of an earlier one.
-        masks: what it is given as masks of padding, by the names of the arguments.
+        masks: its masks of padding, by the names of the arguments.
     """
 
     __slots__ = (

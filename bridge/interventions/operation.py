@@ -55,7 +55,7 @@ class Operation:
             object.__setattr__(self, name, kept_index(name, getattr(self, name)))
         if self.part not in _PARTS:
             raise ValueError(f"part is {self.part!r}; it must be one of {', '.join(map(repr, _PARTS))}")
-        if isinstance(self.from_step, bool) or not isinstance(self.from_step, int):
+        if type(self.from_step) is not int:
             raise TypeError(f"from_step is {self.from_step!r}; it must be a whole number")
         if self.from_step < 0:
             raise ValueError(f"from_step is {self.from_step}; steps are counted from 0")
@@ -63,7 +63,7 @@ class Operation:
             raise ValueError("positions, part and from_step each choose tokens: give one of them")
         for name in self.numbers:
             value = getattr(self, name)
-            if isinstance(value, int) and not isinstance(value, bool):
+            if type(value) is int:
                 object.__setattr__(self, name, float(value))
             elif not isinstance(value, Tensor | float | str | None):
                 raise TypeError(f"{name} is {value!r}; it must be a tensor, a number, or the name of an input")

@@ -37,13 +37,13 @@ def kept_index(name: str, given: object) -> Kept:
         return None
     if isinstance(given, slice):
         ends = (given.start, given.stop, given.step)
-        if any(end is not None and (isinstance(end, bool) or not isinstance(end, int)) for end in ends):
+        if any(end is not None and type(end) is not int for end in ends):
             raise TypeError(f"{name} is {given}; the ends of a range are whole numbers")
         if given.step is not None and given.step < 1:
             raise ValueError(f"{name} is {given}; a range goes forwards")
         return given
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    whole = tuple([one for one in several if isinstance(one, int) and not isinstance(one, bool)])
+    whole = tuple([one for one in several if type(one) is int])
     if len(whole) < len(several):
         raise TypeError(f"{name} is {given!r}; it must be a whole number, several, or a slice")
     if not whole:

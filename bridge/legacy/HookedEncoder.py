@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from adapters.paths import base_path, core_path, join
-from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import WithoutProcessing
 from bridge.run.checks import as_tokens, texts_in
@@ -38,7 +37,7 @@ class _WithItsHeads:
         return BertForMaskedLM.from_pretrained(name, **kwargs) if loaded[1]["missing_keys"] else model
 
 
-class HookedEncoder(WithoutProcessing, HookedTransformer):  # type: ignore[misc]  # another from_pretrained
+class HookedEncoder(WithoutProcessing):
     """A model that reads in both directions, such as BERT. There is no processing, as in HookedTransformer.
 
     Example:

@@ -12,8 +12,6 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformerConfig
 from bridge.legacy.loaded import WithoutProcessing
-from bridge.legacy.reweighing import LegacyWeights
-from bridge.legacy.running import LegacyRuns
 from bridge.run.protocol import Input
 
 _NAMES = {
@@ -25,7 +23,7 @@ _FIXED = {
 } | {"attn_only": False, "n_key_value_heads": None}  # fmt: skip
 
 
-class HookedEncoderDecoder(WithoutProcessing, LegacyRuns, LegacyWeights):  # type: ignore[misc]
+class HookedEncoderDecoder(WithoutProcessing):
     """A model with an encoder and a decoder, such as T5. There is no processing, as in HookedTransformer.
 
     Example:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,35 +11,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import bridge.legacy.loading_from_pretrained as loading
-import bridge.legacy.utils as utils
-from bridge.cache.activation_cache import ActivationCache
-from bridge.legacy.hook_points import HookedRootModule, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.kinds import Embed, LayerNorm, LayerNormPre, PosEmbed, RMSNorm, RMSNormPre, TransformerBlock, Unembed
-from bridge.legacy.loaded import LegacyLoading, Made, as_type, copied_tokenizer
-from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name, starts_with_bos
+from bridge.legacy.loaded import Made, as_type, copied_tokenizer
+from bridge.legacy.loading_from_pretrained import get_official_model_name, starts_with_bos
 from bridge.legacy.own_format import load_own_format, own_format
-from bridge.legacy.parts import Part
-from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
-from bridge.legacy.reweighing import TRANSFORMS, LegacyWeights
-from bridge.legacy.running import LegacyRuns, Output
-from bridge.legacy.table import why_not
+from bridge.legacy.reweighing import TRANSFORMS
+from bridge.legacy.table import named
 from bridge.legacy.ungrouping import Ungrouping
-from bridge.legacy.utils import USE_DEFAULT_VALUE
 from bridge.legacy.weight_init import draw
 from bridge.loading.request import context_fields
 from bridge.native import NativeConfig, NativeModel
-from bridge.run.tokenization import Batch
-from bridge.weights.factored_matrix import FactoredMatrix
 
-# What HookedTransformer's module lets be imported from it, besides.
-__all__ = [
-    "DTYPE_FROM_STRING", "USE_DEFAULT_VALUE", "ActivationCache", "Embed", "FactoredMatrix", "HookPoint",
-    "HookedRootModule", "HookedTransformer", "HookedTransformerConfig", "HookedTransformerKeyValueCache", "LayerNorm",
-    "LayerNormPre", "Loss", "LossPerToken", "Output", "PosEmbed", "RMSNorm", "RMSNormPre", "SingleLoss",
-    "TransformerBlock", "Unembed", "loading", "utils",
-]  # fmt: skip
-
+__getattr__ = named(__name__)
 SingleLoss = Float[Tensor, ""]
 LossPerToken = Float[Tensor, "batch pos-1"]
 Loss = SingleLoss | LossPerToken
@@ -53,7 +36,7 @@ _KEPT = {
 }  # fmt: skip
 
 
-class HookedTransformer(LegacyLoading, LegacyRuns, Ungrouping, LegacyWeights):  # type: ignore[misc]
+class HookedTransformer(Ungrouping):
     """A `TransformerBridge` with HookedTransformer's ways in: `from_pretrained`, or a configuration.
 
     The Hugging Face model runs, as in any bridge.
@@ -192,16 +175,6 @@ class HookedTransformer(LegacyLoading, LegacyRuns, Ungrouping, LegacyWeights):  
             config.layer_types = config.layer_types[:n]
         self._rewire()
 
-    def batch_of(
-        self,
-        texts: Sequence[str],
-        prepend_bos: bool | None = None,
-        padding_side: str | None = None,
-        longest: int | None = None,
-    ) -> Batch:
-        """`TransformerBridge.batch_of`: a text that is longer than the context is cut, in a run, too."""
-        return super().batch_of(texts, prepend_bos, padding_side, self.cfg.n_ctx if longest is None else longest)
-
     def set_tokenizer(self, tokenizer: Any, default_padding_side: Side = "right") -> None:
         """Gives the model a copy of a tokenizer, which pads and starts texts with EOS where it has no token for it."""
         self.tokenizer = tokenizer = copied_tokenizer(tokenizer, default_padding_side)
@@ -222,19 +195,11 @@ class HookedTransformer(LegacyLoading, LegacyRuns, Ungrouping, LegacyWeights):  
         """`loading_from_pretrained.fill_missing_keys` for this model."""
         return loading.fill_missing_keys(self, state_dict)
 
-    def __getattr__(self, name: str) -> Any:
-        if why := why_not("HookedTransformer", name):
-            raise AttributeError(why)
-        return super().__getattr__(name)
 
-
-def _with_one_layer(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
+def one_layer_model(cfg: Any, fields: dict[str, Any], *more: Any, **kwargs: Any) -> HookedTransformer:
     """A model around a part that is made from a configuration."""
     config = HookedTransformerConfig.unwrap(cfg)
     length = kwargs.get("length", more[0] if more and "normalization_type" in fields else None)
     changes = {"n_layers": 1, "tokenizer_name": None, "d_vocab": max(config.d_vocab, 1), "seed": None} | fields
     changes |= {"d_vocab_out": max(config.d_vocab_out, 1)} | ({"d_model": length} if isinstance(length, int) else {})
     return HookedTransformer(replace(config, **changes))
-
-
-Part.makes_host = _with_one_layer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import pprint
+from abc import ABCMeta
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import set_seed
 from adapters.config import ModelConfig
 from adapters.config_fields import LoadedModelFields
 from bridge.hooks.names import suggestion
-from bridge.legacy.missing import explain_missing_name
+from bridge.legacy.table import named
 from bridge.legacy.utilities.devices import get_device
 from bridge.native.config import ACT_FNS, NativeConfig
 
@@ -28,8 +29,33 @@ _KNOWN_ACT_FNS = (*ACT_FNS, "xielu")
 _ROTARY = ("rotary_dim", "rotary_base")
 
 
+@dataclass(kw_only=True, repr=False, eq=False)
+class LegacyFields:
+    """What HookedTransformer's configurations say besides, of models too that were loaded."""
+
+    init_mode: str = "gpt2"
+    initializer_range: float = -1.0
+    init_weights: bool = True
+    use_hook_tokens: bool = False
+    trust_remote_code: bool = False
+    load_in_4bit: bool = False
+    use_NTK_by_parts_rope: bool = False
+    NTK_by_parts_low_freq_factor: float = 1.0
+    NTK_by_parts_high_freq_factor: float = 4.0
+    NTK_by_parts_factor: float = 8.0
+    NTK_original_ctx_len: int = 8192
+
+    def is_layer_norm_activation(self) -> bool:
+        """Whether a layer norm follows the activation function."""
+        return str(vars(self)["act_fn"]).endswith("_ln")
+
+    def set_seed_everywhere(self, seed: int) -> None:
+        """Sets the seed of torch, Python and numpy."""
+        set_seed(seed)
+
+
 @dataclass(repr=False)
-class HookedTransformerConfig(LoadedModelFields):
+class HookedTransformerConfig(LegacyFields, LoadedModelFields, metaclass=ABCMeta):
     """What a `HookedTransformer` is made of: HookedTransformer's fields, defaults and checks.
 
     `docs/migration.md` and `bridge.NativeConfig` explain the fields. What is left at -1 or None is worked out from the
@@ -58,24 +84,13 @@ class HookedTransformerConfig(LoadedModelFields):
     eps: float = 1e-5
     attn_scale: float = -1.0
     original_architecture: str | None = None
-    init_mode: str = "gpt2"
     normalization_type: str | None = "LN"
     device: str | torch.device | None = None
-    initializer_range: float = -1.0
-    init_weights: bool = True
     positional_embedding_type: str = "standard"
     d_vocab_out: int = -1
     n_params: int | None = None
-    use_hook_tokens: bool = False
     dtype: torch.dtype = torch.float32
     rotary_base: float = 10000
-    trust_remote_code: bool = False
-    load_in_4bit: bool = False
-    use_NTK_by_parts_rope: bool = False
-    NTK_by_parts_low_freq_factor: float = 1.0
-    NTK_by_parts_high_freq_factor: float = 4.0
-    NTK_by_parts_factor: float = 8.0
-    NTK_original_ctx_len: int = 8192
 
     def __post_init__(self) -> None:
         if self.n_heads == -1:
@@ -163,14 +178,6 @@ class HookedTransformerConfig(LoadedModelFields):
         """The fields, as a dictionary."""
         return dict(self.__dict__)
 
-    def is_layer_norm_activation(self) -> bool:
-        """Whether a layer norm follows the activation function."""
-        return str(self.act_fn).endswith("_ln")
-
-    def set_seed_everywhere(self, seed: int) -> None:
-        """Sets the seed of torch, Python and numpy."""
-        set_seed(seed)
-
     def native(self) -> dict[str, Any]:
         """The fields of a `NativeConfig` for the same model."""
         for name, allowed in ONLY_LOADED.items():
@@ -219,7 +226,7 @@ _READ = ("device", "dtype", "n_params")
 
 
 @dataclass(init=False, repr=False)
-class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[misc]  # the facts come first
+class HookedModelConfig(ModelConfig, LegacyFields):
     """`ModelConfig` as a `HookedTransformerConfig`: what only that has keeps its default until it is set.
 
     `device` and `dtype` are the model's until they are set. Setting them moves nothing: they then say what was set,
@@ -236,7 +243,7 @@ class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[m
                 setattr(found, f.name, getattr(cfg, f.name) if f.name in known else f.default)
         return found
 
-    @property  # type: ignore[misc]
+    @property
     def device(self) -> torch.device:
         """Where the model is, or is said to be."""
         return self.__dict__.get("said_device") or super().device
@@ -245,7 +252,7 @@ class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[m
     def device(self, device: torch.device | str | None) -> None:
         self.__dict__["said_device"] = None if device is None else torch.device(device)
 
-    @property  # type: ignore[misc]
+    @property
     def dtype(self) -> torch.dtype:
         """The type of the model's weights, or what it is said to be."""
         return self.__dict__.get("said_dtype") or super().dtype
@@ -274,4 +281,5 @@ class HookedModelConfig(ModelConfig, HookedTransformerConfig):  # type: ignore[m
         return {name: value for name, value in self.__dict__.items() if name != "acts"}
 
 
-__getattr__ = explain_missing_name(__name__)
+HookedTransformerConfig.register(HookedModelConfig)
+__getattr__ = named(__name__)

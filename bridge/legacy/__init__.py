@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from bridge.legacy.model_bridge import TransformerBridge as TransformerBridge
     from bridge.weights.factored_matrix import FactoredMatrix as FactoredMatrix
 
-__all__ = [*table.NAMES]
+__all__ = [*table.NAMES["package"]]
 
 
 class _Package(ModuleType):
     """The package: ``HookedTransformer`` is both a module in it and a class; as an attribute it is the class."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and ":" in table.NAMES.get(name, ""):
+        if isinstance(value, ModuleType) and ":" in table.NAMES["package"].get(name, ""):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
@@ -35,14 +35,7 @@ if not any(type(finder).__name__ == "Tabled" for finder in sys.meta_path):
     sys.meta_path.append(table.Tabled())
 
 
-def __getattr__(name: str) -> Any:
-    if name in table.NAMES:
-        return table.named(name)
-    if name.startswith("__"):  # Python's own questions
-        raise AttributeError(name)
-    from bridge.legacy.missing import explain_missing_name
-
-    return explain_missing_name(__name__)(name)
+__getattr__ = table.named(__name__)
 
 
 def __dir__() -> list[str]:

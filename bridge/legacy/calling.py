@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,21 +18,22 @@ from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.listener import Listener, Scope
 from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import suggestion
+from bridge.legacy.components import AbstractAttention
 from bridge.legacy.hook_points import CALLS
-from bridge.legacy.kinds import AbstractAttention
 from bridge.legacy.parts import Part
 from bridge.legacy.tokens import position_embeddings
 from bridge.run.layer_range import StopRun
-from bridge.taps.tap import Tap
+from bridge.taps.tap import InForwardsPlace, Tap
 
 #: What a call must not do twice: add keys and values to a cache.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-class ReplacedForward:
+class ReplacedForward(InForwardsPlace):
     """The forward of a Hugging Face module in whose place another module is called.
 
-    The Hugging Face module stays where it is, with its torch hooks, weights and path.
+    The Hugging Face module stays where it is, with its torch hooks, weights and path. Torch calls nothing in place of a
+    forward (a hook that comes before it can change what it reads alone), so this is done as taps do it.
 
     Args:
         part: the part that it plays.
@@ -43,7 +42,8 @@ class ReplacedForward:
     """
 
     def __init__(self, part: Part, replacement: Callable[[], nn.Module], view: View) -> None:
-        self.part, self.replacement, self.module, self.view = part, replacement, part.module, view
+        super().__init__(part.module)
+        self.part, self.replacement, self.view = part, replacement, view
         own = self.module.__dict__.get("forward")
         if isinstance(own, Tap):  # which still wraps it
             self.inner: Callable[..., Any] = own.original
@@ -51,13 +51,6 @@ class ReplacedForward:
         else:
             self.inner = self.module.forward
             self.module.__dict__["forward"] = self
-
-    # A copy of the model has its class's forward, until its own bridge puts another in its place.
-    def __reduce__(self) -> tuple[object, ...]:
-        return getattr, (self.module, "forward")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = CALLS.get()

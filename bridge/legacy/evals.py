@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from bridge.legacy.datasets import load_from_hub, tokenize_and_concatenate
-from bridge.legacy.missing import explain_missing_name, not_done
+from bridge.legacy.table import named, not_done
 from bridge.run.loss import lm_loss
 
 _TEXT = (
@@ -206,4 +206,4 @@ def ioi_eval(
 
 mmlu_eval = not_done("mmlu_eval")
 make_mmlu_data_loader = not_done("make_mmlu_data_loader")
-__getattr__ = explain_missing_name(__name__)
+__getattr__ = named(__name__)

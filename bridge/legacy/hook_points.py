@@ -6,6 +6,7 @@ toy model, or a wrapper that is put into a model (see `HookedTransformer.setup`)
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from bridge.hooks import hook_point as bridge_point
 from bridge.hooks.hook_point import AttachesListeners, Handle
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import Names, NamesFilter
-from bridge.legacy.table import why_not
+from bridge.legacy.table import named, why_not
 
 T = TypeVar("T")
 
@@ -209,8 +210,8 @@ Device = torch.device | str | None
 Activations = dict[str, Tensor]
 
 
-class ListsHooks:
-    """What has hook points, and lists the functions that were added to them."""
+class ListsHooks(AddsHooks):
+    """What has hook points, with the methods of TransformerLens that the bridge has under other names."""
 
     def list_hooks(
         self,
@@ -233,9 +234,37 @@ class ListsHooks:
         handles = {name: hook.handles(dir, including_permanent) for hook, name in found.items()}
         return {name: there for name, there in handles.items() if there}
 
+    def remove_all_hook_fns(
+        self,
+        direction: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        """`reset_hooks` that leaves contexts as they are."""
+        self.reset_hooks(False, direction, including_permanent, level)
 
-class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
+    def cache_all(
+        self,
+        cache: Activations | None,
+        incl_bwd: bool = False,
+        device: Device = None,
+        remove_batch_dim: bool = False,
+    ) -> None:
+        """The old name of `add_caching_hooks` without a filter."""
+        self.cache_some(cache, None, incl_bwd, device, remove_batch_dim)
+
+    def cache_some(
+        self, cache: Activations | None, names: NamesFilter, incl_bwd: bool = False, device: Device = None,
+        remove_batch_dim: bool = False,
+    ) -> None:  # fmt: skip
+        """The old name of `add_caching_hooks` with a filter."""
+        self.add_caching_hooks(names, incl_bwd, device, remove_batch_dim, cache)
+
+
+class HookedRootModule(nn.Module, ListsHooks, metaclass=ABCMeta):
     """A torch module of the user's that holds hook points. Its `__init__` ends with ``self.setup()``.
+
+    Models of this package count as some, too (`abc.ABCMeta.register`), though what they do is a bridge's.
 
     Attributes:
         mod_dict: all modules by name.
@@ -293,15 +322,6 @@ class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
             return [names]
         return Names({**self.hook_dict}).select(names, bool)
 
-    def remove_all_hook_fns(
-        self,
-        direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        """`reset_hooks` that leaves contexts as they are."""
-        self.reset_hooks(False, direction, including_permanent, level)
-
     @contextmanager
     def hooks(
         self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True, clear_contexts: bool = False
@@ -327,23 +347,6 @@ class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*args, **kwargs)
 
-    def cache_all(
-        self,
-        cache: Activations | None,
-        incl_bwd: bool = False,
-        device: Device = None,
-        remove_batch_dim: bool = False,
-    ) -> None:
-        """The old name of `add_caching_hooks` without a filter."""
-        self.cache_some(cache, None, incl_bwd, device, remove_batch_dim)
-
-    def cache_some(
-        self, cache: Activations | None, names: NamesFilter, incl_bwd: bool = False, device: Device = None,
-        remove_batch_dim: bool = False,
-    ) -> None:  # fmt: skip
-        """The old name of `add_caching_hooks` with a filter."""
-        self.add_caching_hooks(names, incl_bwd, device, remove_batch_dim, cache)
-
     def run_with_cache(
         self, *args: Any, names_filter: NamesFilter = None, device: Device = None, remove_batch_dim: bool = False,
         incl_bwd: bool = False, reset_hooks_end: bool = True, clear_contexts: bool = False, **kwargs: Any,
@@ -357,5 +360,4 @@ class HookedRootModule(nn.Module, AddsHooks, ListsHooks):
         return output, cache
 
 
-#: TransformerLens' name of what lists hooks.
-HookIntrospectionMixin = ListsHooks
+__getattr__ = named(__name__)

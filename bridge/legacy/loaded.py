@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from adapters.config import ModelConfig
-from bridge.bridge import TransformerBridge
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loading_from_pretrained import DTYPE_FROM_STRING, get_official_model_name
+from bridge.legacy.running import LegacyRuns
 from bridge.legacy.utilities.devices import get_device
 from bridge.loading.boot import UnknownArgumentError, text_model
 from bridge.run.tokenization import TokenError
@@ -25,7 +25,7 @@ from bridge.run.tokenization import TokenError
 Made = HookedTransformerConfig | ModelConfig | Mapping[str, Any] | nn.Module
 
 
-class LegacyLoading(TransformerBridge):
+class LegacyLoading(LegacyRuns):
     """A bridge that is loaded with HookedTransformer's arguments, or made from its configuration."""
 
     @classmethod

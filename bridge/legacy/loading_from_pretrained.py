@@ -14,8 +14,8 @@ from adapters.config import ModelConfig
 from bridge.bridge import TransformerBridge
 from bridge.hooks.names import suggestion
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.missing import explain_missing_name
 from bridge.legacy.own_format import own_format
+from bridge.legacy.table import named
 from bridge.legacy.utilities.devices import get_device
 from bridge.loading.model_names import BY_NAME, MODEL_ALIASES, OFFICIAL_MODEL_NAMES, hub_name
 from bridge.loading.training_checkpoints import PYTHIA_STEPS, STANFORD_STEPS, checkpoint_steps
@@ -138,4 +138,4 @@ DTYPE_FROM_STRING = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
 }  # fmt: skip
 
-__getattr__ = explain_missing_name(__name__)
+__getattr__ = named(__name__)

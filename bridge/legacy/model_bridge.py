@@ -12,44 +12,19 @@ from bridge.facade.base import WrappedModel
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.names import NamesFilter
-from bridge.legacy import table
-from bridge.legacy.components import (
-    AbstractAttention,
-    CanBeUsedAsMLP,
-    Embed,
-    LayerNormPre,
-    MoE,
-    Norm,
-    Part,
-    PosEmbed,
-    RMSNorm,
-    RMSNormPre,
-    TransformerBlock,
-    Unembed,
-)
-from bridge.legacy.hook_points import HookFunction as HookFunction
+from bridge.legacy.hook_points import HookFunction
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
 from bridge.legacy.loaded import copied_tokenizer
-from bridge.legacy.missing import explain_missing_name
 from bridge.legacy.module_tree import ModuleTree
+from bridge.legacy.table import named
 from bridge.native import NativeConfig
 from bridge.run.checks import as_tokens, texts_in
+from bridge.run.positions import PosSlice
 from bridge.run.protocol import HookSpec, Input
 from bridge.weights.factored_matrix import FactoredMatrix
 
 __path__: list[str] = []  # the modules of the table are below it
-#: Its names of the classes of parts.
-GeneralizedComponent, BlockBridge, AttentionBridge, MLPBridge = (
-    Part,
-    TransformerBlock,
-    AbstractAttention,
-    CanBeUsedAsMLP,
-)
-MoEBridge, EmbeddingBridge, PosEmbedBridge, UnembeddingBridge = MoE, Embed, PosEmbed, Unembed
-NormalizationBridge, LayerNormPreBridge, RMSNormPreBridge, RMSNormalizationBridge = (
-    Norm, LayerNormPre, RMSNormPre, RMSNorm,
-)  # fmt: skip
 _ARGUMENTS = dict[str, Any]
 
 
@@ -67,6 +42,7 @@ class TransformerBridge(ModuleTree):
         True
     """
 
+    name_before = "TransformerBridge"
     state_dict = WrappedModel.state_dict
     load_state_dict = WrappedModel.load_state_dict
     named_parameters = WrappedModel.named_parameters
@@ -91,7 +67,7 @@ class TransformerBridge(ModuleTree):
 
     @property
     def hook_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """All hook points by name, and by each of their aliases."""
+        """All hook points by name; an alias finds its hook point, too."""
         return self._hook_registry
 
     def hook_points(self) -> list[AnyHookPoint]:
@@ -107,8 +83,7 @@ class TransformerBridge(ModuleTree):
 
     @property
     def _hook_registry(self) -> dict[str, Any]:
-        points = self.wiring.points
-        return {**points, **{alias: points[name] for alias, name in self.names.aliases.items()}}
+        return _ByAnyName(self.wiring.points, self.names.aliases)
 
     def _collect_hook_aliases_from_registry(self) -> dict[str, str]:
         return self.hook_aliases
@@ -124,26 +99,18 @@ class TransformerBridge(ModuleTree):
         """Adds a hook that `reset_hooks` leaves alone unless told otherwise."""
         return self.add_hook(name, hook, dir, is_permanent=True, hook_fn=hook_fn)
 
-    def get_caching_hooks(self, names_filter: NamesFilter = None, *arguments: Any, **more: Any) -> Any:
-        """As for `bridge.TransformerBridge.get_caching_hooks`; what is asked for by an alias is kept under it, too."""
-        cache, *hooks = super().get_caching_hooks(names_filter, *arguments, **more)
-        asked = (
-            [names_filter] if isinstance(names_filter, str) else [] if callable(names_filter) else names_filter or []
-        )
-        also = {self.names.aliases[name]: name for name in asked if name in self.names.aliases}
-
-        def kept(fn: HookFunction, ending: str) -> HookFunction:
-            def keep(act: Tensor, hook: AnyHookPoint) -> None:
-                fn(act, hook=hook)
-                if hook.name in also:
-                    cache[also[hook.name] + ending] = cache[hook.name + ending]
-
-            return keep
-
-        forward, backward = (
-            [(name, kept(fn, end)) for name, fn in h] for h, end in zip(hooks, ("", "_grad"), strict=True)
-        )
-        return cache, forward, backward
+    def get_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: PosSlice = None,
+    ) -> Any:
+        """As for `bridge.TransformerBridge.get_caching_hooks`; a new dictionary takes aliases, too."""
+        cache = _ByAnyName({}, self.names.aliases) if cache is None else cache
+        return super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
 
     def run_with_hooks(  # type: ignore[override]
         self,
@@ -175,9 +142,13 @@ class TransformerBridge(ModuleTree):
     def hf_generate(  # type: ignore[override]
         self, input: Input = "", max_new_tokens: int = 10, *, return_type: str | None = "input", **arguments: Any
     ) -> Any:
-        """As for `bridge.TransformerBridge.hf_generate`; text is made of text. With ``return_type=None`` it is what the
-        model's own `generate` returns."""
+        """As for `bridge.TransformerBridge.hf_generate`; text is made of text. With ``return_type=None``, or
+        ``return_dict_in_generate=True`` for tokens, it is what the model's own `generate` returns."""
         arguments = self._as_before(arguments)
+        if arguments.get("eos_token_id", 0) is None:
+            del arguments["eos_token_id"]  # it was not given: `stop_at_eos=False` is how to go on
+        if arguments.get("return_dict_in_generate") and return_type == "input" and texts_in(input) is None:
+            return_type = None
         return super().hf_generate(input, max_new_tokens=max_new_tokens, return_type=return_type, **arguments)
 
     def _as_before(self, arguments: _ARGUMENTS) -> _ARGUMENTS:
@@ -225,16 +196,12 @@ class TransformerBridge(ModuleTree):
     def block_hooks(self, layer_idx: int) -> list[str]:
         """The names of a block's hook points, without the block's own."""
         prefix = f"{self.blocks[layer_idx].name}."
-        return sorted(name.removeprefix(prefix) for name in self.hook_dict if name.startswith(prefix))
+        names = {*self.hook_dict, *self.names.aliases}
+        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def block_submodules(self, layer_idx: int) -> list[str]:
         """The names of a block's parts."""
         return [name for name, part in self.blocks[layer_idx]._modules.items() if not isinstance(part, AnyHookPoint)]
-
-    def __getattr__(self, name: str) -> Any:
-        if why := table.why_not("TransformerBridge", name):
-            raise AttributeError(why)
-        return super().__getattr__(name)
 
 
 def build_bridge_from_module(
@@ -262,6 +229,29 @@ def build_bridge_from_module(
     return made
 
 
+class _ByAnyName(dict[str, Any]):
+    """Hook points or activations by name, which is what it lists; an alias finds what it stands for, too."""
+
+    def __init__(self, named: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+        super().__init__(named)
+        self._aliases = aliases
+
+    def _canonical(self, name: str) -> str:
+        alias = name.removesuffix("_grad")
+        return self._aliases.get(alias, alias) + name[len(alias) :]
+
+    def __missing__(self, name: str) -> Any:
+        if self._canonical(name) == name:
+            raise KeyError(name)
+        return self[self._canonical(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and super().__contains__(self._canonical(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(self._canonical(name), default)
+
+
 def _without_batch(fn: HookFunction) -> HookFunction:
     """A function as a hook that is shown activations of a single prompt, without their first axis."""
 
@@ -274,4 +264,4 @@ def _without_batch(fn: HookFunction) -> HookFunction:
     return called
 
 
-__getattr__ = explain_missing_name(__name__)
+__getattr__ = named(__name__)

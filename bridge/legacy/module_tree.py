@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -13,18 +13,19 @@ from adapters import ModelMap
 from adapters.paths import join
 from adapters.points import Point
 from adapters.views import View
-from bridge.bridge import TransformerBridge
+from bridge.hooks.context import CURRENT
 from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.hooks.listener import Listener
 from bridge.hooks.names import NamesFilter, suggestion
 from bridge.hooks.results import checked
 from bridge.legacy.calling import CallableParts, ReplacedForward
-from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, point_named
+from bridge.legacy.components import kind_of
+from bridge.legacy.hook_points import CALLS, HookedRootModule, HookPoint, ListsHooks, point_named
 from bridge.legacy.HookedTransformerConfig import HookedModelConfig
-from bridge.legacy.kinds import kind_of
-from bridge.legacy.parameters import HoldsParameters, names_of
+from bridge.legacy.parameters import HoldsParameters, PartParameters, names_of
 from bridge.legacy.parts import Blocks, Part
+from bridge.legacy.table import why_not
 from bridge.run.hooked import points_that_run
 from bridge.weights.component_tree import NameTree
 from weight_processing.saving import untie
@@ -41,9 +42,11 @@ def _renamed(point: Point) -> Point:
     return replace(point, name="hook_tokens", aliases=(*point.aliases, _TOKENS), group="heavy", flag="use_hook_tokens")
 
 
-class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootModule):  # type: ignore[misc]  # the bridge's come first
+class ModuleTree(HoldsParameters, CallableParts, ListsHooks):
     """A bridge that is a tree of modules, whose parts can be called, replaced and copied."""
 
+    #: The class whose names it has, of which some are left out.
+    name_before = "HookedTransformer"
     makes_points = HookPoint
     refuses_silent_hooks = False  # they do not fire, as in HookedTransformer
     #: Hook points that HookedTransformer lacks, while a user's own have their names.
@@ -57,12 +60,14 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
     def _wire(self, found: ModelMap) -> None:
         if not isinstance(self.cfg, HookedModelConfig):
             self.cfg = HookedModelConfig.of(self.cfg)
-        super()._wire(replace(found, points=[_renamed(point) for point in found.points]))
         mine = self.__dict__
-        if hasattr(type(self), "set_ungroup_grouped_query_attention"):
-            self.cfg.__dict__["acts"] = self.set_ungroup_grouped_query_attention
         if "original_model" in self._modules:  # the tree holds the parts; what they stand for is not in it twice
             mine["original_model"] = self._modules.pop("original_model")
+        super()._wire(replace(found, points=[_renamed(point) for point in found.points]))
+        if hasattr(type(self), "set_ungroup_grouped_query_attention"):
+            self.cfg.__dict__["acts"] = self.set_ungroup_grouped_query_attention
+        if not isinstance(self._parameters, PartParameters):
+            mine["_parameters"] = PartParameters(self, "", self._parameters)
         mine["calls"], mine["spliced"], mine["gave_way"] = {}, {}, {}
         self._grow()
         self.setup()
@@ -104,16 +109,27 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             return made
         return kind_of(path, inside, self.cfg).of(self, path)
 
+    @property
+    def context_level(self) -> int:
+        """How many ``with`` statements of hooks are open where it is asked for."""
+        return len(CURRENT.get().visible - {None})
+
     def points_of_run(self, names: NamesFilter | AnyHookPoint, forward_kwargs: dict[str, Any]) -> list[AnyHookPoint]:
         """The chosen hook points that lie in the layers that run: the others do not fire, as in HookedTransformer."""
         return points_that_run(self, self.select_hooks(names), forward_kwargs)
 
     def process_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `TransformerBridge.process_weights`; parts whose norm is folded change their class."""
+        """As for `TransformerBridge.process_weights`; the part of a folded norm gives way to one of another class."""
         done = super().process_weights(*args, **kwargs)
-        for name, part in self.parts.items():
-            if isinstance(part, Part):
-                part.__class__ = kind_of(name, {*part._modules, *self.own_weights.get(name, ())}, self.cfg)
+        for name, part in [*self.parts.items()]:
+            kind = kind_of(name, {*part._modules, *self.own_weights.get(name, ())}, self.cfg)
+            path, _, last = name.rpartition(".")
+            parent: nn.Module = self.parts[path] if path else self
+            if isinstance(part, Part) and kind is not type(part) and parent._modules.get(last) is part:
+                parent._modules[last] = new = kind.of(self, name)
+                new.__dict__ |= part.__dict__  # hook points and all that it was given: whoever has the old one goes on
+                if name in self.calls:
+                    self.calls[name].part = new
         return done
 
     def adopt_part(self, part: Part) -> None:
@@ -216,8 +232,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             hint = suggestion(name, known) if isinstance(value, nn.Module | Tensor) and was is None else ""
             if hint and not isinstance(value, HookPoint):
                 raise AttributeError(f"{prefix or 'the model'} has no {name!r}.{hint}")
-            kind = HoldsParameters if isinstance(parent, HoldsParameters) else nn.Module
-            kind.__setattr__(parent, name, value)
+            nn.Module.__setattr__(parent, name, value)
             if name == "forward" and isinstance(parent, Part):
                 self.call_in_place_of(parent)
 
@@ -265,6 +280,11 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
         self.wiring.add(point, listener)
         return Handle(point, listener, self.wiring)
 
+    def __getattr__(self, name: str) -> Any:
+        if why := why_not(self.name_before, name):
+            raise AttributeError(why)
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module) and name in self._modules and "spliced" in self.__dict__:
             self.put(self, "", name, value)
@@ -287,6 +307,11 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             raise TypeError(f"{full} is the Hugging Face model's: put a module in its place, such as nn.Identity()")
 
     # Weights.
+
+    @property
+    def W_gate(self) -> Tensor | None:  # type: ignore[override]
+        """The gates' weights of all layers; None without gates."""
+        return super().W_gate if self.cfg.gated_mlp else None
 
     def fits(self, name: str, value: Tensor) -> str | None:
         """Why a weight cannot be set to a value; None where it can, or has it."""
@@ -323,20 +348,18 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The Hugging Face model's parameters, and those of modules that were put in, by their places in the tree. One
         has the name of the weight that is stored in it, or of several, and its own shape."""
-        self.__dict__["by_part"] = self._sort_parameters()
-        try:
-            found = list(nn.Module.named_parameters(self, prefix, recurse, remove_duplicate))
-        finally:
-            self.__dict__.pop("by_part", None)  # another thread may have done so
-        yield from found
+        by_part = self._sort_parameters()
+
+        def members(module: nn.Module) -> ItemsView[str, Any]:
+            held: Any = module._parameters
+            mine = isinstance(held, PartParameters) and held.host is self
+            return held.all(by_part).items() if mine else held.items()
+
+        yield from self._named_members(members, prefix, recurse, remove_duplicate)
 
     def parameters_of(self, part: str) -> Mapping[str, nn.Parameter]:
         """The Hugging Face model's parameters that stand in a part; in the model itself, called "", the rest."""
-        return (self.__dict__.get("by_part") or self._sort_parameters()).get(part, {})
-
-    def parameters_here(self) -> Mapping[str, nn.Parameter]:
-        """The Hugging Face model's parameters that stand in no part."""
-        return self.parameters_of("") if "parts" in self.__dict__ else {}
+        return self._sort_parameters().get(part, {}) if "parts" in self.__dict__ else {}
 
     def _sort_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
         given = dict(self.original_model.named_parameters())
@@ -365,7 +388,7 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
             module._apply(fn, recurse)
         for holder in (self, *self.parts.values()):
             if isinstance(holder, HoldsParameters):
-                holder.apply_to_own(fn)
+                holder.own_state()._apply(fn, recurse=False)
         return self
 
     @property
@@ -385,14 +408,15 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
         for name, part in self.parts.items():
             if "forward" in part.__dict__:
                 part.__getstate__()  # which says why it cannot be copied
-            state["given"][name] = part.__dict__["_parameters"], part._buffers
+            state["given"][name] = getattr(part._parameters, "own", {}), part._buffers
+        state["_parameters"] = self.__dict__["_parameters"].own
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         put_in, given = state.pop("put_in"), state.pop("given")
         super().__setstate__(state)
         for name, (parameters, buffers) in given.items():
-            self.parts[name].__dict__["_parameters"].update(parameters)
+            self.parts[name]._parameters.update(parameters)
             self.parts[name]._buffers.update(buffers)
         for name, key, module in put_in:
             self.put(self.parts[name] if name else self, name, key, module)
@@ -409,3 +433,6 @@ class ModuleTree(CallableParts, TransformerBridge, HoldsParameters, HookedRootMo
         """Whether what stands in a part is what the model has there, rather than the user's."""
         of_model = isinstance(module, HookPoint) and not module.is_standalone
         return of_model or module is self.parts.get(join(name, key))
+
+
+HookedRootModule.register(ModuleTree)  # which programs ask for by isinstance

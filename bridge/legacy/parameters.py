@@ -2,82 +2,93 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from adapters import Weights
 
 
-class ParametersOfPart(ChainMap[str, Any]):
-    """What torch finds in a module: the parameters that a user gave it, and the model's, which stay where they are."""
+class HoldsModel(Protocol):
+    """What knows a Hugging Face model's parameters by its parts."""
+
+    @property
+    def original_model(self) -> nn.Module: ...
+    def parameters_of(self, part: str) -> Mapping[str, nn.Parameter]: ...
+
+
+class PartParameters(MutableMapping[str, Any]):
+    """Where torch looks for a part's parameters: those that a user gave it, and the Hugging Face model's that stand
+    there, which stay where they are, and are looked for when they are asked for.
+
+    Args:
+        host: what the part belongs to.
+        part: its name; that of the model itself is "".
+        own: what a user gave it.
+    """
+
+    def __init__(self, host: HoldsModel, part: str, own: dict[str, nn.Parameter | None]) -> None:
+        self.host, self.part, self.own = host, part, own
+
+    def all(self, by_part: Mapping[str, Mapping[str, nn.Parameter]] | None = None) -> dict[str, Any]:
+        """Both kinds; of several parts in a row, by what was found for all of them at once."""
+        theirs = self.host.parameters_of(self.part) if by_part is None else by_part.get(self.part, {})
+        return {**theirs, **self.own}
+
+    def items(self) -> ItemsView[str, Any]:
+        """Both kinds."""
+        return self.all().items()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.own[name] if name in self.own else self.host.parameters_of(self.part)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all())
+
+    def __len__(self) -> int:
+        return len(self.all())
+
+    def __contains__(self, name: object) -> bool:
+        if name in self.own:
+            return True
+        if not self.part and "." not in str(name):  # torch asks so at every look-up of an attribute of the model
+            return name in self.host.original_model._parameters
+        return name in self.host.parameters_of(self.part)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self.maps[1]:
+        if name not in self.own and name in self:
             raise TypeError(
                 f"{name} is a parameter of the Hugging Face model and cannot be exchanged here: functional_call, "
                 "pruning and parametrizations take model.original_model and its names"
             )
-        super().__setitem__(name, value)
+        self.own[name] = value
 
     def __delitem__(self, name: str) -> None:
         self[name] = None
-        super().__delitem__(name)
+        del self.own[name]
 
 
-#: The module whose own parameters alone are meant, here and in no other thread.
-_OWN_ONLY: ContextVar[nn.Module | None] = ContextVar("own_only", default=None)
+class HoldsParameters:
+    """A module in whose place in the tree torch finds parameters of the Hugging Face model, too. It moves, saves and
+    loads those alone that a user gave it."""
 
-
-class HoldsParameters(nn.Module):
-    """A module in whose place in the tree torch finds parameters of the Hugging Face model, too."""
-
-    def parameters_here(self) -> Mapping[str, nn.Parameter]:
-        """The Hugging Face model's parameters that stand here, by name."""
-        raise NotImplementedError
-
-    @property
-    def _parameters(self) -> Any:  # type: ignore[override]
-        own = self.__dict__["_parameters"]
-        return own if _OWN_ONLY.get() is self else ParametersOfPart(own, dict(self.parameters_here()))
-
-    @_parameters.setter
-    def _parameters(self, own: dict[str, nn.Parameter | None]) -> None:
-        self.__dict__["_parameters"] = own
-
-    @contextmanager
-    def _own_only(self) -> Iterator[None]:
-        """For assignments, and for state dicts, in which parts have HookedTransformer's weights."""
-        token = _OWN_ONLY.set(self)
-        try:
-            yield
-        finally:
-            _OWN_ONLY.reset(token)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        with self._own_only():
-            super().__setattr__(name, value)
+    def own_state(self) -> nn.Module:
+        """A module of the same parts, which has the parameters and buffers that a user gave it."""
+        mine, state = nn.Module(), vars(self)
+        mine.__dict__ |= {name: state[name] for name in ("_modules", "_buffers", "_non_persistent_buffers_set")}
+        mine.__dict__["_parameters"] = state["_parameters"].own
+        return mine
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """The same as an assignment."""
         setattr(self, name, module)
 
-    def apply_to_own(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Changes the parameters and buffers that a user gave it."""
-        with self._own_only():
-            super()._apply(fn, recurse=False)
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.own_state()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        with self._own_only():
-            super()._save_to_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        with self._own_only():
-            super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.own_state()._load_from_state_dict(*args)
 
 
 def names_of(

@@ -15,8 +15,8 @@ from bridge.hooks.hook_point import Handle
 from bridge.hooks.hook_point import HookPoint as AnyHookPoint
 from bridge.legacy.hook_points import CALLS, HookFunction, HookPoint
 from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig
-from bridge.legacy.parameters import HoldsParameters
-from bridge.legacy.table import why_not
+from bridge.legacy.parameters import HoldsModel, HoldsParameters, PartParameters
+from bridge.legacy.table import at, why_not
 from bridge.weights.component_tree import Component, NameTree
 
 #: What HookedTransformer's attention keeps in addition to its parameters: read from the model, and fixed by it.
@@ -25,55 +25,24 @@ _ENDS = {"output": "hook_out", "input": "hook_in"}
 _IN_TRACES = ("input", "inputs", "output", "outputs")
 
 
-class HoldsParts(Protocol):
-    """The model that parts are of.
-
-    Attributes:
-        cfg: the facts about it.
-        original_model: the Hugging Face model.
-        tree: its parts' names and weights.
-        parts: the parts by name.
-        own_weights: the names of the weights that stand directly in each.
-    """
+class HoldsParts(HoldsModel, Protocol):
+    """The model that parts are of: `bridge.legacy.module_tree.ModuleTree`."""
 
     cfg: ModelConfig
-    original_model: nn.Module
     own_weights: dict[str, list[str]]
     parts: dict[str, Any]
 
     @property
-    def tree(self) -> NameTree:
-        """Its parts' names and weights."""
-
-    def module_of(self, name: str) -> nn.Module:
-        """The Hugging Face module that a part stands for."""
-
-    def find_module(self, name: str) -> nn.Module | None:
-        """The same; None where there is none."""
-
-    def buffer_of(self, name: str, attribute: str) -> Tensor:
-        """What attention keeps in addition to its parameters."""
-
-    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
-        """What a part computes."""
-
-    def call_in_place_of(self, part: Part) -> None:
-        """Lets the model call a part."""
-
-    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None:
-        """Puts a weight or a module into a part."""
-
-    def check_removal(self, prefix: str, name: str) -> None:
-        """Refuses to take away what the model needs."""
-
-    def parameters_of(self, name: str) -> Mapping[str, nn.Parameter]:
-        """The parameters of a part, by name."""
-
-    def fits(self, name: str, value: Any) -> str | None:
-        """Why a value is none for a weight; None where it is one."""
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Writes weights into the model."""
+    def tree(self) -> NameTree: ...
+    def module_of(self, name: str) -> nn.Module: ...
+    def find_module(self, name: str) -> nn.Module | None: ...
+    def buffer_of(self, name: str, attribute: str) -> Tensor: ...
+    def call_part(self, name: str, *inputs: Any, **kwargs: Any) -> Any: ...
+    def call_in_place_of(self, part: Part) -> None: ...
+    def put(self, parent: nn.Module, prefix: str, name: str, value: Any) -> None: ...
+    def check_removal(self, prefix: str, name: str) -> None: ...
+    def fits(self, name: str, value: Any) -> str | None: ...
+    def write(self, weights: Mapping[str, Any]) -> None: ...
 
 
 def _calls_it(register: str) -> Callable[..., Any]:
@@ -86,7 +55,7 @@ def _calls_it(register: str) -> Callable[..., Any]:
     return added
 
 
-class Part(HoldsParameters):
+class Part(HoldsParameters, nn.Module):
     """A part of a model. Called by itself it computes what the model's module does, in HookedTransformer's terms.
 
     Its weights are views of the model's own parameters, its hook points are the model's. Assigning to a weight writes
@@ -101,19 +70,17 @@ class Part(HoldsParameters):
     #: Where it is in a model that is made for it, and what that model's configuration says.
     at: ClassVar[str] = ""
     fields: ClassVar[dict[str, Any]] = {}
-    #: Makes a model of a configuration.
-    makes_host: ClassVar[Callable[..., Any]]
     #: The model that it belongs to, and its name there, such as ``blocks.0.attn``.
     host: HoldsParts
     name: str
 
     def __init__(self, cfg: Any, *more: Any, **kwargs: Any) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         if not self.at:
             raise TypeError(f"{type(self).__name__} is a part of loaded models; none is made from a configuration")
         given = HookedTransformerConfig.unwrap(cfg)
-        host = Part.makes_host(given, self.fields, *more, **kwargs)
-        self.__dict__.update(host=host, name=self.at, given=given)
+        host = at("HookedTransformer:one_layer_model")(given, self.fields, *more, **kwargs)  # which has such parts
+        self._belong({"host": host, "name": self.at, "given": given})
         host.adopt_part(self)
 
     @classmethod
@@ -133,9 +100,12 @@ class Part(HoldsParameters):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
-        self.__dict__.update(state)
+        self._belong(state)
         # The model of a copy may not be there in full yet; it will take what it finds here.
         self.host.__dict__.setdefault("parts", {})[self.name] = self
+
+    def _belong(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _parameters=PartParameters(state["host"], state["name"], {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self.host) in memo:  # the model is being copied
@@ -199,11 +169,11 @@ class Part(HoldsParameters):
             CALLS.reset(token)
 
     def __getattr__(self, attribute: str) -> Any:
-        for kept in ("_modules", "_parameters", "_buffers"):
-            if attribute in self.__dict__.get(kept, ()):
-                return self.__dict__[kept][attribute]
         if attribute.startswith("__") or "host" not in self.__dict__:
             raise AttributeError(attribute)
+        for held in (self._modules, self.__dict__["_parameters"].own, self._buffers):
+            if attribute in held:
+                return held[attribute]
         if attribute in ("module", "original_component"):
             return self.host.module_of(self.name)  # which says why there is none
         if why := why_not("GeneralizedComponent", attribute):
@@ -230,10 +200,6 @@ class Part(HoldsParameters):
 
     # What torch asks of a module.
 
-    def parameters_here(self) -> Mapping[str, nn.Parameter]:
-        """The Hugging Face model's parameters that stand in this part, under HookedTransformer's names."""
-        return self.host.parameters_of(self.name) if "host" in self.__dict__ else {}
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.host.own_weights.get(self.name, ()):
@@ -259,7 +225,7 @@ class Part(HoldsParameters):
         module = self.host.find_module(self.name)
         if module is not None:
             module._apply(fn, recurse)
-        self.apply_to_own(fn)
+        self.own_state()._apply(fn, recurse=False)
         return self
 
     def train(self, mode: bool = True) -> Self:

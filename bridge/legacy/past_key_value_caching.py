@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
+from bridge.legacy.table import named
+
 
 class HookedTransformerKeyValueCacheEntry:
     """The keys and values of one layer."""
@@ -149,7 +151,4 @@ class HookedTransformerKeyValueCache:
         return lent
 
 
-#: TransformerLens 4's names of them.
-TransformerLensKeyValueCache, TransformerLensKeyValueCacheEntry = (
-    HookedTransformerKeyValueCache, HookedTransformerKeyValueCacheEntry,
-)  # fmt: skip
+__getattr__ = named(__name__)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from bridge.legacy.missing import explain_missing_name
+from bridge.legacy.table import named
 from bridge.patching import *  # noqa: F403
 from bridge.patching import __all__ as __all__
 
@@ -14,4 +14,4 @@ CorruptedActivation = Tensor
 PatchedActivation = Tensor
 AxisNames = Literal["layer", "pos", "head_index", "head", "src_pos", "dest_pos"]
 
-__getattr__ = explain_missing_name(__name__)
+__getattr__ = named(__name__)

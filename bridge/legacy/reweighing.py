@@ -25,11 +25,6 @@ TRANSFORMS = (
 class LegacyWeights(ModuleTree):
     """Weights through HookedTransformer's methods."""
 
-    @property
-    def W_gate(self) -> Tensor | None:  # type: ignore[override]
-        """The gates' weights of all layers; None without gates."""
-        return super().W_gate if self.cfg.gated_mlp else None
-
     def process_weights_(
         self,
         fold_ln: bool = True,

@@ -11,16 +11,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bridge.bridge import TransformerBridge
 from bridge.generation.options import inferred_mask
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import NamesFilter
 from bridge.legacy.past_key_value_caching import HookedTransformerKeyValueCache
+from bridge.legacy.reweighing import LegacyWeights
 from bridge.legacy.slices import Slice
 from bridge.legacy.tokens import get_attention_mask, position_embeddings
 from bridge.run.checks import as_tokens, texts_in
 from bridge.run.layer_range import check_layers
 from bridge.run.protocol import Input
+from bridge.run.tokenization import Batch
 
 
 class Output(NamedTuple):
@@ -30,7 +31,7 @@ class Output(NamedTuple):
     loss: Float[Tensor, "..."]
 
 
-class LegacyRuns(TransformerBridge):
+class LegacyRuns(LegacyWeights):
     """Runs with HookedTransformer's arguments, in its order."""
 
     counts_norm_weights = False
@@ -82,6 +83,16 @@ class LegacyRuns(TransformerBridge):
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
         loss = self.loss_fn(output, tokens, mask, loss_per_token)
         return loss if return_type == "loss" else Output(output, loss)
+
+    def batch_of(
+        self,
+        texts: Sequence[str],
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        longest: int | None = None,
+    ) -> Batch:
+        """`TransformerBridge.batch_of`: a text that is longer than the context is cut, in a run, too."""
+        return super().batch_of(texts, prepend_bos, padding_side, self.cfg.n_ctx if longest is None else longest)
 
     def input_to_embed(
         self,

@@ -32,7 +32,7 @@ class Slice:
         self.slice: Any = input_slice
         if input_slice is None:
             self.slice, self.mode = slice(None), "identity"
-        elif isinstance(input_slice, int) and not isinstance(input_slice, bool):
+        elif type(input_slice) is int:
             self.mode = "int"
         elif isinstance(input_slice, slice | tuple):
             self.slice = slice(*input_slice) if isinstance(input_slice, tuple) else input_slice

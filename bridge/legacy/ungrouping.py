@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from adapters.observe.modes import evaluating
 from adapters.paths import join
 from bridge.bridge import TransformerBridge
-from bridge.legacy.module_tree import ModuleTree
+from bridge.legacy.loaded import LegacyLoading
 
 #: What attention modules call the number of key heads.
 _COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 
-class Ungrouping(ModuleTree):
+class Ungrouping(LegacyLoading):
     """A bridge that can repeat a group's keys and values for each of its query heads."""
 
     #: What was replaced: holder, attribute, and what stood there.

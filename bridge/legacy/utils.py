@@ -1,7 +1,5 @@
 """What HookedTransformer's `utils` offers, where it is not about the insides of TransformerLens."""
 
-# ruff: noqa: F401
-
 from __future__ import annotations
 
 import importlib.util
@@ -12,47 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.constants import HF_HUB_CACHE as CACHE_DIR
+from huggingface_hub import constants, hf_hub_download
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.composition import composition_scores
-from bridge.hooks.act_names import act_name as get_act_name
-from bridge.legacy.datasets import get_dataset, keep_single_column, tokenize_and_concatenate
-from bridge.legacy.missing import explain_missing_name, not_done
-from bridge.legacy.slices import Slice, SliceInput
-from bridge.legacy.tokens import (
-    get_attention_mask,
-    get_cumsum_along_dim,
-    get_offset_position_ids,
-    get_tokens_with_bos_removed,
-    lm_accuracy,
-    report_on_prompt,
-    sample_logits,
-)
-from bridge.legacy.utilities.activation_functions import (
-    SUPPORTED_ACTIVATIONS,
-    XIELU,
-    gelu_fast,
-    gelu_new,
-    gelu_pytorch_tanh,
-    solu,
-    xielu,
-)
-from bridge.legacy.utilities.devices import get_device, warn_if_mps
-from bridge.legacy.weight_init import (
-    calc_fan_in_and_fan_out,
-    init_kaiming_normal_,
-    init_kaiming_uniform_,
-    init_xavier_normal_,
-    init_xavier_uniform_,
-)
-from bridge.run.loss import lm_loss as lm_cross_entropy_loss
+from bridge.legacy.table import NAMES, named, not_done
 
-test_prompt = report_on_prompt
-#: Activation functions by their names in configurations.
-ACTIVATION_FN_DICT = SUPPORTED_ACTIVATIONS
+#: Where files of the hub are.
+CACHE_DIR = constants.HF_HUB_CACHE
 #: Stands for "what the model's configuration says".
 USE_DEFAULT_VALUE = None
 
@@ -123,4 +88,5 @@ clear_huggingface_cache = not_done(
     "it would delete every model of every program; `hf cache rm` deletes the one that you name",
 )
 
-__getattr__ = explain_missing_name(__name__)
+__getattr__ = named(__name__)
+__all__ = [name for name in (*globals(), *NAMES["utils"]) if not name.startswith("_")]

@@ -150,7 +150,10 @@ class Placement:
         if self.device_map is not None and self.n_devices is not None:
             raise ValueError("device_map and n_devices both say how to spread the model")
         if self.device is not None and not load_weights:
-            raise ValueError(f"a model without weights is on no device, so device={self.device!r} cannot be had")
+            raise ValueError(
+                f"a model without weights is on no device, so device={self.device!r} cannot be had: leave it out; or "
+                "wrap AutoModelForCausalLM.from_config(config), whose weights are random"
+            )
         if self.device is not None and self.spreads:
             raise ValueError("device puts the whole model in one place; device_map and n_devices spread it")
         if self.n_devices is not None:

@@ -198,7 +198,7 @@ def _check_values(cfg: NativeConfig) -> None:
     ntk = (*(f"NTK_by_parts_{name}" for name in factors), "NTK_original_ctx_len")
     for name in ("eps", "attn_scale", "rotary_base", "initializer_range", *caps, *ntk):
         _check_number(cfg, name)
-    if cfg.seed is not None and (isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int)):
+    if cfg.seed is not None and type(cfg.seed) is not int:
         raise TypeError(f"seed is {cfg.seed!r}; it must be a whole number or None")
     if cfg.tie_word_embeddings is not False:
         raise ValueError("tie_word_embeddings is not available: a native model unembeds with weights of its own")

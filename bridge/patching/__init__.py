@@ -13,6 +13,7 @@ from bridge.patching.generic import (
     generic_activation_patch,
     make_df_from_ranges,
 )
+from bridge.patching.result import PatchingResult
 from bridge.patching.setters import (
     PatchSetter,
     layer_feature_patch_setter,
@@ -50,6 +51,7 @@ __all__ = [
     "Metric",
     "PatchSetter",
     "PatchedEverything",
+    "PatchingResult",
     "ablated",
     "generic_activation_patch",
     "get_act_patch_attn_head_all_pos_every",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hook_point import HookPoint
-from bridge.patching.measured import mixing_rows
+from bridge.patching.measured import Numbers, mixing_rows
 from bridge.patching.memory import tokens_per_run
 from bridge.patching.steps import PatchStep
 
@@ -22,12 +22,12 @@ def compiled_sweep(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
     steps: Sequence[PatchStep],
-    metric: Callable[[Float[Tensor, "batch pos d_vocab"]], float],
+    metric: Numbers,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | None,
     options: Options,
     report: Callable[[int], object],
-) -> list[float]:
+) -> list[Tensor]:
     """The metric of each patch.
 
     Each patched activation is made from the corrupted run's, which a run with one patch has at that place. The program
@@ -71,7 +71,7 @@ def compiled_sweep(
         }
         program = model.program(interventions=[(names, put)], inputs=example).compile(**options)
         rows = {name: tensor.repeat(most, 1) for name, tensor in {"input_ids": tokens, **given}.items()}
-        found: list[float] = []
+        found: list[Tensor] = []
         for at in range(0, len(steps), most):
             some = list(steps[at : at + most])
             some += [some[-1]] * (most - len(some))  # as many rows each time: nothing is compiled again

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -18,13 +18,12 @@ from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.hook_point import HookPoint
 from bridge.hooks.names import suggestion
 from bridge.patching.compiled import compiled_sweep
-from bridge.patching.measured import measure
+from bridge.patching.measured import measure as measure_patches
+from bridge.patching.metrics import Metric, Metrics, Reduce
+from bridge.patching.result import PatchingResult, data_frame
 from bridge.patching.setters import PatchSetter
 from bridge.patching.steps import PatchStep
 from bridge.run.checks import as_tokens
-
-#: From the logits ``[batch, pos, d_vocab]`` of a patched run to one number.
-Metric = Callable[[Float[Tensor, "batch pos d_vocab"]], Any]
 
 AXES = ("layer", "pos", "head_index", "head", "src_pos", "dest_pos", "feature")
 
@@ -34,13 +33,15 @@ def generic_activation_patch(
     model: TransformerBridge,
     corrupted_tokens: Int[Tensor, "..."],
     clean_cache: Mapping[str, Tensor],
-    patching_metric: Metric,
+    patching_metric: Metric | Mapping[str, Metric],
     patch_setter: PatchSetter,
     activation_name: str,
     index_axis_names: Sequence[str] | None = None,
     index_df: Any = None,
     return_index_df: bool = False,
     *,
+    reduce: Reduce = "scalar",
+    baseline: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
     patches_per_run: int | Literal["auto"] = "auto",
     compiled: bool | Mapping[str, object] = False,
@@ -59,7 +60,8 @@ def generic_activation_patch(
         model: the bridge.
         corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``.
         clean_cache: the activations of the clean run, with their batch axis.
-        patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
+        patching_metric: from logits ``[batch, pos, d_vocab]`` to one number, or as `reduce` says; or several by name,
+            all of them of each run.
         patch_setter: called as ``setter(corrupted_activation, index, clean_activation)``; those of
             `bridge.patching.setters`, or one of your own.
         activation_name: the short name of an activation inside blocks, such as ``"z"`` or ``"resid_pre"``; of a point
@@ -69,6 +71,9 @@ def generic_activation_patch(
             features of each head after ``"head"``).
         index_df: instead, a pandas data frame with an index in each row, the layer first.
         return_index_df: also return the data frame of indices. This needs pandas.
+        reduce: ``"scalar"``: the metric gives one number; ``"mean"``: one for each row, ``[batch]``, which are
+            averaged; ``"none"``: one for each row, which are kept.
+        baseline: measure the unpatched corrupted run, too.
         attention_mask: ``[batch, pos]``, 1 for tokens and 0 for padding; None: no padding.
         patches_per_run: how many patches to run as one batch; ``"auto"``: as many as a quarter of the device's free
             memory holds, and as make runs faster. Each is still given to the setter and the metric alone.
@@ -79,12 +84,13 @@ def generic_activation_patch(
 
     Returns:
         The metric of each patch: a float32 tensor with an axis for each name (one axis for a data frame's rows), and
-        the data frame if it was asked for. Where a hybrid's layer has no such activation (attention, in one with a
-        mixer), or fewer heads than another layer, it is NaN.
+        the data frame if it was asked for; with several metrics, ``reduce="none"`` or `baseline`, a `PatchingResult`.
+        Where a hybrid's layer has no such activation (attention, in one with a mixer), or fewer heads than another
+        layer, it is NaN.
 
     Raises:
-        ValueError: neither or both ways to give the indices, an unknown axis, a patch that does not fit, or a metric
-            that is no single number.
+        ValueError: neither or both ways to give the indices, an unknown axis, a patch that does not fit, a metric of
+            another shape than `reduce` says, no metric, or a `return_index_df` where the result has it.
         UnknownHookError: the model has no such activation in any layer, or in one that the data frame names.
         KeyError: the clean cache does not hold it.
         ImportError: a data frame is asked for and pandas is not installed.
@@ -106,6 +112,10 @@ def generic_activation_patch(
     if patches_per_run != "auto" and patches_per_run < 1:
         raise ValueError(f'patches_per_run is {patches_per_run}; it must be 1 or more, or "auto"')
     tokens = as_tokens(corrupted_tokens).to(model.cfg.device)
+    metrics = Metrics(patching_metric, reduce, len(tokens))
+    as_result = metrics.several or baseline or reduce == "none"
+    if as_result and return_index_df:
+        raise ValueError("return_index_df is for a tensor: a PatchingResult has the data frame as index_df")
     sizes: list[int] | None = None
     there: list[int] = []
     if index_df is None:
@@ -125,21 +135,29 @@ def generic_activation_patch(
     chosen = [row for row, has in zip(rows, tried, strict=True) if has]
     steps = _steps(model, clean_cache, activation_name, chosen, patch_setter)
 
-    def metric(logits: Tensor) -> float:
-        return _number(patching_metric(logits))
-
     with tqdm(total=len(steps), desc=f"patching {activation_name}", unit="patch", disable=not verbose) as bar:
         if compiled is False:
-            results = measure(model, tokens, steps, metric, attention_mask, patches_per_run, bar.update)
+            results = measure_patches(model, tokens, steps, metrics, attention_mask, patches_per_run, bar.update)
         else:
             together = None if patches_per_run == "auto" else patches_per_run
             options = compiled if isinstance(compiled, Mapping) else {}
-            results = compiled_sweep(model, tokens, steps, metric, attention_mask, together, options, bar.update)
-    measured = torch.full((len(rows),), math.nan, dtype=torch.float32, device=model.cfg.device)
-    measured[torch.tensor(tried, device=measured.device)] = torch.tensor(results).to(measured)
+            results = compiled_sweep(model, tokens, steps, metrics, attention_mask, together, options, bar.update)
+    measured = torch.full((len(rows), *metrics.shape), math.nan, dtype=torch.float32, device=model.cfg.device)
+    if results:
+        measured[torch.tensor(tried, device=measured.device)] = torch.stack(results).to(measured)
+    values = metrics.reduced(measured.movedim(1, 0))
     if sizes is not None:
-        measured = measured.reshape(sizes)
-    return (measured, frame) if return_index_df else measured
+        values = values.reshape(values.shape[0], *sizes, *values.shape[2:])
+    if not as_result:
+        return (values[0], frame) if return_index_df else values[0]
+    before = None
+    if baseline:
+        before = metrics.reduced(metrics(model(tokens, attention_mask=attention_mask)).to(measured))
+    indices = rows if index_df is None else index_df
+    found = PatchingResult(
+        values, list(index_axis_names or ()), indices, list(metrics.names), reduce != "none", before, True
+    )
+    return found if metrics.several else found["metric"]
 
 
 def _steps(
@@ -211,22 +229,9 @@ def _clean(clean_cache: Mapping[str, Tensor], hook: HookPoint) -> Tensor:
         KeyError: it was not cached.
     """
     if hook.name not in clean_cache:
-        raise KeyError(
-            f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it {_how(hook)}"
-        )
+        how = "by default" if hook.point.group == "standard" else f"with names_filter={hook.name!r}"
+        raise KeyError(f"the clean cache does not hold {hook.name}; run_with_cache(clean_tokens) caches it {how}")
     return clean_cache[hook.name]
-
-
-def _how(hook: HookPoint) -> str:
-    return "by default" if hook.point.group == "standard" else f"with names_filter={hook.name!r}"
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, Tensor):
-        return float(value)
-    if value.numel() != 1:
-        raise ValueError(f"the metric returned a tensor of shape {list(value.shape)}; it must be a single number")
-    return float(value.item())
 
 
 def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> Any:
@@ -239,8 +244,4 @@ def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence
     Raises:
         ImportError: pandas is not installed; it is not one of this package's dependencies.
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError("data frames need pandas, which is not installed: pip install pandas") from error
-    return pandas.DataFrame(list(itertools.product(*map(range, column_max_ranges))), columns=list(column_names))
+    return data_frame(list(itertools.product(*map(range, column_max_ranges))), column_names)

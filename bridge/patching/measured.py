@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -21,8 +20,8 @@ from bridge.patching.runs import PatchedRuns, may_start_later
 from bridge.patching.steps import PatchStep
 from bridge.patching.sweep import Job, Patch, Sweep, starts_at_first
 
-#: From the logits ``[batch, pos, d_vocab]`` of one patched run to a number.
-Number = Callable[[Float[Tensor, "batch pos d_vocab"]], float]
+#: From the logits ``[batch, pos, d_vocab]`` of one patched run to numbers.
+Numbers = Callable[[Float[Tensor, "batch pos d_vocab"]], Float[Tensor, "..."]]
 #: A sweep needs about two and a half runs before its first patch.
 WORTHWHILE = 4
 
@@ -31,18 +30,18 @@ def measure(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
     steps: Sequence[PatchStep],
-    metric: Number,
+    metric: Numbers,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | Literal["auto"],
     report: Callable[[int], object],
-) -> list[float]:
+) -> list[Tensor]:
     """The metric of each patch.
 
     Args:
         model: the bridge.
         tokens: the corrupted prompts.
         steps: the patches.
-        metric: from the logits of one patched run to a number.
+        metric: from the logits of one patched run to numbers.
         attention_mask: 1 for tokens and 0 for padding; None: no padding.
         patches_per_run: how many patches may be one batch.
         report: called with how many more patches are done.
@@ -83,17 +82,17 @@ def _one_by_one(
     model: TransformerBridge,
     tokens: Int[Tensor, "batch pos"],
     steps: Sequence[PatchStep],
-    metric: Number,
+    metric: Numbers,
     attention_mask: Int[Tensor, "batch pos"] | None,
     patches_per_run: int | Literal["auto"],
     report: Callable[[int], object],
-) -> list[float]:
+) -> list[Tensor]:
     """Each patch by a run through all positions; with ``"auto"`` alone, as hooks of the user may see batches."""
     together = 1 if patches_per_run == "auto" else patches_per_run
     if together > 1 and mixing_rows(model, tokens, [step.hook for step in steps], attention_mask):
         together = 1
     runs = PatchedRuns(model, tokens, [step.hook.point.depth for step in steps], attention_mask)
-    results: list[float] = []
+    results: list[Tensor] = []
     for hook, group in itertools.groupby(steps, key=lambda step: step.hook):
         of_layer = list(group)
         for at in range(0, len(of_layer), together):
@@ -111,7 +110,7 @@ class _Measured:
         model: TransformerBridge,
         tokens: Int[Tensor, "batch pos"],
         steps: Sequence[PatchStep],
-        metric: Number,
+        metric: Numbers,
         attention_mask: Int[Tensor, "batch pos"] | None,
         patches_per_run: int | Literal["auto"],
     ) -> None:
@@ -137,15 +136,15 @@ class _Measured:
             return False  # if it is for another reason, the plain way raises it again
         return True
 
-    def results(self, report: Callable[[int], object]) -> list[float]:
+    def results(self, report: Callable[[int], object]) -> list[Tensor]:
         """The metric of each patch, in the order of the patches."""
         found = [self.unpatched] * len(self.steps)
         report(len(self.steps) - len(self.jobs))
         for job, logits in Sweep(self.run, self._most).logits(self.jobs):
-            number = self.metric(logits)
-            if math.isnan(number) and not logits.computed:
-                number = self.metric(logits.whole())  # something may have read past what was computed
-            found[job.index] = number
+            numbers = self.metric(logits)
+            if bool(numbers.isnan().any()) and not logits.computed:
+                numbers = self.metric(logits.whole())  # something may have read past what was computed
+            found[job.index] = numbers
             report(1)
         return found
 

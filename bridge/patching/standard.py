@@ -43,8 +43,8 @@ Args:
     corrupted_tokens: the corrupted prompts, ``[batch, pos]``, or one of them, ``[pos]``.
     clean_cache: the activations of the clean run, with their batch axis.
     patching_metric: from logits ``[batch, pos, d_vocab]`` to one number.
-    options: `index_df`, `return_index_df`, `attention_mask`, `patches_per_run`, `compiled` and `verbose` of
-        `generic_activation_patch`.
+    options: `index_df`, `return_index_df`, `reduce`, `baseline`, `attention_mask`, `patches_per_run`, `compiled` and
+        `verbose` of `generic_activation_patch`.
 
 Returns:
     ``[{axes}]``{note}.
@@ -62,7 +62,7 @@ def _patcher(name: str, what: str, setter: PatchSetter, *axes: str) -> Callable[
         model: TransformerBridge,
         corrupted_tokens: Int[Tensor, "..."],
         clean_cache: Mapping[str, Tensor],
-        patching_metric: Metric,
+        patching_metric: Metric | Mapping[str, Metric],
         **options: Any,
     ) -> Any:
         if options.get("index_df") is None:
@@ -137,7 +137,9 @@ def get_act_patch_attn_head_all_pos_every(
 
     Raises:
         As `generic_activation_patch`.
+        TypeError: several metrics, `baseline`, or ``reduce="none"``.
     """
+    _numbers_only(metric, options)
     patchers = (
         get_act_patch_attn_head_out_all_pos,
         get_act_patch_attn_head_q_all_pos,
@@ -165,7 +167,9 @@ def get_act_patch_attn_head_by_pos_every(
 
     Raises:
         As `generic_activation_patch`.
+        TypeError: several metrics, `baseline`, or ``reduce="none"``.
     """
+    _numbers_only(metric, options)
     patchers = (
         get_act_patch_attn_head_out_by_pos,
         get_act_patch_attn_head_q_by_pos,
@@ -194,9 +198,20 @@ def get_act_patch_block_every(
 
     Raises:
         As `generic_activation_patch`.
+        TypeError: several metrics, `baseline`, or ``reduce="none"``.
     """
+    _numbers_only(metric, options)
     patchers = (get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out)
     return _stacked(patch(model, corrupted_tokens, clean_cache, metric, **options) for patch in patchers)
+
+
+def _numbers_only(metric: Any, options: Mapping[str, Any]) -> None:
+    """Refuses what gives more than a number for each patch, of which no one tensor can be made."""
+    if isinstance(metric, Mapping) or options.get("baseline") or options.get("reduce") == "none":
+        raise TypeError(
+            "several metrics, baseline=True and reduce='none' are for one kind of activation: call "
+            "get_act_patch_attn_head_out_all_pos and its siblings one by one"
+        )
 
 
 def _stacked(results: Any) -> Tensor:

@@ -86,32 +86,14 @@ def circuit(
         Picture('Circuit')
     """
     given = list(edges)
-    for edge in given:
-        if len(edge) != 3 or not isinstance(edge[0], str) or not isinstance(edge[1], str):
-            raise TypeError(f"an edge is (sender, receiver, score), such as ('L0H1', 'L2H3', 0.7); one is {edge!r}")
-    if not given:
-        raise ValueError("there are no edges: the circuit is empty")
-    pairs = [(sender, receiver) for sender, receiver, _ in given]
-    twice = next((pair for pair in pairs if pairs.count(pair) > 1), None)
-    if twice:
-        raise ValueError(f"the edge from {twice[0]!r} to {twice[1]!r} is given more than once")
+    pairs = _ends_of(given)
     scores = checked(torch.tensor([float(score) for *_, score in given]), "the scores")
     pairs += joins
     known = dict(nodes or {})
-    names = list(dict.fromkeys(name for pair in pairs for name in pair))
-    if unused := [name for name in known if name not in names]:
-        raise ValueError(f"{unused[0]!r} is one of the nodes, and no edge begins or ends there")
+    words = [] if tokens is None else token_labels(tokens, len(tokens))
+    _check_nodes(known, {name for pair in pairs for name in pair}, len(words))
     columns = {name: node.column for name, node in known.items() if node.column is not None}
     positions = {name: node.position for name, node in known.items() if node.position is not None}
-    words = [] if tokens is None else token_labels(tokens, len(tokens))
-    if beyond := [name for name, at in positions.items() if not 0 <= at < len(words)]:
-        raise ValueError(
-            f"{beyond[0]!r} stands at position {positions[beyond[0]]}, and there are {len(words)} tokens: tokens must "
-            "hold the text of each position"
-        )
-    for node in known.values():
-        if node.pattern is not None and list(node.pattern.shape) != [len(words)] * 2:
-            raise ValueError(f"a pattern has shape {list(node.pattern.shape)}, and there are {len(words)} tokens")
     found = layout(pairs, columns or columns_of(pairs), positions or None)
     sizes = [score or 0.0 for score in compact(scores)]
     largest = max(map(abs, sizes)) or 1.0
@@ -144,6 +126,42 @@ def circuit(
         config=configuration(), usermeta={"details": True}
     )
     return Picture(chart.add_params(dark_parameter(), _slider(largest)), title)
+
+
+def _ends_of(edges: list[tuple[str, str, float]]) -> list[tuple[str, str]]:
+    """Sender and receiver of each edge.
+
+    Raises:
+        ValueError: there are no edges, or one is given twice.
+        TypeError: one is not two names and a number.
+    """
+    for edge in edges:
+        if len(edge) != 3 or not isinstance(edge[0], str) or not isinstance(edge[1], str):
+            raise TypeError(f"an edge is (sender, receiver, score), such as ('L0H1', 'L2H3', 0.7); one is {edge!r}")
+    if not edges:
+        raise ValueError("there are no edges: the circuit is empty")
+    pairs = [(sender, receiver) for sender, receiver, _ in edges]
+    if twice := [pair for pair in pairs if pairs.count(pair) > 1]:
+        raise ValueError(f"the edge from {twice[0][0]!r} to {twice[0][1]!r} is given more than once")
+    return pairs
+
+
+def _check_nodes(nodes: Mapping[str, CircuitNode], ends: set[str], n_tokens: int) -> None:
+    """Refuses nodes without an edge, and those that do not fit the tokens.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, node in nodes.items():
+        if name not in ends:
+            raise ValueError(f"{name!r} is one of the nodes, and no edge begins or ends there")
+        if node.position is not None and not 0 <= node.position < n_tokens:
+            raise ValueError(
+                f"{name!r} is at position {node.position}, and there are {n_tokens} tokens: tokens must hold the text "
+                "of each position"
+            )
+        if node.pattern is not None and list(node.pattern.shape) != [n_tokens] * 2:
+            raise ValueError(f"a pattern has shape {list(node.pattern.shape)}, and there are {n_tokens} tokens")
 
 
 def _slider(largest: float) -> alt.Parameter:

@@ -104,21 +104,10 @@ def patching(
     if values.ndim != len(names) + (panels is not None):
         more = " and one more for the panels" if panels is not None else ""
         raise ValueError(f"{axes!r} are {len(names)} axes{more}; the results have shape {list(values.shape)}")
-    if (clean is None) != (corrupted is None):
-        raise ValueError("give both clean and corrupted, the metric of the two unpatched runs, or neither")
-    if clean is not None and corrupted is not None:
-        if clean == corrupted:
-            raise ValueError(f"clean and corrupted are both {clean}: there is nothing that patching could restore")
-        values = (values - corrupted) / (clean - corrupted)
+    values, shown, heading = _restored(values, clean, corrupted, metric, title)
     row, column = _sides(names)
-    labels = {}
-    for axis, size in zip(names, values.shape[values.ndim - len(names) :], strict=True):
-        if axis in _POSITIONS:
-            if tokens is None:
-                raise ValueError(f"{axis!r} is an axis: tokens must hold the text of its {size} positions")
-            labels[axis] = token_labels(tokens, size)
-        else:
-            labels[axis] = [str(index) for index in range(size)]
+    sizes = values.shape[values.ndim - len(names) :]
+    labels = {axis: _labels(axis, size, tokens) for axis, size in zip(names, sizes, strict=True)}
     rest = [name for name in names if name not in (row, column)]
     lead = [] if panels is None else ["panel"]
     order = [*lead, *names]
@@ -132,12 +121,8 @@ def patching(
         values.reshape(-1, *values.shape[-2:]) if groups else values,
         (row.replace("_", " "), labels[row]),
         (column.replace("_", " "), labels[column]),
-        metric if clean is None else f"restored {metric}",
-        title
-        if clean is None
-        else alt.Title(
-            title, subtitle=f"0: the {metric} of the corrupted run, {corrupted:.3g}; 1: of the clean run, {clean:.3g}"
-        ),
+        shown,
+        heading,
         together if groups else None,
         blank="no such part",
     )
@@ -151,6 +136,37 @@ def _absent_layers(results: Tensor, names: Sequence[str]) -> Tensor | None:
     others = [axis for axis in range(results.ndim - len(names), results.ndim) if axis != layer]
     nan = results.detach().to("cpu").isnan().all(dim=others, keepdim=True)
     return (nan & ~nan.all(dim=layer, keepdim=True)).expand(results.shape)
+
+
+def _restored(
+    values: Tensor, clean: float | None, corrupted: float | None, metric: str, title: str
+) -> tuple[Tensor, str, str | alt.Title]:
+    """The values as shares of what could be restored, where the two metrics are known; what they are, and the title.
+
+    Raises:
+        ValueError: one of the metrics alone is given, or both are the same.
+    """
+    if clean is None and corrupted is None:
+        return values, metric, title
+    if clean is None or corrupted is None:
+        raise ValueError("give both clean and corrupted, the metric of the two unpatched runs, or neither")
+    if clean == corrupted:
+        raise ValueError(f"clean and corrupted are both {clean}: there is nothing that patching could restore")
+    ends = f"0: the {metric} of the corrupted run, {corrupted:.3g}; 1: of the clean run, {clean:.3g}"
+    return (values - corrupted) / (clean - corrupted), f"restored {metric}", alt.Title(title, subtitle=ends)
+
+
+def _labels(axis: str, size: int, tokens: Sequence[str] | None) -> list[str]:
+    """What the places along an axis are called.
+
+    Raises:
+        ValueError: they are positions, and there are no tokens.
+    """
+    if axis not in _POSITIONS:
+        return [str(index) for index in range(size)]
+    if tokens is None:
+        raise ValueError(f"{axis!r} is an axis: tokens must hold the text of its {size} positions")
+    return token_labels(tokens, size)
 
 
 def _sides(names: Sequence[str]) -> tuple[str, str]:

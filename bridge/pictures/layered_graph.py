@@ -87,18 +87,8 @@ def layout(
         >>> layout(edges, columns_of(edges)).nodes["b"][0]
         1
     """
-    for sender, receiver in edges:
-        missing = [node for node in (sender, receiver) if node not in columns]
-        if missing:
-            raise ValueError(f"{missing[0]!r} has no column; there are columns for {', '.join(map(repr, columns))}")
-        without = [node for node in (sender, receiver) if bands is not None and node not in bands]
-        if without:
-            raise ValueError(f"{without[0]!r} has no band, and others have one")
-        if columns[sender] >= columns[receiver]:
-            raise ValueError(
-                f"{receiver!r} (column {columns[receiver]}) must stand to the right of {sender!r} "
-                f"(column {columns[sender]}), which sends to it"
-            )
+    for edge in edges:
+        _check(edge, columns, bands)
     shown = sorted({columns[node] for edge in edges for node in edge})
     index = {column: i for i, column in enumerate(shown)}  # columns without a node take no room
     members: dict[int, list[_Stop]] = {i: [] for i in range(len(shown))}
@@ -144,6 +134,25 @@ def layout(
         n_rows=total,
         bands={each: (middle[each], heights[each]) for each in used},
     )
+
+
+def _check(edge: tuple[str, str], columns: Mapping[str, int], bands: Mapping[str, int] | None) -> None:
+    """Refuses an edge whose ends have no place, or that does not go to the right.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for node in edge:
+        if node not in columns:
+            raise ValueError(f"{node!r} has no column; there are columns for {', '.join(map(repr, columns))}")
+        if bands is not None and node not in bands:
+            raise ValueError(f"{node!r} has no band, and others have one")
+    sender, receiver = edge
+    if columns[sender] >= columns[receiver]:
+        raise ValueError(
+            f"{receiver!r} (column {columns[receiver]}) must stand to the right of {sender!r} "
+            f"(column {columns[sender]}), which sends to it"
+        )
 
 
 def _height(stop: _Stop) -> float:

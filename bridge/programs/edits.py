@@ -65,7 +65,7 @@ class Body:
 
     def __call__(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """What becomes of an activation; None where the body leaves it, or changes it in place."""
-        return (self._anew if torch.compiler.is_compiling() else self._in_step)(given, hook, program_pass)
+        return (self._in_new_step if torch.compiler.is_compiling() else self._in_step)(given, hook, program_pass)
 
     def _in_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """With the body paused in between."""
@@ -74,7 +74,7 @@ class Body:
             body = program_pass.bodies[self] = BodyInStep(self.edit, None)
         return body.visit(hook, given)
 
-    def _anew(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
+    def _in_new_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
         """With the body run up to it once more."""
         seen = program_pass.bodies.get(self)
         if not isinstance(seen, PassActivations):

@@ -100,7 +100,7 @@ def lower(
     original, prefix = written(bridge.original_model)
     model = shell_of(original)
     here = threading.local()
-    added = [(hook, listener.fn) for hook in bridge.wiring.points.values() for listener in _heard(hook)]
+    added = [(hook, listener.fn) for hook in bridge.wiring.points.values() for listener in _functions_at(hook)]
     changes: dict[HookPoint, list[Listener]] = {}
     for hook, listener in listeners_of([*added, *interventions], declared):
         changes.setdefault(hook, []).append(listener)
@@ -119,8 +119,8 @@ def lower(
         module = _module_at(model, site, prefix, by_site.get(site, ()))
         if site.kind not in (*_TAPS, "input", "output"):
             raise ValueError(
-                f"{by_site[site][0].hook.name} is inside a mixer, or experts that are computed in batches, where a "
-                "program cannot stand: use run_with_hooks"
+                f"{by_site[site][0].hook.name} is inside a mixer, or experts that are computed in batches, which a "
+                "program cannot reach: use run_with_hooks"
             )
         if site.kind in _TAPS:
             _check_tap(module, by_site[site])
@@ -139,7 +139,7 @@ def lower(
     return Lowered(model, here, found, steps, any(tap is LoweredExperts for _, tap in taps))
 
 
-def _heard(hook: HookPoint) -> Iterable[Listener]:
+def _functions_at(hook: HookPoint) -> Iterable[Listener]:
     """The functions that a run would call now at a hook point.
 
     Raises:
@@ -168,7 +168,7 @@ def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[Lowere
         raise ValueError(f"{names}: {module_path(path)} runs several times, and a program has no place in one of them")
     if path and not has_module(model, path):
         names = ", ".join(step.hook.name for step in steps)
-        raise ValueError(f"{names}: {site.path!r} is no module of the model, so a program cannot stand there")
+        raise ValueError(f"{names}: {site.path!r} is no module of the model, so a program cannot reach it")
     return model.get_submodule(path)
 
 

@@ -28,7 +28,7 @@ class LoweredExperts(LoweredTap):
         """
         if stacked(self.module):
             name = next(iter(self.steps.values()))[0].hook.name
-            raise ValueError(f"{name} is inside experts whose matrices are stacked, where a program cannot stand")
+            raise ValueError(f"{name} is inside experts whose matrices are stacked, which a program cannot reach")
         super().install()
 
     def __call__(self, *args: object, **kwargs: object) -> object:

@@ -88,7 +88,7 @@ def skipping(
 
 @contextmanager
 def bypassing(run: ForwardPass, blocks: list[nn.Module], key: int | None, length: int) -> Iterator[None]:
-    """Makes a run pass over blocks that have not begun: each hands on what it is given.
+    """Makes a run pass over blocks that have not begun: each returns its input.
 
     Args:
         run, blocks, key, length: as for `skipping`.
@@ -187,7 +187,7 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
     def check(name: str, layer: int | None, last: int) -> int | None:
         if layer is None:
             return None
-        if isinstance(layer, bool) or not isinstance(layer, int):
+        if type(layer) is not int:
             raise TypeError(f"{name} is {layer!r}; it must be a whole number")
         if not -n_layers <= layer <= last:
             raise ValueError(

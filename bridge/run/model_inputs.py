@@ -274,7 +274,7 @@ def _around_blocks(bridge: RunnableBridge) -> Iterator[nn.Module]:
 
 
 def _places(bridge: RunnableBridge, given: AbstractSet[str]) -> bool:
-    """Whether the model itself finds out the positions of what it is given, of the mask too: those of images' parts."""
+    """Whether the model itself works out the positions of its inputs, of the mask too: those of images' parts."""
     further = given - {"input_ids", "inputs_embeds", "attention_mask"}
     if not further:
         return False

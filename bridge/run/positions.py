@@ -26,7 +26,7 @@ def check_pos_slice(pos_slice: PosSlice) -> None:
     for position in wanted:
         if position is None and isinstance(pos_slice, tuple):
             continue  # an open end of a range
-        if isinstance(position, bool) or not isinstance(position, int):
+        if type(position) is not int:
             raise TypeError(f"pos_slice is {pos_slice!r}; it must be an index, a slice, or a list of indices")
 
 

@@ -19,6 +19,7 @@ from transformers import Cache
 
 from adapters.gathering import Cut
 from adapters.observe.functions import FLAT_PRODUCT, PRODUCTS, SOFTMAXES
+from adapters.offloaded import materialized
 from adapters.views import Args, Call, Kwargs
 from adapters.views.kernel_arguments import KernelArguments
 from bridge.hooks.hook_point import HookPoint
@@ -100,7 +101,7 @@ class AttentionWatch(Watch):
         return not self._inside_seen and bool(self.shown.active_points(_INSIDE))
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Calls a function of the module's, and shows what it is given and what it makes."""
+        """Calls a function of the module's, and shows its arguments and its result."""
         if (func is scaled_dot_product_attention or func in SOFTMAXES) and not (self._inside or self._products):
             self._went_by = True
             return func(*args, **kwargs)
@@ -221,11 +222,11 @@ class _CallInRun(RunCall):
     def __init__(self, tap: AttentionTap, call: Call) -> None:
         super().__init__(tap, call)
         # A trace may ask for something while the module runs: then it is asked anew who listens.
-        self._heard = {} if tap.opened else {channels: tap.active_points(channels) for channels in (_PRODUCT, _INSIDE)}
+        self._known = {} if tap.opened else {channels: tap.active_points(channels) for channels in (_PRODUCT, _INSIDE)}
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
         """The hook points on these channels to which the present code listens."""
-        known = self._heard.get(channels) if isinstance(channels, tuple) else None
+        known = self._known.get(channels) if isinstance(channels, tuple) else None
         return self.tap.active_points(channels) if known is None else known
 
     def is_read_only(self, attention: AttentionCall) -> bool:
@@ -263,6 +264,12 @@ class _CallInRun(RunCall):
 
 class _CallOverProcesses(_CallInRun):
     """One call of an attention module of which each process computes some heads."""
+
+    def __init__(self, tap: AttentionTap, call: Call) -> None:
+        super().__init__(tap, call)
+        names = [name for point in self.active_points(_INSIDE) for name in point.view.parameters]
+        for name in dict.fromkeys(names):  # put together before the module's forward, which sees its own part
+            call.scratch[name] = materialized(tap.module, name)
 
     @property
     def cut(self) -> Cut:

@@ -61,7 +61,7 @@ class ExpertsTap(Tap):
 class BatchedExpertsTap(Tap):
     """For modules whose forward multiplies the tokens of all experts in one product, ``[expert, row, d]``.
 
-    Its channels are those of `ExpertsTap`. Every expert has a row for every token: what it is given is the token times
+    Its channels are those of `ExpertsTap`. Every expert has a row for every token: its input is the token times
     its weight, which is zero where it is not chosen.
     """
 

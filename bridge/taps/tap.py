@@ -19,7 +19,25 @@ from bridge.hooks.listener import Scope
 from bridge.hooks.over_processes import agreed_part
 
 
-class Tap:
+class InForwardsPlace:
+    """What stands in a module's dictionary in the place of its class's forward.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    # A copy of the model that is made meanwhile has its class's forward.
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (self.module, "forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
+
+
+class Tap(InForwardsPlace):
     """Wraps one module's forward, for the hook points inside it.
 
     The hook points are kept by channel: what a site's `key` names.
@@ -37,17 +55,10 @@ class Tap:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
         self.cuts: dict[str, Cut] = {}
-
-    # A copy of the model that is made meanwhile has its class's forward.
-    def __reduce__(self) -> tuple[object, ...]:
-        return getattr, (self.module, "forward")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
 
     def connect(self, channel: str, point: HookPoint) -> None:
         """Adds a hook point; the first one puts the tap before the module's forward."""
@@ -128,8 +139,8 @@ class Tap:
         cut = self.cuts.get(channel)
         if cut is None:
             return self._shown(channel, x, call)
-        heard = self.active_points((channel,))
-        return agreed_part(x, cut, heard, lambda all_: self._shown(channel, all_, call)) if heard else x
+        points = self.active_points((channel,))
+        return agreed_part(x, cut, points, lambda all_: self._shown(channel, all_, call)) if points else x
 
     def _shown(self, channel: str, x: Tensor, call: Call) -> Tensor:
         for point in self.points.get(channel, ()):

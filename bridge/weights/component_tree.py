@@ -165,7 +165,7 @@ class ComponentList:
 
     def __getitem__(self, index: int) -> Component:
         numbers = self._numbers()
-        if isinstance(index, bool) or not isinstance(index, int):
+        if type(index) is not int:
             raise TypeError(
                 f"{self.name}[{index!r}]: an index must be a whole number; for several, such as a slice, use "
                 f"[bridge.{self.name}[i] for i in range(...)]"

@@ -128,9 +128,9 @@ class ForcedEager:
         """Takes it away, when no bridge needs it any more."""
         shares, self._shares = self._shares, None
         if shares is not None:
-            shares._leave()
+            shares._uninstall()
 
-    def _leave(self) -> None:
+    def _uninstall(self) -> None:
         self._users -= 1
         if self._users:
             return
@@ -159,12 +159,12 @@ def forced_eager(find: Finder) -> Iterator[None]:
     Args:
         find: finds the model.
     """
-    stands = ForcedEager(find)
-    stands.attach()
+    forced = ForcedEager(find)
+    forced.attach()
     try:
         yield
     finally:
-        stands.detach()
+        forced.detach()
 
 
 def refuse_inside_compiled() -> None:
@@ -182,8 +182,8 @@ def refuse_inside_compiled() -> None:
 
 
 def nothing(*args: object, **kwargs: object) -> Any:
-    """What stands for a forward where there is none."""
-    raise RuntimeError("no forward stands here")
+    """The forward of what has none."""
+    raise RuntimeError("there is no forward here")
 
 
 def call_eagerly(

@@ -124,7 +124,8 @@ class ReadingPlan:
     @property
     def is_free(self) -> bool:
         """Whether nobody else is at these places, who might change what is read."""
-        return not any(place.site.is_needed for place in self._places)
+        sites = [place.site for place in self._places]
+        return not any(site.points or site.watchers or site.readers for site in sites)
 
     @contextmanager
     def attached(self, keep: Keep, scope: Scope | None) -> Iterator[None]:

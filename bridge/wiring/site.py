@@ -111,11 +111,6 @@ class SiteHook(SiteHandler):
         """The steps that lead to its module (see `Finder.steps`)."""
         return iter(()) if self._find is None else self._find.steps()
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether anybody stands here."""
-        return bool(self.points or self.watchers or self.readers)
-
     def add(self, point: HookPoint) -> None:
         """Lets a hook point see what passes here."""
         if not self.points or self.points[-1].order < point.order:

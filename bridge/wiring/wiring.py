@@ -53,6 +53,7 @@ class Wiring:
         changes: how often a hook was added or removed that every run sees.
         embedding: finds the token embeddings.
         calls: counts those of modules that run several times.
+        spread: how the model is spread over processes, in words; empty where it is not.
         tapped: the kind of tap that stands on a module, by its path.
         lock: held while hooks come and go.
     """
@@ -65,7 +66,7 @@ class Wiring:
         layout: Layout | None = None,
     ) -> None:
         self._model = Finder(model, "")
-        self._spread = "" if layout is None else layout.said
+        self.spread = "" if layout is None else layout.said
         self._layout = None if layout is None or layout.peers is None else layout
         self.points: dict[str, HookPoint] = {}
         self.changes = 0
@@ -234,8 +235,8 @@ class Wiring:
         Raises:
             ValueError: the model is one.
         """
-        if self._spread:
-            raise ValueError(f"{what} is for models in one process, and this one is {self._spread}")
+        if self.spread:
+            raise ValueError(f"{what} is for models in one process, and this one is {self.spread}")
 
     def check_all_alike(self, given: object, random: bool = False) -> None:
         """Looks whether all processes that share the model do the same, all of which have to ask.
@@ -251,12 +252,12 @@ class Wiring:
         if self.peers is None:
             return
         listening = [hook for hook in self.points.values() if hook.listeners and hook.has_visible_listeners]
-        heard = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
-        numbers = [zlib.crc32(repr(heard).encode()), number_of(given)]
+        kinds = [(hook.name, [listener.kind for listener in hook.visible_listeners()]) for hook in listening]
+        numbers = [zlib.crc32(repr(kinds).encode()), number_of(given)]
         numbers.append(number_of(torch.get_rng_state()) if random else 0)
         same_points, same_input, same_draws = self.peers.agree(numbers)
         if not same_points:
-            names = ", ".join(name for name, _ in heard) or "no hook point"
+            names = ", ".join(name for name, _ in kinds) or "no hook point"
             raise DifferentEditsError(
                 f"hooks are at {names} here, and at other hook points on other processes that share this model: "
                 "do the same on all"

@@ -234,10 +234,14 @@ def test_the_shipped_models_circuit(embedded):
     assert other.faithfulness < 0.3
 
 
+def joins(circuit: Circuit) -> list[tuple[str, str]]:
+    return _joins(circuit.graph, {edge[0] for edge in circuit.edges}, {edge[1] for edge in circuit.edges})
+
+
 def test_a_drawing_joins_heads_with_their_inputs_and_goes_by_layers(embedded):
     names = ["embed->L0H1.v", "L0H1->L2H0.q", "L0MLP->L2H0.k", "L2H0->L3MLP", "L3MLP->logits", "embed->L1H0.v"]
     circuit = Circuit.of_edges(Graph.of(embedded), names)
-    assert _joins(circuit) == [("L0H1.v", "L0H1"), ("L2H0.q", "L2H0"), ("L2H0.k", "L2H0")]  # nothing reads L1H0
+    assert joins(circuit) == [("L0H1.v", "L0H1"), ("L2H0.q", "L2H0"), ("L2H0.k", "L2H0")]  # nothing reads L1H0
     order = ["embed", "L0H1.v", "L0H1", "L0MLP", "L2H0.q", "L2H0", "L3MLP", "logits"]
     columns = _depths(circuit.graph)
     assert [columns[name] for name in order] == sorted({columns[name] for name in order})
@@ -247,5 +251,5 @@ def test_a_drawing_joins_heads_with_their_inputs_and_goes_by_layers(embedded):
 def test_a_drawing_of_grouped_keys():
     graph = Graph([LayerShape(4, 2, True, False)] * 2)
     circuit = Circuit.of_edges(graph, ["embed->L0G1.v", "L0H2->logits", "L0H3->logits"])
-    assert _joins(circuit) == [("L0G1.v", "L0H2"), ("L0G1.v", "L0H3")]
+    assert joins(circuit) == [("L0G1.v", "L0H2"), ("L0G1.v", "L0H3")]
     assert _depths(circuit.graph)["L0G1.v"] < _depths(circuit.graph)["L0H2"]

@@ -28,7 +28,8 @@ for line in (
     "import transformer_lens.lit.model", "from transformer_lens import lit", "from transformer_lens import factories",
     "from transformer_lens import HookedAudioEncoder", "from transformer_lens.components import BertBlock",
     "import bridge.legacy.lit", "from transformer_lens.pretrained.weight_conversions.gemma import convert",
-    "from transformer_lens.HookedAudioEncoder import HookedAudioEncoder", "from transformer_lens.tools import x",
+    "from transformer_lens.HookedAudioEncoder import HookedAudioEncoder",
+    "from transformer_lens.tools.analysis import fit_das",
     "from transformer_lens.nothing import x",
 ):
     try:

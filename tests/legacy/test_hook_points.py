@@ -54,6 +54,18 @@ def counts(module):
     return {n: (len(p.fwd_hooks), len(p.bwd_hooks)) for n, p in module.hook_dict.items() if p.fwd_hooks or p.bwd_hooks}
 
 
+def test_the_level_of_a_model_counts_what_is_open(model):
+    hooks = [("hook_embed", lambda x, hook: None)]
+    assert model.context_level == 0
+    with model.hooks(fwd_hooks=hooks):
+        with model.hooks(fwd_hooks=hooks):
+            assert model.context_level == 2
+        assert model.context_level == 1
+    with pytest.raises(ZeroDivisionError):
+        model.run_with_hooks([[1, 2]], fwd_hooks=[("hook_embed", lambda x, hook: 1 / 0)])
+    assert model.context_level == 0
+
+
 def test_setup_names_modules_and_hook_points(toy):
     assert list(toy.hook_dict) == ["hook_in", "blocks.0.hook_q", "blocks.1.hook_q", "hook_out"]
     assert toy.mod_dict["blocks.1.linear"] is toy.blocks[1].linear

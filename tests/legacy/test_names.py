@@ -9,6 +9,7 @@ import pytest
 
 import bridge.legacy as transformer_lens
 from bridge import ActivationCache, TransformerBridge
+from bridge.legacy import table
 from bridge.legacy.loading_from_pretrained import (
     MODEL_ALIASES,
     OFFICIAL_MODEL_NAMES,
@@ -116,6 +117,37 @@ NAMES = {
 def test_what_programs_import_is_there(module):
     found = importlib.import_module(f"bridge.legacy.{module}")
     assert not [name for name in NAMES[module].split() if not hasattr(found, name)]
+
+
+@pytest.mark.parametrize("module", table.NAMES)
+def test_every_row_of_the_table_leads_somewhere(module):
+    found = importlib.import_module("bridge.legacy" if module == "package" else f"bridge.legacy.{module}")
+    for name, place in table.NAMES[module].items():
+        assert getattr(found, name) is not None or name == "USE_DEFAULT_VALUE", place
+
+
+@pytest.mark.parametrize("module", table.MODULES)
+def test_every_module_of_the_table_is_there(module):
+    assert importlib.import_module(f"bridge.legacy.{module}") is table.at(table.MODULES[module])
+    if module.startswith("tools."):  # whose functions have the names of their modules: other tests ask for these
+        vars(table.at("tools")).pop(module.rpartition(".")[2])
+
+
+def test_modules_below_others_are_found_without_an_import_of_their_own():
+    """In one process of its own, in which nothing of them is imported before."""
+    below = [module for module in table.MODULES if "." in module and not module.startswith("tools.analysis.")]
+    lines = ["import bridge.legacy as tl", *(f"print(tl.{module}.__name__)" for module in below)]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    places = [table.MODULES[module] for module in below]
+    wanted = [place if place.startswith("bridge.") else f"bridge.legacy.{place}" for place in places]
+    assert done.stdout.split() == wanted
+
+
+def test_a_star_takes_what_the_table_adds():
+    taken = {}
+    exec("from bridge.legacy.utils import *", taken)
+    assert taken["get_act_name"]("k", 2) == "blocks.2.attn.hook_k" and "to_numpy" in taken and "Slice" in taken
 
 
 def test_a_misspelt_name_gets_a_suggestion():

@@ -224,3 +224,11 @@ def test_threads_find_the_same_parameters():
     finally:
         sys.setswitchinterval(before)
     assert not errors and found == {expected}
+
+
+def test_looking_an_attribute_up_lists_no_parameters(monkeypatch):
+    model = fresh()
+    monkeypatch.setattr(HookedTransformer, "_sort_parameters", lambda self: pytest.fail("parameters were listed"))
+    assert model.blocks[1].attn.W_Q.shape == (4, 32, 8) and model.hook_embed is model.hook_dict["hook_embed"]
+    model.note = 1
+    assert not hasattr(model, "not_there")

@@ -583,3 +583,35 @@ def test_the_unembedding_makes_logits_where_the_model_multiplies_them(model_type
         normed = hooked.ln_final(cache["resid_post", -1])
     assert torch.allclose(hooked.unembed(normed), logits, atol=1e-5)
     assert torch.allclose(normed @ hooked.W_U + hooked.b_U, logits, atol=1e-5)
+
+
+def test_a_norm_that_is_folded_is_of_another_class_and_keeps_what_it_was_given():
+    model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    before, seen = model.ln_final, []
+    before.register_forward_hook(lambda part, args, out: seen.append(type(part)))
+    before.note = nn.Parameter(torch.ones(1))
+    model.add_hook("ln_final.hook_scale", lambda x, hook: seen.append(hook.name))
+    model(TOKENS)
+    assert seen == [components.LayerNorm, "ln_final.hook_scale"]
+    model.process_weights_()
+    seen.clear()
+    model(TOKENS)
+    assert seen == [components.LayerNormPre, "ln_final.hook_scale"]
+    assert isinstance(model.ln_final, components.LayerNormPre) and isinstance(before, components.LayerNorm)
+    assert model.ln_final.note is before.note and model.ln_final.hook_scale is before.hook_scale
+    assert dict(model.named_parameters())["ln_final.note"] is before.note
+    x = torch.randn(1, 3, model.cfg.d_model)
+    assert torch.equal(model.ln_final(x), before(x))
+
+
+def test_a_norm_in_a_module_of_the_users_stays_there_when_it_is_folded():
+    model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    norm = model.ln_final
+    model.ln_final = nn.Sequential(norm)
+    model.process_weights_()
+    assert model.ln_final[0] is norm
+    folded = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
+    folded.process_weights_()
+    assert torch.equal(model(TOKENS), folded(TOKENS))
+    model.ln_final = norm
+    assert torch.equal(model(TOKENS), folded(TOKENS)) and torch.equal(copy.deepcopy(model)(TOKENS), folded(TOKENS))

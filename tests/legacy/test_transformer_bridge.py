@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from adapters import verify
 from bridge import TransformerBridge as Plain
-from bridge.legacy import HookPoint, TransformerBridge
+from bridge.legacy import HookedTransformer, HookPoint, TransformerBridge
 from tests.reference import DATA
 
 TOKENS = torch.tensor([[1, 5, 9, 7, 3]])
@@ -35,7 +36,10 @@ def test_hook_points_are_modules_by_every_name(bridge):
     assert points["blocks.0.hook_out"] is points["blocks.0.hook_resid_post"] is bridge.blocks[0].hook_resid_post
     assert all(isinstance(point, HookPoint) and isinstance(point, nn.Module) for point in points.values())
     assert bridge.hook_aliases["blocks.0.hook_out"] == "blocks.0.hook_resid_post"
-    assert len(bridge.hook_points()) < len(points)
+    assert "blocks.0.hook_out" in points and points.get("blocks.0.hook_out") is bridge.blocks[0].hook_resid_post
+    assert len(bridge.hook_points()) == len(points) and points.get("blocks.0.hook_aut") is None
+    with pytest.raises(KeyError, match="hook_aut"):
+        points["blocks.0.hook_aut"]
     assert "attn.hook_z" in bridge.block_hooks(1) and "attn" in bridge.block_submodules(1)
 
 
@@ -86,7 +90,18 @@ def test_a_cache_keeps_what_was_asked_for_by_its_alias(bridge):
     bridge.run_with_hooks(TOKENS, forward, backward, return_type="loss").backward()
     assert torch.equal(cache["blocks.0.hook_out"], cache["blocks.0.hook_resid_post"])
     assert torch.equal(cache["blocks.0.hook_out_grad"], cache["blocks.0.hook_resid_post_grad"])
+    assert "blocks.0.hook_out" in cache and "blocks.1.hook_out" not in cache and len(cache) == 2
+    with pytest.raises(KeyError, match=r"blocks\.1\.hook_resid_post"):
+        cache["blocks.1.hook_out"]
     bridge.original_model.zero_grad()
+
+
+def test_what_a_model_does_not_have(bridge):
+    assert bridge.W_gate is None and bridge.blocks[0].mlp.W_gate is None
+    with pytest.raises(ValueError, match=r"attn\.hook_pattern"):
+        bridge(TOKENS, output_attentions=True)
+    with pytest.raises(ValueError, match=r"AutoModelForCausalLM\.from_config"):
+        TransformerBridge.boot_transformers(str(DATA / "gpt2"), load_weights=False, device="cpu")
 
 
 def test_circuits_of_the_layers_that_have_attention(bridge):
@@ -104,6 +119,25 @@ def test_generating(bridge):
     alone = TransformerBridge(bridge.original_model)
     alone.cfg.eos_token_id = int(greedy[0, 5])  # there is no tokenizer to say it
     assert alone.generate(TOKENS, max_new_tokens=3, do_sample=False, verbose=False).shape == (1, 6)
+
+
+@pytest.mark.parametrize("explicit", [None, "first", "other"])
+def test_the_end_of_text_in_hf_generate(bridge, explicit, monkeypatch):
+    options = {"max_new_tokens": 3, "do_sample": False}
+    greedy = bridge.hf_generate(TOKENS, **options, stop_at_eos=False)
+    first, others = int(greedy[0, 5]), set(greedy[0].tolist())
+    monkeypatch.setattr(bridge.original_model.generation_config, "eos_token_id", first)
+    given = {"first": first, "other": next(i for i in range(61) if i not in others)}.get(explicit)
+    made = bridge.hf_generate(TOKENS, **options, eos_token_id=given)
+    assert made.shape == (1, 8 if explicit == "other" else 6)
+    assert torch.equal(bridge.hf_generate(TOKENS, **options, eos_token_id=given, stop_at_eos=False), greedy)
+    whole = bridge.hf_generate(TOKENS, **options, stop_at_eos=False, output_scores=True, return_dict_in_generate=True)
+    assert torch.equal(whole.sequences, greedy) and len(whole.scores) == 3
+
+
+@pytest.mark.parametrize("make", [TransformerBridge.boot_transformers, HookedTransformer.from_pretrained])
+def test_they_are_verified_as_any_bridge_is(make, caplog):
+    assert verify(make(str(DATA / "gpt2"), device="cpu")).passed
 
 
 def test_the_users_tokenizer_is_copied(plain):

@@ -55,7 +55,7 @@ CASES = {
     ),
     "no tokens of a circuit": (
         lambda: pictures.circuit([("a", "b", 1.0)], nodes={"a": pictures.CircuitNode(position=2)}, tokens=["x"]),
-        "'a' stands at position 2, and there are 1 tokens",
+        "'a' is at position 2, and there are 1 tokens",
     ),
     "no band": (
         lambda: pictures.circuit([("a", "b", 1.0)], nodes={"a": pictures.CircuitNode(position=0)}, tokens=["x"]),

@@ -23,7 +23,8 @@ from bridge import TransformerBridge
 from bridge.cache.activation_cache import ActivationCache
 from bridge.harvest import Activations, HarvestError, harvest
 from bridge.hooks.names import UnknownHookError
-from tests.sharded.models import TOKENS, difference, load
+from tests.sharded.built_on_points import ALL
+from tests.sharded.models import PLANS, TOKENS, difference, load
 from weight_processing.check import ProcessingError
 
 #: In float64, but for what models compute in float32 themselves (norms, softmaxes, routers), in another order.
@@ -32,6 +33,10 @@ CLOSE = 1e-5
 FAR = 1e-4
 
 
+#: Kinds with latents, or gates of sinks, which are refused processing and graphs in one process, too.
+REFUSED_ANYWAY = ("deepseek_v2", "deepseek_v3", "minicpm3", "granite_swa")
+#: Kinds without an adapter.
+INFERRED = ("nanochat", "phimoe")
 #: Cases whose error ends the process, and torchrun the others.
 ENDS = ("alone_in_a_trace", "alone_in_a_direct_call")
 
@@ -39,13 +44,16 @@ ENDS = ("alone_in_a_trace", "alone_in_a_direct_call")
 def tensor_parallel(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A model over all processes."""
     size = dist.get_world_size()
-    experts = {"ep_size": size} if kind.endswith("by_expert") else {}
-    return load(kind, folder, dtype, distributed_config=DistributedConfig(tp_plan="auto", tp_size=size, **experts))
+    experts = {"ep_size": size} if "by_expert" in kind else {}
+    config = DistributedConfig(tp_plan=PLANS.get(kind, "auto"), tp_size=size, **experts)
+    return load(kind, folder, dtype, distributed_config=config)
 
 
-def pair(kind: str, folder: Path) -> tuple[TransformerBridge, TransformerBridge]:
+def pair(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> tuple[TransformerBridge, TransformerBridge]:
     """A bridge of the model over all processes by tensor parallelism, and one of it in one process."""
-    return TransformerBridge(tensor_parallel(kind, folder)), TransformerBridge(load(kind, folder))
+    plain = TransformerBridge(load(kind, folder, dtype))
+    declared = plain.declaration() if kind in INFERRED else None  # inferred in one process alone
+    return TransformerBridge(tensor_parallel(kind, folder, dtype), declaration=declared), plain
 
 
 def said_to_be_tensor_parallel(kind: str, folder: Path) -> None:
@@ -178,6 +186,17 @@ def analysis(kind: str, folder: Path) -> None:
         found.append((heads, attribution, sweep))
     for mine, theirs in zip(*found, strict=True):
         assert difference(mine, theirs) < CLOSE
+
+
+def built_on_points(kind: str, folder: Path) -> None:
+    """Circuits, bases, graphs, lenses, sweeps and traces, which know nothing of processes."""
+    for name, tried in ALL.items():
+        if kind in REFUSED_ANYWAY and name in ("circuits", "in_bases"):
+            continue
+        ours, plain = pair(kind, folder)
+        found = [list(tried(bridge)) for bridge in (ours, plain)]
+        for mine, theirs in zip(*found, strict=True):
+            assert difference(mine, theirs) < CLOSE * (float(theirs.abs().nan_to_num(posinf=0).max()) + 1), name
 
 
 def verified(kind: str, folder: Path) -> None:
@@ -389,11 +408,11 @@ def _gradients(bridge: TransformerBridge, name: str) -> list[torch.Tensor]:
 
 def processed(kind: str, folder: Path) -> None:
     """`process_weights` does to the parts what it does to the whole in one process."""
-    ours = TransformerBridge(tensor_parallel(kind, folder, torch.float32))
-    plain = TransformerBridge(load(kind, folder, torch.float32))
+    ours, plain = pair(kind, folder, torch.float32)
     plain.process_weights()
     _compare_processing(ours, plain)
     assert ours.cfg.processed == plain.cfg.processed, f"{ours.cfg.processed} {plain.cfg.processed}"
+    assert ("done" in ours.cfg.processed.values()) == (kind not in REFUSED_ANYWAY)
     place = folder / f"{kind}_processed"
     ours.original_model.save_pretrained(place)
     dist.barrier()
@@ -404,7 +423,6 @@ def processed(kind: str, folder: Path) -> None:
 def _compare_processing(ours: TransformerBridge, plain: TransformerBridge) -> None:
     before = ours(TOKENS).log_softmax(-1)
     ours.process_weights(check="each")
-    assert "done" in ours.cfg.processed.values()
     plain.process_weights(**{name: done == "done" for name, done in ours.cfg.processed.items()})
     assert difference(ours(TOKENS).log_softmax(-1), before) < FAR
     wanted = plain.state_dict()
@@ -443,6 +461,18 @@ def inferring_is_refused(kind: str, folder: Path) -> None:
     """An adapter is inferred in one process alone."""
     with pytest.raises(SpreadModelError, match="inferred in one process"):
         TransformerBridge(tensor_parallel(kind, folder), automatic="always")
+
+
+def declared_in_one_process(kind: str, folder: Path) -> None:
+    """What was inferred in one process says what is what where several share the model."""
+    one = TransformerBridge(load(kind, folder), automatic="always")
+    ours = TransformerBridge(tensor_parallel(kind, folder), declaration=one.declaration())
+    names = list(one.hook_dict)
+    assert list(ours.hook_dict) == names and ours.offered().inferred
+    _, found = ours.run_with_cache(TOKENS, names_filter=names)
+    _, wanted = one.run_with_cache(TOKENS, names_filter=names)
+    for name in names:
+        assert difference(found[name], wanted[name]) < CLOSE, name
 
 
 def unequal_parts_are_refused(kind: str, folder: Path) -> None:
@@ -585,6 +615,7 @@ def processed_by_fsdp(kind: str, folder: Path) -> None:
     plain = TransformerBridge(load(kind, folder, torch.float32))
     ours(TOKENS, return_type="loss").backward()
     _compare_processing(ours, plain)
+    assert "done" in ours.cfg.processed.values()
 
 
 def no_place_under_fsdp(kind: str, folder: Path) -> None:
@@ -612,3 +643,18 @@ def _by_fsdp(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> Pre
 def _of(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def found_where_it_was_kept(kind: str, folder: Path) -> None:
+    """What was inferred in one process is used again by all, if all have it."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRANSFORMER_BRIDGE_CACHE", str(folder / f"kept_{rank}"))
+        model = tensor_parallel(kind, folder)
+        if rank == 0:
+            TransformerBridge(load(kind, folder))
+        with pytest.raises(SpreadModelError, match=r"declaration\(\).save"):
+            TransformerBridge(model)
+        if rank == 1:
+            TransformerBridge(load(kind, folder))
+        assert TransformerBridge(model).declaration().inferred

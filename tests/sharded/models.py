@@ -17,6 +17,7 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 96, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _MIXTURE = {"num_experts_per_tok": 2}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8}
 #: The classes, and the sizes that are theirs.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -33,7 +34,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi", {}),
     "llama_odd": ("Llama", {"intermediate_size": 95}),
     "llama_of_three_keys": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
-    "llama_of_four": ("Llama", {"num_key_value_heads": 4}),
     "phi3": ("Phi3", {}),
     "starcoder2": ("Starcoder2", {}),
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": 4}),
@@ -45,21 +45,41 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3",
         {
-            "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-            "qk_nope_head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-            "n_group": 2, "topk_group": 1, **_MIXTURE,
+            "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "n_group": 2, "topk_group": 1, **_LATENT, **_MIXTURE,
         },
     ),
 }  # fmt: skip
+KINDS |= {
+    "gpt_oss_of_heads": KINDS["gpt_oss"],
+    "granite_swa": ("GraniteSWA", {"sliding_window": 4, "attn_implementation": "eager"}),
+    "nanochat": ("NanoChat", {}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, **_MIXTURE}),
+    "minicpm3": ("MiniCPM3", {**_LATENT, "num_key_value_heads": 4}),
+    "deepseek_v2": ("DeepseekV2", KINDS["deepseek_v3"][1] | {"n_group": 1}),
+}
+_HEADS = "model.layers.*.self_attn"
+#: How kinds are cut that have no plan of their own for that.
+PLANS = {
+    "gpt_oss_of_heads": {
+        **{f"{_HEADS}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "sinks")},
+        f"{_HEADS}.o_proj": "rowwise", _HEADS: "local_params",
+    },
+}  # fmt: skip
 #: Mixtures whose experts are spread by number.
 KINDS |= {f"{kind}_by_expert": KINDS[kind] for kind in ("mixtral", "qwen3_moe", "gpt_oss")}
+#: With as many heads of keys as four processes.
+OF_FOUR = {
+    f"{kind}_of_four": (KINDS[kind][0], {**KINDS[kind][1], "num_key_value_heads": 4})
+    for kind in ("llama", "gemma2", "qwen3_moe", "qwen3_moe_by_expert")
+}
 
 TOKENS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(1))
 
 
 def save(kind: str, folder: Path) -> None:
     """Saves a model whose weights are random everywhere."""
-    name, own = KINDS[kind]
+    name, own = (KINDS | OF_FOUR)[kind]
     config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_class(**_SIZES | own))
@@ -71,8 +91,9 @@ def save(kind: str, folder: Path) -> None:
 
 def load(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> PreTrainedModel:
     """Loads one, whole or spread over processes; in float64, for sums of parts come in another order."""
-    attention = KINDS[kind][1].get("attn_implementation", "sdpa")
-    if "num_experts_per_tok" in KINDS[kind][1]:
+    own = (KINDS | OF_FOUR)[kind][1]
+    attention = own.get("attn_implementation", "sdpa")
+    if "num_experts_per_tok" in own:
         how["experts_implementation"] = "batched_mm"  # that of grouped products knows no float64
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder / kind, dtype=dtype, attn_implementation=attention, **how

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.sharded.cases import ENDS
-from tests.sharded.models import KINDS
+from tests.sharded.models import KINDS, OF_FOUR
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What is tried of every family.
 OF_EACH = (
     "every_activation", "every_edit", "gradients_of_parameters", "heads_knocked_out", "generation", "weights_in_full",
-    "analysis", "processed", "verified",
+    "analysis", "built_on_points", "processed", "verified",
 )  # fmt: skip
 #: A small part, seconds long.
 CASES = (
@@ -29,6 +29,9 @@ CASES = (
     "generation:llama",
     "gradients_of_parameters:mixtral",
     "analysis:llama",
+    "built_on_points:llama",
+    "every_edit:nanochat",
+    "found_where_it_was_kept:nanochat",
     "different_edits_are_refused:llama",
     "different_gradients_are_refused:llama",
     "different_inputs_are_refused:llama",
@@ -43,6 +46,7 @@ CASES = (
     "unequal_parts_are_refused:llama_odd",
     "spread_without_a_plan_is_refused:llama",
     "inferring_is_refused:llama",
+    "declared_in_one_process:llama",
     "made_for_one_process:llama",
     "rows_of_its_own:llama",
 )
@@ -56,8 +60,6 @@ MORE = (
     *(f"processed_by_fsdp:{kind}" for kind in ("gpt2", "gemma2")),
     *(f"no_place_under_fsdp:{kind}" for kind in ("llama_tied", "qwen2")),
 )
-#: With as many heads for four processes.
-OF_FOUR = "llama_of_four"
 
 
 def run(folder: Path, cases: tuple[str, ...], processes: int, on: str = "gloo") -> dict[str, str]:
@@ -132,7 +134,8 @@ def test_one_process_alone_ends_the_run(case: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_over_four_processes(tmp_path: Path):
-    cases = [f"{case}:{OF_FOUR}" for case in OF_EACH]
+@pytest.mark.parametrize("kind", OF_FOUR)
+def test_over_four_processes(kind: str, tmp_path: Path):
+    cases = [f"{case}:{kind}" for case in OF_EACH]
     wrong = {case: found for case, found in run(tmp_path, tuple(cases), 4).items() if found}
     assert not wrong, wrong

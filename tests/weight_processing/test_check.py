@@ -30,7 +30,7 @@ def in_half(case: str, dtype: torch.dtype) -> Any:
     return model
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_rounding_is_no_difference(case: str, dtype: torch.dtype) -> None:
     bridge = TransformerBridge(in_half(case, dtype))
@@ -47,7 +47,7 @@ def a_little_large(W: Tensor, *more: Any) -> tuple[Tensor, Tensor | None]:
     return folded * 1.03, bias
 
 
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("step", "name", "wrong"),
     [

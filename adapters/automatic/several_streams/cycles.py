@@ -58,7 +58,7 @@ def find_cycles(model: nn.Module, recording: Recording) -> FoundStack | None:
         tuple(range(len(calls))),
         len(calls),
         members=_numbered(recording, calls, path),
-        joined={index: tuple((_named(recording, c), factor) for c, factor in each) for index, each in joined.items()},
+        joined={index: tuple((recording.numbered(c), factor) for c, factor in each) for index, each in joined.items()},
     )
 
 
@@ -100,11 +100,6 @@ def _numbered(recording: Recording, calls: Sequence[ModuleCall], path: str) -> t
         recording.rename(call, f"{old}@{counts[old]}")
         counts[old] += 1
     return tuple(members)
-
-
-def _named(recording: Recording, call: ModuleCall) -> str:
-    """The path of a call outside of the blocks, with its number."""
-    return recording.numbered(call)
 
 
 def _sources(

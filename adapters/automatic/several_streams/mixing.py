@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.automatic.blocks import FoundStack
 from adapters.automatic.stream import FoundMix, Sum, Term, Value, values_in
 from adapters.observe.calls import BorderTensor, Mark, ModuleCall, Recording, mark
-from adapters.observe.tolerance import tolerance
+from adapters.observe.tolerance import agree
 
 
 def with_streams(found: FoundStack, recording: Recording) -> FoundStack:
@@ -113,7 +113,6 @@ class Mixed:
         #: What passes borders inside with the shape of one stream.
         self.values = values_in(one, recording, one.entered.value.shape if one.entered else whole.shape)
         self.values.pop(block.entered.mark, None)
-        self.close = tolerance(whole)
         self.x = self._state(block.entered, block.start)
         self.y = self._state(output, block.end)
         self.states = self._states(whole)
@@ -171,6 +170,6 @@ class Mixed:
         for value in self.values.values():
             if value.made and mix.call.end < value.made[0][0].end <= state.seen:
                 total = kept + weights.unsqueeze(-1) * value.x.view(*now.x.shape[:2], 1, -1)
-                if bool(((total - state.x).abs() <= 2 * self.close * state.x.abs().max()).all()):
+                if agree(total, state.x, mix.call.element(mix.write).value):
                     return value
         return None

@@ -206,7 +206,7 @@ class Activations:
         Raises:
             HarvestError: there is no such column, or too little memory for one piece and one batch.
         """
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        if type(batch_size) is not int or batch_size < 1:
             raise HarvestError(f"batch_size is {batch_size!r}; it must be a whole number from 1 on")
         names = self._names(columns)
         if shuffle:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from bridge.legacy.table import MODULES, at, named
 
 __all__ = ["activation_functions", "devices"]
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # Python's own questions
-        raise AttributeError(name)
-    modules = [importlib.import_module(f"bridge.legacy.{where}") for where in ("utilities.devices", "utils")]
-    found = next((module for module in modules if name in vars(module)), modules[-1])  # which says what is missing
-    return getattr(found, name)
+    if name.startswith("__") or f"utilities.{name}" in MODULES:
+        return named(__name__)(name)
+    devices, utils = at("utilities.devices"), at("utils")  # the second of which says what is missing
+    return getattr(devices if name in vars(devices) else utils, name)

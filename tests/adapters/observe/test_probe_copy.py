@@ -16,10 +16,9 @@ TOKENS = torch.arange(3, 12)[None]
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa", "gemma3-gqa", "qwen2_moe-gqa", "gpt_oss-gqa", "bert", "bloom"])
 def test_it_computes_the_same(case: str) -> None:
     model = tiny(case)
-    other = probe_copy(model)
-    assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}
-    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    with torch.no_grad():
+    with torch.no_grad(), probe_copy(model) as other:
+        assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}
+        assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
         assert torch.equal(other(TOKENS)[0], model(TOKENS)[0])
 
 
@@ -30,7 +29,8 @@ def test_hooks_stay_with_the_model() -> None:
         plain = model(TOKENS)[0]
         model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
         bridge.add_hook("blocks.1.attn.hook_pattern", lambda x, hook: x * 0.5)
-        assert torch.equal(probe_copy(model)(TOKENS)[0], plain)
+        with probe_copy(model) as other:
+            assert torch.equal(other(TOKENS)[0], plain)
         assert not torch.equal(model(TOKENS)[0], plain)
 
 
@@ -39,7 +39,8 @@ def test_what_proves_nothing_is_replaced() -> None:
     nn.init.ones_(model.transformer.ln_f.weight)
     nn.init.zeros_(model.transformer.h[0].attn.c_attn.bias)
     assert trivial_parameters(model) == ["transformer.h.0.attn.c_attn.bias", "transformer.ln_f.weight"]
-    other = probe_copy(model)
+    with probe_copy(model) as other:
+        pass
     own = {name for name, p in other.named_parameters() if p is not model.get_parameter(name)}
     assert own == set(trivial_parameters(model))
     assert trivial_parameters(other) == []
@@ -49,7 +50,8 @@ def test_what_proves_nothing_is_replaced() -> None:
 
 def test_half_precision_becomes_single() -> None:
     model = tiny("llama-gqa", dtype=torch.bfloat16)
-    other = probe_copy(model)
+    with probe_copy(model) as other:
+        pass
     assert {p.dtype for p in other.parameters()} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     for name, parameter in model.named_parameters():
@@ -67,7 +69,8 @@ def test_methods_and_lists_of_modules_are_the_twins() -> None:
             return self.also[0](x)
 
     model = Odd()
-    other = probe_copy(model)
+    with probe_copy(model) as other:
+        pass
     assert isinstance(other, Odd)
     assert other.also[0] is other.inner is not model.inner
     assert other.run.__self__ is other
