@@ -180,7 +180,7 @@ def test_patches_can_be_patched() -> None:
 
 
 def test_a_norm_of_one_vector_is_no_sum() -> None:
-    _, bridge, images = made("CLIPVisionModel")
+    _, bridge, images = made("BeitForImageClassification")
     _, cache = bridge.run_with_cache(pixel_values=images)
     assert cache["ln_final.hook_normalized"].shape == (len(images), 32)
     with pytest.raises(ValueError, match="its final norm reads one vector of each"):
