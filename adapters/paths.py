@@ -114,10 +114,10 @@ def base_path(model: nn.Module) -> str:
 
 
 @functools.cache
-def _takes_all(base: type, model: type) -> bool:
+def _takes_all(base: type[nn.Module], model: type[nn.Module]) -> bool:
     """Whether a base model takes what its model does: the encoder of DINOv3, of that name, is given embeddings."""
     main = getattr(model, "main_input_name", "input_ids")
-    taken = inspect.signature(base.forward).parameters  # type: ignore[attr-defined]
+    taken = inspect.signature(base.forward).parameters
     return main == "input_ids" or main in taken or any(x.kind is x.VAR_POSITIONAL for x in taken.values())
 
 
